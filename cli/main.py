@@ -1,0 +1,89 @@
+"""The console entry `ycore`: the commands, and the one place where an error becomes a line and an exit status.
+
+Not here: what a command does. Nothing heavy is imported until a command runs.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Annotated
+
+import typer
+from ycore_cli.env import env
+from ycore_cli.eval import evaluate
+from ycore_cli.grpo import grpo
+from ycore_cli.recipes import recipes
+
+from ycore import __version__
+from ycore.errors import Interrupted, YcoreError
+
+_HELP = {"max_content_width": 100, "help_option_names": ["--help", "-h"]}
+_ANY_TRL_FIELD = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+app = typer.Typer(context_settings=_HELP, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app.command("grpo", context_settings=_ANY_TRL_FIELD)(grpo)
+app.command("eval", context_settings=_ANY_TRL_FIELD)(evaluate)
+app.command("recipes")(recipes)
+app.command("env")(env)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"ycore {__version__}")
+        raise typer.Exit()
+
+
+@app.callback(invoke_without_command=True)
+def ycore(
+    context: typer.Context,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Reinforcement learning for language models from one command.
+
+    \b
+    ycore grpo --recipe quickstart      a small model learns addition, on two CPU cores
+    ycore eval --help                   measure a model on a reward
+    """
+    if context.invoked_subcommand is None:
+        print(context.get_help())
+
+
+def main() -> None:
+    """The console script."""
+    sys.exit(run(sys.argv[1:]))
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Runs one command line and returns its exit status; a bug keeps its traceback."""
+    try:
+        status = app(args=_dashed(arguments), prog_name="ycore", standalone_mode=False)
+    except YcoreError as error:
+        print(
+            f"{'interrupted' if isinstance(error, Interrupted) else 'error'}: {_one_line(str(error))}", file=sys.stderr
+        )
+        return error.exit_code
+    except typer.TyperException as error:
+        return _usage_error(error)
+    if status == 130:
+        print("interrupted", file=sys.stderr)
+    return status if isinstance(status, int) else 0
+
+
+def _usage_error(error: typer.TyperException) -> int:
+    message = _one_line(error.format_message()).rstrip(".")
+    print(f"error: {message[:1].lower()}{message[1:]}; see `ycore --help`", file=sys.stderr)
+    return 2
+
+
+def _one_line(text: str) -> str:
+    return " ".join(line.strip() for line in text.splitlines() if line.strip())
+
+
+def _dashed(arguments: Sequence[str]) -> list[str]:
+    """`--group_size=4` as `--group-size=4`: both spellings name the same option."""
+    dashed = []
+    for argument in arguments:
+        name, equals, value = argument.partition("=")
+        dashed.append(name.replace("_", "-") + equals + value if name.startswith("--") else argument)
+    return dashed

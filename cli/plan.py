@@ -1,0 +1,101 @@
+"""Everything that can be checked before a run, in order, and the plan that comes of it.
+
+Not here: starting anything. No model is loaded and torch is not imported.
+"""
+
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from ycore.config.run import RunConfig
+from ycore.errors import ConfigError
+
+
+def checked_plan(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
+    """What the run will do, as JSON values; a UserError where it cannot work."""
+    from ycore.config.batch import derive_batch
+    from ycore.config.needs import check_needs
+    from ycore.config.trl_arguments import trl_arguments
+    from ycore.launch.engines import choose_kind, is_vllm_installed, this_machine
+    from ycore.run_folder.paths import RunFolder
+    from ycore.run_folder.prepare import check_claim
+    from ycore.run_folder.secrets import redact
+
+    engine, _ = choose_kind(config.engine.kind, vllm_installed=is_vllm_installed())
+    model = _checked_model(config)
+    dataset = _checked_dataset(config, model)
+    _check_rewards(config, dataset["columns"])
+    machine = this_machine()
+    batch = derive_batch(config, world_size=1, on_cpu=not machine.devices)  # the launcher starts one trainer process
+    check_needs(config)
+    folder = RunFolder(Path(config.output))
+    check_claim(folder, config, resume=resume)
+    return {
+        "config": redact(config.model_dump(mode="json")),
+        "model": {key: model[key] for key in ("kind", "folder", "ready", "note", "context_length", "chat")},
+        "dataset": dataset,
+        "devices": {"gpus": len(machine.devices), "cores": len(machine.cores)},
+        "engine": engine,
+        "batch": asdict(batch) | {"in_words": str(batch)},
+        "trl": redact(trl_arguments(config, batch, folder)),
+        "output": str(folder.root.absolute()),
+    }
+
+
+def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> list[tuple[str, str]]:
+    """The plan as a person reads it."""
+    config, model, dataset = plan["config"], plan["model"], plan["dataset"]
+    rewards = ", ".join(f"{item['reward']} (weight {item['weight']:g})" for item in config["rewards"])
+    rows = f"{dataset['rows']} row{'' if dataset['rows'] == 1 else 's'}"
+    kind = "chat prompts" if dataset["chat"] else "text prompts"
+    context = f", context {model['context_length']}" if model["context_length"] else ""
+    weights = "every weight" if config["lora"] is None else f"LoRA r={config['lora']['r']}"
+    dtype = "bfloat16" if config["dtype"] == "auto" else config["dtype"]
+    trained = f"{config['steps']} steps of {weights}, {dtype}, learning rate {plan['trl']['learning_rate']:g}"
+    evaluated = f"{config['num_samples']} completions of each prompt"
+    return [
+        ("model", f"{config['model']}: {model['note']}{context}"),
+        ("dataset", f"{config['dataset']}: {rows} of {kind}, columns {', '.join(dataset['columns']) or 'none'}"),
+        ("rewards", rewards),
+        *([("batch", plan["batch"]["in_words"])] if config["algorithm"] != "eval" else []),
+        ("run", (evaluated if config["algorithm"] == "eval" else trained) + f", seed {config['seed']}"),
+        ("engine", f"{plan['engine']}, completions of at most {config['max_tokens']} tokens"),
+        ("output", config["output"] + (", going on from its last checkpoint" if resume else "")),
+    ]
+
+
+def _checked_model(config: RunConfig) -> dict[str, Any]:
+    from ycore.models.plan import resolve_model
+
+    plan = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
+    if plan.context_length is not None and config.max_tokens >= plan.context_length:
+        raise ConfigError(
+            f"max_tokens must leave room for a prompt in the model's context of {plan.context_length} tokens; "
+            f"it is {config.max_tokens}; e.g. --max-tokens {max(1, plan.context_length // 2)}"
+        )
+    folder = None if plan.folder is None else str(plan.folder)
+    model = {"kind": plan.kind, "folder": folder, "ready": plan.ready, "note": plan.note, "plan": plan}
+    return model | {"context_length": plan.context_length, "chat": plan.has_chat_template is True}
+
+
+def _checked_dataset(config: RunConfig, model: Mapping[str, Any]) -> dict[str, Any]:
+    from ycore.data.prompts import check_dataset
+    from ycore.models.plan import require_chat_template
+
+    prompts = check_dataset(config, as_chat=model["chat"])
+    if prompts.is_chat:
+        require_chat_template(model["plan"])
+    return {
+        "rows": len(prompts.prompts),
+        "columns": list(prompts.columns),
+        "chat": prompts.is_chat,
+        "fingerprint": prompts.fingerprint,
+    }
+
+
+def _check_rewards(config: RunConfig, columns: list[str]) -> None:
+    from ycore.rewards.loading import check_reward
+
+    for reward in config.rewards:
+        check_reward(reward, columns)

@@ -1,0 +1,130 @@
+"""Good command lines through the real command with --dry-run: exit status 0, a plan, nothing written, nothing heavy."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ycore_cli.main import run
+
+from ycore.config.overrides import resolve
+from ycore.models.tiny import write_tiny_model
+from ycore.run_folder.paths import RunFolder
+from ycore.run_folder.prepare import claim
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a chat model, a text model, two datasets, a reward file and a recipe."""
+    root = tmp_path_factory.mktemp("place")
+    write_tiny_model(root / "model", chat=True)
+    write_tiny_model(root / "untemplated", chat=False)
+    rows = [json.dumps({"prompt": f"{number} + 1 =", "answer": str(number + 1)}) for number in range(8)]
+    (root / "train.jsonl").write_text("\n".join(rows) + "\n")
+    (root / "asked.jsonl").write_text(json.dumps({"ask": "1 + 1 =", "solution": "2"}) + "\n")
+    (root / "rewards.py").write_text("def one(prompts, completions, **columns):\n    return [1.0] * len(prompts)\n")
+    (root / "mine.yaml").write_text(f"description: mine\nmodel: {root}/model\nsteps: 7\ntrl:\n  beta: 0.5\n")
+    return root
+
+
+GRPO = "grpo --model {place}/model --dataset {place}/train.jsonl --reward exact_answer --output {place}/out --dry-run "
+
+GOOD: list[tuple[str, tuple[str | int, ...], Any]] = [
+    ("", ("config", "steps"), 100),
+    ("--full", ("trl", "learning_rate"), 1e-6),
+    ("--lora --set lora.r=4", ("config", "lora", "r"), 4),
+    ("--learning-rate 1e-5", ("trl", "learning_rate"), 1e-5),
+    ("--learning_rate=1e-5", ("trl", "learning_rate"), 1e-5),
+    ("--group_size 4 --prompts-per-step 3", ("batch", "per_device_train_batch_size"), 4),
+    ("--num-generations 4", ("trl", "num_generations"), 4),
+    ("--log-completions", ("trl", "log_completions"), True),
+    ("--no-log-completions --beta 0.1", ("trl", "log_completions"), False),
+    ("--log-completions false --steps 3", ("config", "steps"), 3),
+    ("--report-to wandb,tensorboard", ("trl", "report_to"), ["wandb", "tensorboard"]),
+    ("--epsilon-high none --delta 4", ("trl", "delta"), 4.0),
+    ("--reward {place}/rewards.py:one --set rewards.1.weight=0.5", ("config", "rewards", 1, "weight"), 0.5),
+    ("--recipe {place}/mine.yaml", ("trl", "beta"), 0.5),
+    ("--recipe quickstart --steps 2", ("trl", "max_steps"), 2),
+    ("--engine transformers --set dtype=float32", ("engine",), "transformers"),
+    ("--model {place}/untemplated", ("dataset", "chat"), False),
+    ("--system-prompt Add.", ("dataset", "chat"), True),
+    ("--dataset {place}/asked.jsonl --prompt-column ask --answer-column solution", ("dataset", "rows"), 1),
+    ("--dataset task:addition?digits=1 --max-tokens 16", ("trl", "max_completion_length"), 16),
+    ("--trust-remote-code --merge", ("config", "merge"), True),
+]
+
+
+@pytest.mark.parametrize(("more", "path", "expected"), GOOD, ids=[more or "nothing more" for more, _, _ in GOOD])
+def test_a_good_command_line_gives_its_plan(
+    more: str, path: tuple[str | int, ...], expected: object, place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run((GRPO + "--json " + more).format(place=place).split()) == 0
+    value = json.loads(capfd.readouterr().out)
+    for key in path:
+        value = value[key]
+    assert value == expected
+    assert not (place / "out").exists()
+
+
+def test_the_plan_in_words(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    more = "--prompts-per-step 4 --max-tokens 64 --engine transformers --use-cpu"
+    assert run((GRPO + more).format(place=place).split()) == 0
+    out, err = capfd.readouterr()
+    assert err == ""
+    assert [line.split()[0] for line in out.splitlines()] == [
+        "model", "dataset", "rewards", "batch", "run", "engine", "output", "Nothing",
+    ]  # fmt: skip
+    assert "8 rows of chat prompts" in out
+    assert "4 prompts x 8 completions = 32 a step on 1 rank: 1 micro-batch of 32" in out
+    assert "100 steps of LoRA r=16, bfloat16, learning rate 2e-05, seed 0" in out
+
+
+def test_resume_needs_only_the_folder(tmp_path: Path, place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    output = str(tmp_path / "run")
+    options = {"model": f"{place}/model", "dataset": f"{place}/train.jsonl", "rewards": ["exact_answer"], "steps": 9}
+    config = resolve(options={**options, "output": output, "trl": {"beta": 0.25, "hub_token": "secret"}})
+    claim(RunFolder(Path(output)), config, resume=False).release()
+    resume = ["grpo", "--resume", "--output", output, "--dry-run", "--json"]
+    assert run([*resume, "--hub-token", "secret"]) == 0
+    out, _ = capfd.readouterr()
+    plan = json.loads(out)
+    assert (plan["trl"]["max_steps"], plan["trl"]["beta"]) == (9, 0.25)
+    assert "secret" not in out
+    assert run([*resume, "--hub-token", "secret", "--steps", "10"]) == 2
+    assert "steps: 9 there, 10 here" in capfd.readouterr().err
+
+
+def test_eval_checks_the_same_things(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs" / "eval-train-model").mkdir(parents=True)
+    line = "eval --model {place}/model --dataset {place}/train.jsonl --reward exact_answer --num-samples 2 --limit 3"
+    assert run([*line.format(place=place).split(), "--temperature", "0.7", "--dry-run", "--json"]) == 0
+    plan = json.loads(capfd.readouterr().out)
+    assert (plan["config"]["algorithm"], plan["config"]["num_samples"], plan["dataset"]["rows"]) == ("eval", 2, 3)
+    assert (plan["config"]["output"], plan["trl"]["temperature"]) == ("runs/eval-train-model-2", 0.7)
+
+
+def test_eval_of_a_recipe_leaves_the_training_run_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run(["eval", "--recipe", "quickstart", "--limit", "5", "--dry-run", "--json"]) == 0
+    config = json.loads(capfd.readouterr().out)["config"]
+    assert (config["output"], config["max_tokens"]) == ("runs/eval-quickstart", 16)
+
+
+def test_a_local_dry_run_imports_nothing_heavy(place: Path) -> None:
+    code = (
+        "import sys; from ycore_cli.main import run; status = run(sys.argv[1:]); "
+        "heavy = ('torch', 'trl', 'vllm', 'transformers', 'datasets'); "
+        "print(status, [name for name in heavy if name in sys.modules])"
+    )
+    arguments = (GRPO + "--learning-rate 1e-5").format(place=place).split()
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=10, check=True
+    )
+    assert done.stdout.splitlines()[-1] == "0 []"

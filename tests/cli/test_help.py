@@ -1,0 +1,75 @@
+"""The visible options are few and frozen here; help imports nothing that a command needs only when it runs."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+import typer
+from ycore_cli.main import app, run
+
+from ycore import __version__
+
+VISIBLE = {
+    "grpo": [
+        "--model", "--dataset", "--reward", "--prompt-column", "--answer-column", "--system-prompt",
+        "--trust-remote-code", "--prompts-per-step", "--group-size", "--max-tokens", "--steps", "--lora", "--engine",
+        "--merge", "--seed", "--set", "--recipe", "--output", "--dry-run", "--resume", "--json",
+    ],
+    "eval": [
+        "--model", "--dataset", "--reward", "--split", "--prompt-column", "--answer-column", "--system-prompt",
+        "--trust-remote-code", "--num-samples", "--limit", "--max-tokens", "--engine", "--seed", "--set", "--recipe",
+        "--output", "--dry-run", "--json",
+    ],
+    "recipes": ["--json"],
+    "env": ["--json"],
+}  # fmt: skip
+
+
+def test_the_visible_options_are_these() -> None:
+    group = typer.main.get_command(app)
+    assert isinstance(group, typer.core.TyperGroup)
+    seen = {name: [option.opts[0] for option in command.params] for name, command in group.commands.items()}
+    assert seen == VISIBLE
+
+
+@pytest.mark.parametrize("command", [[], ["grpo"], ["eval"], ["recipes"], ["env"]])
+def test_help_teaches(command: list[str], capfd: pytest.CaptureFixture[str]) -> None:
+    assert run([*command, "--help"]) == 0
+    out, err = capfd.readouterr()
+    assert run([*command, "-h"]) == 0
+    assert capfd.readouterr().out == out
+    assert err == ""
+    assert out.count("  ycore ") >= 2, "two full examples"
+    if command in (["grpo"], ["eval"]):
+        assert "docs/options.md" in out
+
+
+def test_version_and_bare_command(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["--version"]) == 0
+    assert capfd.readouterr().out == f"ycore {__version__}\n"
+    assert run([]) == 0
+    assert "Usage: ycore" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize("arguments", ["--help", "grpo --help", "--version"])
+def test_help_imports_none_of_the_stack(arguments: str) -> None:
+    code = (
+        "import sys; from ycore_cli.main import run; run(sys.argv[1:]); "
+        "heavy = ('torch', 'trl', 'vllm', 'transformers', 'datasets', 'numpy', 'yaml', 'ycore.config'); "
+        "print([name for name in heavy if name in sys.modules])"
+    )
+    command = [sys.executable, "-c", code, *arguments.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_help_is_there_in_half_a_second() -> None:
+    command = [sys.executable, "-c", "from ycore_cli.main import main; main()", "--help"]
+    assert min(_seconds(command) for _ in range(3)) < 0.5
+
+
+def _seconds(command: list[str]) -> float:
+    begun = time.monotonic()
+    subprocess.run(command, capture_output=True, timeout=10, check=True)
+    return time.monotonic() - begun

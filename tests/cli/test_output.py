@@ -1,0 +1,59 @@
+"""One JSON object on standard output, whatever else is written meanwhile; interrupts and bugs end as they should."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+from ycore_cli.main import run
+from ycore_cli.output import number, print_json, stdout_for_json
+
+_MAIN = (
+    "import ycore_cli.main as m, ycore.config.recipes as r, ycore.errors as e; "
+    "r.list_recipes = lambda: {body}; m.main()"
+)
+
+
+def test_what_others_write_goes_to_standard_error(capfd: pytest.CaptureFixture[str]) -> None:
+    with stdout_for_json(True):
+        print("said by this process")
+        subprocess.run([sys.executable, "-c", "print('said by a child')"], check=True)
+    print_json({"reward": float("nan"), "steps": [1, float("inf")], "name": "é"})
+    out, err = capfd.readouterr()
+    assert json.loads(out) == {"reward": None, "steps": [1, None], "name": "é"}
+    assert out.count("\n") == 1
+    assert "said by this process" in err and "said by a child" in err
+
+
+def test_without_json_nothing_moves(capfd: pytest.CaptureFixture[str]) -> None:
+    with stdout_for_json(False):
+        print("here")
+    assert capfd.readouterr().out == "here\n"
+
+
+def test_recipes_as_json(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["recipes", "--json"]) == 0
+    assert "quickstart" in [entry["name"] for entry in json.loads(capfd.readouterr().out)["recipes"]]
+
+
+def test_numbers_as_people_read_them() -> None:
+    assert [number(value) for value in (0.41666, 60, 1e-5, "x")] == ["0.4167", "60", "1e-05", "x"]
+
+
+@pytest.mark.parametrize(
+    ("raised", "status", "last_line"),
+    [
+        ("e.RunError('the engine died;\\n see logs')", 1, "error: the engine died; see logs"),
+        ("e.Interrupted('stopped after step 3')", 130, "interrupted: stopped after step 3"),
+        ("KeyboardInterrupt()", 130, "interrupted"),
+        ("ZeroDivisionError('a bug')", 1, "ZeroDivisionError: a bug"),
+    ],
+)
+def test_how_a_command_ends(raised: str, status: int, last_line: str) -> None:
+    code = _MAIN.format(body=f"(_ for _ in ()).throw({raised})")
+    done = subprocess.run(
+        [sys.executable, "-c", code, "recipes"], capture_output=True, text=True, timeout=10, check=False
+    )
+    assert (done.returncode, done.stderr.splitlines()[-1]) == (status, last_line)
+    assert ("Traceback" in done.stderr) == ("bug" in raised)
+    assert done.stdout == ""

@@ -1,0 +1,121 @@
+"""Batch arithmetic: what is accepted satisfies TRL's equations, what is refused names sizes that are accepted."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from ycore.config.batch import (
+    MICRO_BATCH_TOKENS_CPU,
+    MICRO_BATCH_TOKENS_GPU,
+    Sizes,
+    derive_batch,
+    neighbours,
+    plan_batch,
+    problem_of,
+)
+from ycore.config.run import RewardConfig, RunConfig
+from ycore.errors import ConfigError
+
+SIZES = st.builds(
+    Sizes,
+    world_size=st.integers(1, 9),
+    prompts_per_step=st.integers(1, 70),
+    group_size=st.integers(2, 20),
+    max_tokens=st.sampled_from([1, 16, 100, 256, 2048, 40_000]),
+    per_device_train_batch_size=st.none() | st.integers(1, 40),
+    gradient_accumulation_steps=st.none() | st.integers(1, 40),
+    steps_per_generation=st.none() | st.integers(1, 40),
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(sizes=SIZES, on_cpu=st.booleans())
+def test_accepted_sizes_satisfy_the_equations_and_refused_ones_have_accepted_neighbours(
+    sizes: Sizes, on_cpu: bool
+) -> None:
+    if problem_of(sizes, on_cpu=on_cpu) is None:
+        _assert_equations(sizes, on_cpu)
+        return
+    ways = neighbours(sizes, on_cpu=on_cpu)
+    assert ways
+    for way in ways:
+        _assert_equations(way, on_cpu)
+    with pytest.raises(ConfigError, match="what works nearest: ") as caught:
+        plan_batch(sizes, on_cpu=on_cpu)
+    assert "\n" not in str(caught.value)
+
+
+def _assert_equations(sizes: Sizes, on_cpu: bool) -> None:
+    plan = plan_batch(sizes, on_cpu=on_cpu)
+    size, accumulation, rounds = (
+        plan.per_device_train_batch_size,
+        plan.gradient_accumulation_steps,
+        plan.steps_per_generation,
+    )
+    assert size * accumulation * sizes.world_size == sizes.prompts_per_step * sizes.group_size
+    assert size * rounds % sizes.group_size == 0, "whole groups on every rank"
+    assert plan.groups_per_rank * sizes.group_size == size * rounds
+    assert rounds % accumulation == 0, "whole optimizer steps in a round"
+    for asked, given_back in (
+        (sizes.per_device_train_batch_size, size),
+        (sizes.gradient_accumulation_steps, accumulation),
+        (sizes.steps_per_generation, rounds),
+    ):
+        assert asked in (None, given_back)
+    if sizes.per_device_train_batch_size is None and sizes.gradient_accumulation_steps is None:
+        budget = MICRO_BATCH_TOKENS_CPU if on_cpu else MICRO_BATCH_TOKENS_GPU
+        assert size == 1 or size * sizes.max_tokens <= budget
+        assert size % sizes.group_size == 0 or sizes.group_size % size == 0
+
+
+def _config(**keys: object) -> RunConfig:
+    rewards = [RewardConfig(reward="exact_answer")]
+    return RunConfig.model_validate({"model": "m", "dataset": "d", "rewards": rewards, "output": "o", **keys})
+
+
+@pytest.mark.parametrize(
+    ("max_tokens", "on_cpu", "size", "accumulation"),
+    [
+        (16, True, 64, 1),
+        (128, True, 16, 4),
+        (256, True, 8, 8),
+        (1024, True, 2, 32),
+        (4096, True, 1, 64),
+        (256, False, 64, 1),
+    ],
+)
+def test_the_micro_batch_is_the_largest_that_fits(max_tokens: int, on_cpu: bool, size: int, accumulation: int) -> None:
+    plan = derive_batch(_config(max_tokens=max_tokens), world_size=1, on_cpu=on_cpu)
+    assert (plan.per_device_train_batch_size, plan.gradient_accumulation_steps) == (size, accumulation)
+    assert plan.steps_per_generation == accumulation
+    assert plan.steps_per_round == 1
+
+
+def test_a_refusal_says_the_rule_the_values_and_both_neighbours() -> None:
+    with pytest.raises(ConfigError) as caught:
+        derive_batch(_config(prompts_per_step=7), world_size=4, on_cpu=True)
+    assert str(caught.value) == (
+        "prompts_per_step must be a multiple of the 4 ranks, for whole groups on each; it is 7; "
+        "what works nearest: prompts_per_step 4; or prompts_per_step 8"
+    )
+
+
+def test_trl_s_own_fields_are_respected_or_refused_with_what_fits() -> None:
+    plan = derive_batch(_config(trl={"per_device_train_batch_size": 4}), world_size=2, on_cpu=True)
+    assert (plan.per_device_train_batch_size, plan.gradient_accumulation_steps, plan.groups_per_rank) == (4, 8, 4)
+    with pytest.raises(ConfigError, match="gradient_accumulation_steps 4; or gradient_accumulation_steps 8"):
+        derive_batch(_config(trl={"gradient_accumulation_steps": 7}), world_size=1, on_cpu=True)
+    with pytest.raises(ConfigError, match=r"is 4 \* 4; what works nearest: .*per_device_train_batch_size 16"):
+        trl = {"per_device_train_batch_size": 4, "gradient_accumulation_steps": 4}
+        derive_batch(_config(trl=trl), world_size=1, on_cpu=True)
+
+
+def test_several_optimizer_steps_a_round() -> None:
+    plan = derive_batch(_config(max_tokens=256, trl={"steps_per_generation": 16}), world_size=1, on_cpu=True)
+    assert (plan.steps_per_round, plan.groups_per_rank) == (2, 16)
+    assert str(plan).endswith("8 micro-batches of 8, 2 optimizer steps a round")
+
+
+def test_the_plan_in_words() -> None:
+    plan = derive_batch(_config(), world_size=2, on_cpu=True)
+    assert str(plan) == "8 prompts x 8 completions = 64 a step on 2 ranks: 4 micro-batches of 8 each"

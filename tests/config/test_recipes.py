@@ -1,0 +1,53 @@
+"""Recipes by name and by file, and what is said of those that cannot be read."""
+
+from pathlib import Path
+
+import pytest
+
+from ycore.config.recipes import list_recipes, load_recipe, recipe_name
+from ycore.errors import ConfigError
+
+
+def test_shipped_recipes_have_names_and_descriptions() -> None:
+    entries = list_recipes()
+    assert "quickstart" in [entry.name for entry in entries]
+    assert all(entry.description for entry in entries)
+
+
+def test_a_file_is_a_recipe_too(tmp_path: Path) -> None:
+    file = tmp_path / "mine.yaml"
+    file.write_text("description: mine\nmodel: m\nsteps: 3\n")
+    assert load_recipe(str(file)) == {"model": "m", "steps": 3}
+    assert (recipe_name(str(file)), recipe_name("quickstart")) == ("mine", "quickstart")
+
+
+@pytest.mark.parametrize(
+    ("text", "words"),
+    [
+        ("steps: 3\nmodel: [m\n", "line 3: not YAML"),
+        ("steps: 3\n\tmodel: m\n", "line 2: not YAML"),
+        ("- model: m\n", "must be a mapping of keys .* it is a list"),
+        ("", "it is empty"),
+        ("3: 4\n", "must be a mapping of keys"),
+        ("model: !!python/object:os.system {}\n", "line 1: not YAML"),
+        ("model: \x07\n", "is not YAML"),
+    ],
+)
+def test_an_unreadable_file_is_refused_with_its_line(text: str, words: str, tmp_path: Path) -> None:
+    file = tmp_path / "broken.yaml"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=words) as caught:
+        load_recipe(str(file))
+    assert "\n" not in str(caught.value)
+
+
+def test_unknown_names_get_the_nearest(tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").touch()
+    with pytest.raises(ConfigError, match="no recipe 'quikstart'; did you mean 'quickstart'"):
+        load_recipe("quikstart")
+    with pytest.raises(ConfigError, match=r"no recipe 'zzz'; there are .*quickstart"):
+        load_recipe("zzz")
+    with pytest.raises(ConfigError, match=r"no such recipe file: .*did you mean 'mine.yaml'"):
+        load_recipe(str(tmp_path / "mines.yaml"))
+    with pytest.raises(ConfigError, match="cannot be read as text"):
+        load_recipe(f"{tmp_path}/")

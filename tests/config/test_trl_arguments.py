@@ -1,0 +1,54 @@
+"""The arguments that TRL gets: its own class accepts them, and what ycore owns cannot be overridden."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ycore.config.batch import derive_batch
+from ycore.config.overrides import resolve
+from ycore.config.run import RunConfig
+from ycore.config.trl_arguments import trl_arguments
+from ycore.run_folder.paths import RunFolder
+
+
+def _config(**options: object) -> RunConfig:
+    return resolve(options={"model": "m", "dataset": "d", "rewards": ["exact_answer"], "output": "o", **options})
+
+
+def _arguments(config: RunConfig, folder: Path, *, on_cpu: bool = True) -> dict[str, Any]:
+    return trl_arguments(config, derive_batch(config, world_size=1, on_cpu=on_cpu), RunFolder(folder))
+
+
+def test_trl_s_own_class_takes_them_and_agrees_on_the_round(tmp_path: Path) -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    from trl.trainer.grpo_config import GRPOConfig
+
+    config = _config(prompts_per_step=6, group_size=4, max_tokens=200, trl={"beta": "0.1"}, dtype="float32")
+    built = GRPOConfig(**_arguments(config, tmp_path))
+    assert built.generation_batch_size == 24
+    assert built.steps_per_generation == built.gradient_accumulation_steps
+    assert (built.beta, built.bf16, built.use_vllm, built.max_steps) == (0.1, False, False, 100)
+    assert built.gradient_checkpointing is False
+    assert built.output_dir == str(tmp_path / "checkpoints")
+
+
+@pytest.mark.parametrize(("lora", "rate"), [({}, 2e-5), (None, 1e-6)])
+def test_the_learning_rate_follows_what_is_trained(lora: object, rate: float, tmp_path: Path) -> None:
+    assert _arguments(_config(lora=lora), tmp_path)["learning_rate"] == rate
+
+
+def test_the_user_s_fields_win_over_defaults_and_survive_json(tmp_path: Path) -> None:
+    config = _config(trl={"learning_rate": "3e-4", "report_to": "tensorboard", "save_total_limit": "5"}, steps=12)
+    arguments = _arguments(RunConfig.model_validate_json(config.model_dump_json()), tmp_path)
+    assert (arguments["learning_rate"], arguments["report_to"]) == (3e-4, "tensorboard")
+    assert (arguments["save_total_limit"], arguments["save_steps"]) == (5, 3)
+    assert json.loads(json.dumps(arguments)) == arguments
+
+
+def test_a_gpu_keeps_trl_s_own_choices(tmp_path: Path) -> None:
+    arguments = _arguments(_config(), tmp_path, on_cpu=False)
+    assert "use_cpu" not in arguments and "gradient_checkpointing" not in arguments
+    assert arguments["bf16"] is True

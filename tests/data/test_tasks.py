@@ -1,0 +1,102 @@
+"""Generated tasks: right answers, disjoint splits, the same rows for the same words."""
+
+import re
+
+import pytest
+
+from ycore.data.tasks import TASKS, task_table
+from ycore.errors import DataError
+
+
+def rows(text: str, *, split: str = "train", seed: int = 0) -> list[tuple[str, str]]:
+    return [(row["prompt"], row["answer"]) for row in task_table(text, split=split, seed=seed).rows]
+
+
+def refused(text: str, *, split: str = "train") -> str:
+    with pytest.raises(DataError) as caught:
+        rows(text, split=split)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("digits", [1, 2, 9])
+@pytest.mark.parametrize(("task", "sign"), [("addition", "+"), ("subtraction", "-"), ("multiplication", "*")])
+def test_arithmetic_is_right(task: str, sign: str, digits: int) -> None:
+    for prompt, answer in rows(f"task:{task}?digits={digits}&size=200"):
+        found = re.fullmatch(rf"What is (\d+) {re.escape(sign)} (\d+)\? Answer with just the number\.", prompt)
+        assert found is not None
+        a, b = int(found[1]), int(found[2])
+        assert len(found[1]) == len(found[2]) == digits
+        assert int(answer) == {"+": a + b, "-": a - b, "*": a * b}[sign] >= 0
+
+
+def test_sorting_is_right() -> None:
+    for prompt, answer in rows("task:sort?count=5&digits=2&size=200"):
+        shown = [int(number) for number in re.findall(r"\d+", prompt)]
+        assert len(shown) == 5 and answer == ", ".join(map(str, sorted(shown)))
+
+
+def test_reversing_is_right() -> None:
+    for prompt, answer in rows("task:reverse?length=6&size=200"):
+        assert prompt.split("'")[1] == answer[::-1] and len(answer) == 6
+
+
+def test_one_digit_addition_is_all_there() -> None:
+    train, test = rows("task:addition?digits=1&size=2000"), rows("task:addition?digits=1&size=2000", split="test")
+    assert (len(train), len(test)) == (80, 20)
+    assert len({*train, *test}) == 100
+
+
+@pytest.mark.parametrize("task", [*TASKS, "addition?digits=9", "sort?count=20", "reverse?length=20"])
+def test_splits_do_not_overlap_whatever_the_seed(task: str) -> None:
+    size = "&size=3000" if "?" in task else "?size=3000"
+    train = {prompt for seed in range(3) for prompt, _ in rows(f"task:{task}{size}", seed=seed)}
+    test = {prompt for seed in range(3) for prompt, _ in rows(f"task:{task}{size}", split="test", seed=seed)}
+    assert train and test and not train & test
+
+
+def test_a_sum_and_its_mirror_share_a_split() -> None:
+    train = {prompt for prompt, _ in rows("task:addition?size=100")}
+    for prompt in train:
+        a, b = re.findall(r"\d", prompt)
+        assert f"What is {b} + {a}? Answer with just the number." in train
+
+
+@pytest.mark.parametrize("task", TASKS)
+def test_questions_are_distinct(task: str) -> None:
+    prompts = [prompt for prompt, _ in rows(f"task:{task}?size=500")]
+    assert len(set(prompts)) == len(prompts)
+
+
+def test_the_seed_decides_the_rows() -> None:
+    assert rows("task:addition?digits=4&size=50", seed=3) == rows("task:addition?digits=4&size=50", seed=3)
+    assert rows("task:addition?digits=4&size=50", seed=3) != rows("task:addition?digits=4&size=50", seed=4)
+
+
+def test_a_smaller_size_is_the_beginning_of_a_larger_one() -> None:
+    assert rows("task:addition?digits=3&size=20") == rows("task:addition?digits=3&size=90")[:20]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("task:adition", "did you mean 'addition'"),
+        ("task:", "there are addition, subtraction"),
+        ("task:addition?digit=1", "did you mean 'digits'?"),
+        ("task:addition?colour=1", "it has digits, size; take one of them"),
+        ("task:addition?digits=two", "digits is a whole number from 1 to 9, not 'two'"),
+        ("task:addition?digits=0", "digits is a whole number from 1 to 9, not '0'"),
+        ("task:addition?digits=-1", "not '-1'"),
+        ("task:addition?digits=99999999999999999999", "digits is a whole number from 1 to 9"),
+        ("task:addition?digits=", "not ''"),
+        ("task:addition?size=0", "size is a whole number from 1 to 1000000"),
+        ("task:addition?digits", "arguments are written `?name=value&name=value`"),
+        ("task:addition?digits=1&digits=2", "given twice"),
+    ],
+)
+def test_names_that_mean_nothing(text: str, found: str) -> None:
+    assert found in refused(text)
+
+
+def test_a_split_that_is_not_there() -> None:
+    assert "has the splits train and test, not 'tset'; did you mean 'test'" in refused("task:addition", split="tset")

@@ -1,0 +1,243 @@
+"""A whole run with a worker of the test's own in the trainer's place: every way it can end."""
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ycore.config.run import EngineSettings, RewardConfig, RunConfig
+from ycore.errors import EngineError, Interrupted, TrainerError, UserError
+from ycore.launch import launcher
+from ycore.launch.launcher import Worker, run_worker
+from ycore.roles import RUN_MARKER
+from ycore.run_folder.files import read_json
+from ycore.run_folder.paths import RunFolder
+
+WITHIN_S = 30.0
+
+STEPS = """
+    import json, os, subprocess, sys, time
+    from pathlib import Path
+    from ycore.telemetry.metrics import MetricsWriter
+    root = Path(sys.argv[1])
+    metrics = MetricsWriter(root / "metrics.jsonl")
+    for step in range(1, 4):
+        metrics.write({"step": step, "reward": step / 4, "ycore/time/step": 0.1})
+"""
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "model"
+    folder.mkdir()
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 1, "hidden_size": 8, "max_position_embeddings": 64}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **shape}))
+    (folder / "tokenizer.json").write_text("{}")
+    header = b"{}"
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return folder
+
+
+@pytest.fixture
+def config(tmp_path: Path, model: Path) -> RunConfig:
+    return RunConfig(
+        model=str(model),
+        dataset="task:addition",
+        rewards=[RewardConfig(reward="exact_answer")],
+        output=str(tmp_path / "run"),
+        steps=3,
+        engine=EngineSettings(kind="transformers"),
+    )
+
+
+@pytest.fixture
+def worker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Worker]:
+    """Make a worker module that takes three steps and then does what it is told."""
+    root = Path(launcher.__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
+
+    def make(code: str, **changes: Any) -> Worker:
+        (tmp_path / "made_worker.py").write_text(textwrap.dedent(STEPS) + textwrap.dedent(code))
+        return Worker(**{"name": "trainer", "module": "made_worker", **changes})
+
+    return make
+
+
+def run(worker: Worker, config: RunConfig) -> tuple[dict[str, Any], str]:
+    stream = io.StringIO()
+    summary = run_worker(worker, config, resume=False, stream=stream)
+    return summary, stream.getvalue()
+
+
+def assert_nothing_is_left(config: RunConfig) -> None:
+    folder = RunFolder(Path(config.output))
+    for process in psutil.process_iter():
+        try:
+            assert process.environ().get(RUN_MARKER) != folder.run_id
+        except psutil.Error:
+            continue
+    assert not folder.sockets.exists()
+    assert not folder.shared_memory.exists()
+
+
+def test_a_run_that_finishes(worker: Callable[..., Worker], config: RunConfig) -> None:
+    code = """
+        told = json.loads((root / "engines.json").read_text())
+        assert told["kind"] == "transformers" and told["engines"] == [] and Path(told["model"]).is_dir()
+        assert os.environ["YCORE_RUN"]
+        subprocess.Popen(["sleep", "600"], start_new_session=True)
+    """
+    summary, shown = run(worker(code), config)
+    assert summary == read_json(RunFolder(Path(config.output)).summary)
+    assert (summary["status"], summary["steps"], summary["reward_first"]) == ("finished", 3, 0.5)
+    assert RunFolder(Path(config.output)).curve.is_file()
+    assert "step 3/3  reward 0.750" in shown
+    assert "transformers" in shown
+    assert_nothing_is_left(config)
+
+
+def test_an_evaluators_result_is_part_of_the_summary(worker: Callable[..., Worker], config: RunConfig) -> None:
+    code = """(root / "eval.json").write_text(json.dumps({"pass@1": 0.5}))"""
+    summary, _ = run(worker(code, name="evaluator", result="eval.json"), config)
+    assert summary["pass@1"] == 0.5
+
+
+def test_a_trainer_that_fails_is_told_with_its_last_line_and_log(
+    worker: Callable[..., Worker], config: RunConfig
+) -> None:
+    with pytest.raises(
+        TrainerError, match=r"trainer ended with exit status 1: ValueError: no good \(see .*trainer\.log\)"
+    ):
+        run(worker("raise ValueError('no good')"), config)
+    summary = read_json(RunFolder(Path(config.output)).summary)
+    assert (summary["status"], summary["steps"]) == ("failed", 3)
+    assert "ValueError: no good" in summary["error"]
+    assert_nothing_is_left(config)
+
+
+def test_a_trainer_that_is_killed_is_told(worker: Callable[..., Worker], config: RunConfig) -> None:
+    with pytest.raises(TrainerError, match="killed by SIGKILL"):
+        run(worker("os.kill(os.getpid(), 9)"), config)
+    assert_nothing_is_left(config)
+
+
+def test_a_users_mistake_is_passed_on_as_it_is(worker: Callable[..., Worker], config: RunConfig) -> None:
+    code = "print('error: row 3 has no prompt; fill it in', file=sys.stderr); sys.exit(2)"
+    with pytest.raises(UserError, match=r"^row 3 has no prompt; fill it in$"):
+        run(worker(code), config)
+
+
+def test_an_engine_that_dies_is_named(
+    worker: Callable[..., Worker], config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dying = [sys.executable, "-c", "import sys, time; time.sleep(1); sys.exit('RuntimeError: no memory')"]
+    monkeypatch.setattr(launcher, "engine_command", lambda engine: dying)
+    monkeypatch.setattr(launcher, "is_vllm_installed", lambda: True)
+    with pytest.raises(
+        EngineError, match=r"rollout-\d ended with exit status 1: RuntimeError: no memory \(see .*rollout-"
+    ):
+        run(worker("time.sleep(600)"), config.model_copy(update={"engine": EngineSettings(kind="vllm")}))
+    assert read_json(RunFolder(Path(config.output)).summary)["status"] == "failed"
+    assert_nothing_is_left(config)
+
+
+def test_an_engine_that_is_never_ready_is_named(
+    worker: Callable[..., Worker], config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "engine_command", lambda engine: ["sleep", "600"])
+    monkeypatch.setattr(launcher, "is_vllm_installed", lambda: True)
+    impatient = EngineSettings(kind="vllm", count=1, start_timeout_s=0.5)
+    with pytest.raises(EngineError, match=r"rollout-0 was not ready after 0 s.*start_timeout_s"):
+        run(worker("time.sleep(600)"), config.model_copy(update={"engine": impatient}))
+    assert_nothing_is_left(config)
+
+
+LAUNCH = """
+import json, sys
+from ycore.config.run import RunConfig
+from ycore.errors import YcoreError
+from ycore.launch.launcher import Worker, run_worker
+config = RunConfig(**json.loads(sys.argv[1]))
+try:
+    run_worker(Worker("trainer", "made_worker"), config, resume=False, stream=None)
+except YcoreError as error:
+    print(type(error).__name__, error)
+    sys.exit(error.exit_code)
+"""
+
+
+def launch(config: RunConfig) -> "subprocess.Popen[str]":
+    command = [sys.executable, "-c", LAUNCH, config.model_dump_json()]
+    started = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
+    deadline = time.monotonic() + WITHIN_S
+    while not (Path(config.output) / "at-work").exists():
+        assert time.monotonic() < deadline and started.poll() is None
+        time.sleep(0.05)
+    return started
+
+
+SAVES = """
+    import signal
+    def save(number, frame):
+        (root / "saved").touch()
+        sys.exit(130)
+    signal.signal(signal.SIGINT, save)
+    (root / "at-work").touch()
+    time.sleep(600)
+"""
+DEAF = """
+    import signal
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    (root / "at-work").touch()
+    time.sleep(600)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_one_signal_lets_the_trainer_save(
+    worker: Callable[..., Worker], config: RunConfig, number: signal.Signals
+) -> None:
+    worker(SAVES)
+    started = launch(config)
+    started.send_signal(number)
+    shown, _ = started.communicate(timeout=WITHIN_S)
+    assert started.returncode == Interrupted.exit_code
+    assert "Interrupted stopped after step 3; the same command goes on with --resume" in shown
+    assert (Path(config.output) / "saved").exists()
+    assert read_json(RunFolder(Path(config.output)).summary)["status"] == "interrupted"
+    assert_nothing_is_left(config)
+
+
+def test_a_second_signal_stops_at_once(worker: Callable[..., Worker], config: RunConfig) -> None:
+    worker(DEAF)
+    started = launch(config)
+    started.send_signal(signal.SIGINT)
+    time.sleep(1)
+    assert started.poll() is None
+    started.send_signal(signal.SIGINT)
+    started.communicate(timeout=WITHIN_S)
+    assert started.returncode == Interrupted.exit_code
+    assert_nothing_is_left(config)
+
+
+def test_a_killed_launcher_leaves_nothing(worker: Callable[..., Worker], config: RunConfig) -> None:
+    worker(DEAF)
+    started = launch(config)
+    os.kill(started.pid, signal.SIGKILL)
+    started.communicate(timeout=WITHIN_S)
+    deadline = time.monotonic() + WITHIN_S
+    while RunFolder(Path(config.output)).sockets.exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert_nothing_is_left(config)

@@ -1,0 +1,154 @@
+"""What is wrong with a model folder is said before anything is loaded."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from ycore.errors import ModelError
+from ycore.models.plan import require_chat_template, resolve_model
+from ycore.models.tiny import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def tiny(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model") / "tiny")
+
+
+@pytest.fixture
+def model(tiny: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(tiny, tmp_path / "model"))
+
+
+def edit(path: Path, **values: object) -> None:
+    content = json.loads(path.read_text())
+    path.write_text(json.dumps({**content, **values}))
+
+
+def refused(name: str | Path, *, trust_remote_code: bool = False) -> str:
+    with pytest.raises(ModelError) as caught:
+        resolve_model(str(name), trust_remote_code=trust_remote_code)
+    message = str(caught.value)
+    assert "\n" not in message
+    return message
+
+
+def test_a_whole_folder_is_ready(model: Path) -> None:
+    plan = resolve_model(str(model))
+    assert (plan.kind, plan.folder, plan.ready) == ("folder", model, True)
+    assert (plan.context_length, plan.has_chat_template) == (512, True)
+    assert plan.config is not None and plan.config["model_type"] == "llama"
+    require_chat_template(plan)
+
+
+@pytest.mark.parametrize("name", ["./nothing", "../nothing", "~/nothing-here", "/nothing/here", "a/b/c"])
+def test_a_path_that_is_not_there(name: str) -> None:
+    assert f"no such model folder: {name}" in refused(name)
+
+
+def test_a_mistyped_folder_names_the_nearest(model: Path) -> None:
+    assert "did you mean 'model'?" in refused(model.parent / "modle")
+
+
+def test_an_existing_parent_means_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "runs").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert "no such model folder: runs/x" in refused("runs/x")
+
+
+def test_a_file_is_not_a_folder(model: Path) -> None:
+    assert "is a file" in refused(model / "model.safetensors")
+
+
+def test_without_config(model: Path) -> None:
+    (model / "config.json").unlink()
+    assert "has no config.json" in refused(model)
+
+
+def test_a_folder_of_gguf_files_names_one(model: Path) -> None:
+    (model / "config.json").unlink()
+    (model / "m.Q4.gguf").write_bytes(b"GGUF")
+    assert str(model / "m.Q4.gguf") in refused(model)
+
+
+def test_an_adapter_is_not_a_model(model: Path) -> None:
+    (model / "config.json").unlink()
+    (model / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
+    assert "LoRA adapter of some/base" in refused(model)
+
+
+def test_config_that_is_not_json(model: Path) -> None:
+    (model / "config.json").write_text('{"model_type": ')
+    assert "cannot be read as JSON" in refused(model)
+
+
+def test_config_that_is_not_an_object(model: Path) -> None:
+    (model / "config.json").write_text("[]")
+    assert "must hold a JSON object, not list" in refused(model)
+
+
+def test_without_tokenizer(model: Path) -> None:
+    (model / "tokenizer.json").unlink()
+    assert "has no tokenizer" in refused(model)
+
+
+@pytest.mark.parametrize("name", ["config.json", "tokenizer_config.json"])
+def test_code_that_comes_with_the_model(model: Path, name: str) -> None:
+    edit(model / name, auto_map={"AutoModelForCausalLM": "modeling.Model"})
+    message = refused(model)
+    assert name in message and "--trust-remote-code" in message
+    assert resolve_model(str(model), trust_remote_code=True).ready
+
+
+def test_without_weights(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+    assert "has no weights" in refused(model)
+
+
+def test_pickled_weights_alone_are_refused(model: Path) -> None:
+    (model / "model.safetensors").rename(model / "pytorch_model.bin")
+    assert "pickle files only (pytorch_model.bin)" in refused(model, trust_remote_code=True)
+
+
+def test_weights_cut_short(model: Path) -> None:
+    weights = model / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    assert "where its header says" in refused(model)
+
+
+@pytest.mark.parametrize("content", [b"", b"\x08", b"x" * 100, (2).to_bytes(8, "little") + b"[] "])
+def test_weights_that_are_something_else(model: Path, content: bytes) -> None:
+    (model / "model.safetensors").write_bytes(content)
+    assert "is not a safetensors file" in refused(model)
+
+
+def test_a_git_lfs_pointer(model: Path) -> None:
+    (model / "model.safetensors").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\n")
+    assert "Git LFS pointer" in refused(model)
+
+
+def test_a_missing_shard_is_named(model: Path) -> None:
+    index = {"weight_map": {"a": "model.safetensors", "b": "model-00002-of-00002.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert "lacks model-00002-of-00002.safetensors" in refused(model)
+
+
+def test_chat_prompts_need_a_chat_template(model: Path) -> None:
+    (model / "chat_template.jinja").unlink()
+    plan = resolve_model(str(model))
+    assert plan.has_chat_template is False
+    with pytest.raises(ModelError, match="has no chat template"):
+        require_chat_template(plan)
+
+
+def test_a_chat_template_in_the_tokenizer_config_counts(model: Path) -> None:
+    template = (model / "chat_template.jinja").read_text()
+    (model / "chat_template.jinja").unlink()
+    edit(model / "tokenizer_config.json", chat_template=template)
+    assert resolve_model(str(model)).has_chat_template is True
+
+
+@pytest.mark.parametrize("name", ["", "  "])
+def test_an_empty_name(name: str) -> None:
+    assert "--model is empty" in refused(name)

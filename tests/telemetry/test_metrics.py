@@ -1,0 +1,45 @@
+from pathlib import Path
+
+from ycore.telemetry.follow import MetricsFollower
+from ycore.telemetry.metrics import MetricsWriter, read_metrics
+
+
+def test_rows_come_back_and_nan_is_null(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        writer.write({"step": 1, "kl": float("nan"), "nested": {"x": [float("inf"), 1.5]}})
+        assert read_metrics(path) == [{"step": 1, "kl": None, "nested": {"x": [None, 1.5]}}]
+
+
+def test_half_a_last_line_is_left_out_and_does_not_spoil_the_next_row(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "rew')
+    assert read_metrics(path) == [{"step": 1}]
+    with MetricsWriter(path) as writer:
+        writer.write({"step": 2})
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_missing_file_has_no_rows(tmp_path: Path) -> None:
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+    assert MetricsFollower(tmp_path / "metrics.jsonl").read() == []
+
+
+def test_a_follower_sees_each_whole_row_once(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    follower = MetricsFollower(path)
+    path.write_text('{"step": 1}\n{"st')
+    assert follower.read() == [{"step": 1}]
+    assert follower.read() == []
+    with path.open("a") as file:
+        file.write('ep": 2}\n{"step": 3}\n')
+    assert follower.read() == [{"step": 2}, {"step": 3}]
+
+
+def test_a_follower_starts_again_when_the_file_was_cut(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    follower = MetricsFollower(path)
+    path.write_text('{"step": 1}\n{"step": 2}\n')
+    assert len(follower.read()) == 2
+    path.write_text('{"step": 1}\n')
+    assert follower.read() == [{"step": 1}]

@@ -1,0 +1,264 @@
+"""Every private member of TRL that ycore touches, in one class, held to TRL 1.16 by a contract test.
+
+TRL builds the batch, computes advantages and losses, and trains. Four of its methods are wrapped:
+
+    _generate_and_score_completions   run our round first, then let TRL work on its rows
+    _calculate_rewards                answer with the rewards the round earned
+    _prepare_inputs                   deal the round into micro-batches by length instead of at random
+    _get_per_token_logps_and_entropies   one packed forward instead of a padded one
+
+and `_compute_loss` is told of the micro-batch it works on, so that the correction for the engine's probabilities can
+use the log-probabilities of the training forward itself: the policy has not moved since the round, so TRL's second
+forward over the whole batch would compute the same numbers again.
+
+Not here: where rounds come from (`controller`) and how a trainer process is set up (`roles.trainer`).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from accelerate.utils import gather
+from trl import GRPOTrainer
+from trl.trainer.utils import split_tensor_dict
+
+from ycore.algorithms.dealing import deal
+from ycore.algorithms.forward import add_compact_head, attention_cost, can_pack, score_completions
+from ycore.algorithms.importance import absolute_gap, importance_ratio
+from ycore.types import Group
+
+
+class RoundSource(Protocol):
+    """Where the trainer's rounds come from."""
+
+    def next_round(self, *, step: int, num_groups: int) -> list[Group]:
+        """Sync the engines to the policy of this step, then return that many scored groups of this rank."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Sequence:
+    """One completion with its row, flat, in the order TRL sees."""
+
+    row: dict[str, Any]
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[float] | None
+    rewards: list[float]
+
+
+class SeamGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
+    """GRPOTrainer whose rounds come from a `RoundSource`. Set `rounds` before `train`."""
+
+    rounds: RoundSource
+
+    def __init__(self, *args: Any, num_rewards: int, shares_prompts: bool = True, **kwargs: Any) -> None:
+        super().__init__(*args, rollout_func=self._answer_rollouts, **kwargs)
+        base = self.accelerator.unwrap_model(self.model)
+        config = base.config
+        self._num_rewards = num_rewards
+        self._cost = attention_cost(config)
+        self._packs = can_pack(config) and not self.aux_loss_enabled
+        self._shares_prompts = shares_prompts
+        self._round: list[_Sequence] = []
+        self._micro_batch: dict[str, Any] | None = None
+        self._last_loaded_step = -1
+        if self._packs and not _has_triton_kernel(self.accelerator.device):
+            for model in filter(None, (self.model, self.ref_model)):
+                add_compact_head(_innermost(model), temperature=self.temperature)
+
+    @property
+    def bare_model(self) -> Any:
+        """The policy without wrappers: transformers' model, or peft's around it."""
+        return self.accelerator.unwrap_model(self.model)
+
+    def save_checkpoint(self) -> None:
+        """A checkpoint of the last finished step, where there is one that no checkpoint holds yet."""
+        if self.state.global_step > 0:
+            self._save_checkpoint(self.model, trial=None)
+
+    # -- the round -------------------------------------------------------------------------------------------------
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        step = self.state.global_step
+        groups = self.rounds.next_round(step=step, num_groups=len(inputs) // self.num_generations)
+        self._round = [sequence for group in groups for sequence in _sequences(group)]
+        self.use_vllm = self._round[0].logprobs is not None
+        self._last_loaded_step = step  # the round has just synced; TRL must not ask for it again
+        with self._correcting_later():
+            batch: dict[str, Any] = super()._generate_and_score_completions([seq.row for seq in self._round])
+        return batch
+
+    @property
+    def _one_step_a_round(self) -> bool:
+        """Whether the policy stands still from the round to its last use, so that old logprobs are the new ones."""
+        steps_per_round = self.args.steps_per_generation * self.num_iterations
+        return bool(self.args.gradient_accumulation_steps % steps_per_round == 0)
+
+    def _correcting_later(self) -> "_Switch":
+        """TRL's correction off while the batch is built, where the training forward can give it for nothing."""
+        return _Switch(self, off=self._one_step_a_round)
+
+    def _answer_rollouts(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
+        has_logprobs = self._round[0].logprobs is not None
+        return {
+            "prompt_ids": [sequence.prompt_ids for sequence in self._round],
+            "completion_ids": [sequence.completion_ids for sequence in self._round],
+            "logprobs": [sequence.logprobs for sequence in self._round] if has_logprobs else None,
+        }
+
+    def _calculate_rewards(
+        self, inputs: list[Any], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
+    ) -> torch.Tensor:
+        rewards = torch.tensor([sequence.rewards for sequence in self._round], device=self.accelerator.device)
+        gathered: torch.Tensor = gather(rewards.float())
+        return gathered
+
+    # -- micro-batches ---------------------------------------------------------------------------------------------
+
+    def _prepare_inputs(self, generation_batch: Any) -> Any:
+        if not self.model.training:
+            return super()._prepare_inputs(generation_batch)
+        steps = self.args.steps_per_generation
+        if self._step % (steps * self.num_iterations) == 0 or self._buffered_inputs is None:
+            batch = self._generate_and_score_completions(generation_batch)
+            self._buffered_inputs = split_tensor_dict(self._dealt(batch), steps)
+        return self._buffered_inputs[self._step % steps]
+
+    def _dealt(self, batch: dict[str, Any]) -> dict[str, Any]:
+        size = self.num_generations
+        tokens = batch["completion_mask"].sum(dim=1).view(-1, size).sum(dim=1).tolist()
+        windows = max(1, self.args.steps_per_generation // self.args.gradient_accumulation_steps)
+        batches = deal(
+            tokens,
+            group_size=size,
+            per_batch=self.args.per_device_train_batch_size,
+            num_windows=windows,
+            seed=self.args.seed + self.state.global_step,
+        )
+        order = torch.tensor([index for indices in batches for index in indices])
+        return {key: value[order] if value.ndim > 0 else value for key, value in batch.items()}
+
+    # -- forward and loss ------------------------------------------------------------------------------------------
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        self._micro_batch = inputs
+        try:
+            loss: torch.Tensor = super()._compute_loss(model, inputs)
+        finally:
+            self._micro_batch = None
+        return loss
+
+    def _get_per_token_logps_and_entropies(
+        self,
+        model: torch.nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        **kwargs: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        if self._packs:
+            score = self._score_packed
+        else:
+            score = super()._get_per_token_logps_and_entropies
+        logps, entropies, aux_loss = score(model, input_ids, attention_mask, logits_to_keep, **kwargs)
+        if self._micro_batch is not None:
+            self._fill_in_correction(self._micro_batch, logps.detach())
+        return logps, entropies, aux_loss
+
+    def _score_packed(
+        self,
+        model: torch.nn.Module,
+        input_ids: torch.Tensor,
+        attention_mask: torch.Tensor,
+        logits_to_keep: int,
+        *,
+        batch_size: int | None = None,
+        **ignored: Any,
+    ) -> tuple[torch.Tensor, torch.Tensor, None]:
+        per_pass = batch_size or len(input_ids)
+        parts = []
+        for ids, mask in zip(input_ids.split(per_pass), attention_mask.split(per_pass), strict=True):
+            with self.accelerator.autocast():
+                parts.append(
+                    score_completions(model, ids, mask, logits_to_keep, cost=self._cost, share=self._shares_prompts)
+                )
+        return torch.cat([logps for logps, _ in parts]), torch.cat([entropies for _, entropies in parts]), None
+
+    def _fill_in_correction(self, inputs: dict[str, Any], logps: torch.Tensor) -> None:
+        """Give the loss its importance weights, where they were left for this forward to find, and record the gap."""
+        sampled = inputs.get("sampling_per_token_logps")
+        if sampled is None or not self._one_step_a_round:
+            return
+        mask = inputs["completion_mask"]
+        if self.vllm_importance_sampling_correction:
+            ratio = importance_ratio(
+                logps,
+                sampled,
+                mask,
+                mode=self.vllm_importance_sampling_mode,
+                clip_min=self.vllm_importance_sampling_clip_min,
+                clip_max=self.vllm_importance_sampling_clip_max,
+            )
+            inputs["importance_sampling_ratio"] = ratio
+            self.record("sampling/importance_sampling_ratio/mean", ratio.mean().item())
+        gap = absolute_gap(logps, sampled, mask)
+        if gap.numel():
+            self.record("ycore/logprob_gap", gap.mean().item())
+
+    # -- metrics ---------------------------------------------------------------------------------------------------
+
+    def record(self, name: str, value: float) -> None:
+        """Add a value to the step's metric `name`; TRL logs the mean of a step's values."""
+        self._metrics["train" if self.model.training else "eval"][name].append(value)
+
+
+class _Switch:
+    """`vllm_importance_sampling_correction`, off while the batch is built, when the loss will do it instead."""
+
+    def __init__(self, trainer: SeamGRPOTrainer, *, off: bool) -> None:
+        self._trainer, self._off = trainer, off
+        self._before: bool = trainer.vllm_importance_sampling_correction
+
+    def __enter__(self) -> None:
+        self._trainer.vllm_importance_sampling_correction = self._before and not self._off
+
+    def __exit__(self, *exception: object) -> None:
+        self._trainer.vllm_importance_sampling_correction = self._before
+
+
+def _sequences(group: Group) -> list[_Sequence]:
+    prompt = group.draw.prompt
+    row = {**prompt.columns, "prompt": prompt.content}
+    return [
+        _Sequence(
+            row=row,
+            prompt_ids=list(group.draw.token_ids),
+            completion_ids=list(completion.token_ids),
+            logprobs=None if completion.logprobs is None else list(completion.logprobs),
+            rewards=[float("nan") if score.value is None else score.value for score in scores],
+        )
+        for completion, scores in zip(group.completions, group.scores_GR, strict=True)
+    ]
+
+
+def placeholder_rewards(names: Sequence[str]) -> list[Callable[..., list[float]]]:
+    """One named function per reward source, for TRL's bookkeeping; it is never called."""
+    return [_named(name) for name in names]
+
+
+def _named(name: str) -> Callable[..., list[float]]:
+    def answered_by_the_round(**columns: Any) -> list[float]:
+        raise AssertionError(f"reward {name!r} is earned in the round, not asked by TRL")
+
+    answered_by_the_round.__name__ = name
+    return answered_by_the_round
+
+
+def _innermost(model: torch.nn.Module) -> Any:
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model  # peft adds the method
+    return base
+
+
+def _has_triton_kernel(device: torch.device) -> bool:
+    return device.type in ("cuda", "xpu")

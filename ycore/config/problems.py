@@ -1,0 +1,148 @@
+"""What pydantic finds wrong, as one line that a person can act on: the key, the rule, the value, the way out.
+
+Not here: the rules themselves, which are in `run`.
+"""
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, get_args
+
+from pydantic import BaseModel, ValidationError
+from pydantic_core import ErrorDetails
+
+from ycore.config.run import RunConfig
+from ycore.config.trl_fields import fields_of
+from ycore.errors import ConfigError, nearest
+
+Path = tuple[str | int, ...]
+
+_RULES: Mapping[str, str] = {
+    "int_type": "a whole number",
+    "int_parsing": "a whole number",
+    "int_from_float": "a whole number",
+    "float_type": "a number",
+    "float_parsing": "a number",
+    "finite_number": "a finite number",
+    "string_type": "text",
+    "bool_type": "true or false",
+    "bool_parsing": "true or false",
+    "list_type": "a list",
+    "dict_type": "a mapping",
+    "model_type": "a mapping",
+    "model_attributes_type": "a mapping",
+    "greater_than": "greater than {gt:g}",
+    "greater_than_equal": "at least {ge:g}",
+    "less_than": "less than {lt:g}",
+    "less_than_equal": "at most {le:g}",
+    "literal_error": "{expected}",
+    "too_short": "a list of {min_length} or more",
+}
+
+_GIVE: Mapping[str, str] = {
+    "model": "--model smollm2-135m",
+    "dataset": "--dataset 'task:addition?digits=1'",
+    "rewards": "--reward exact_answer",
+}
+"""The keys without a default; `output` gets one from these."""
+
+_WAYS_OUT: Mapping[str, str] = {
+    "group_size": "a completion is compared with the others of its group, so give 2 or more, e.g. --group-size 8",
+    "lora": "write lora: {} for the defaults, or lora: null (--full) to train every weight",
+    "rewards": "name one, e.g. --reward exact_answer",
+}
+
+
+def config_error(problem: ValidationError, data: Mapping[str, Any]) -> ConfigError:
+    """The first thing that is wrong, typos before what is missing before bad values."""
+    details = problem.errors(include_url=False)
+    for detail in details:
+        if detail["type"] == "extra_forbidden":
+            return unknown_key(_existing(detail["loc"], data))
+    missing = [detail["loc"] for detail in details if detail["type"] == "missing"]
+    if missing:
+        return _missing(missing)
+    path = _existing(details[0]["loc"], data)
+    same = [detail for detail in details if _existing(detail["loc"], data) == path]
+    name, value = _dotted(path), _at(path, data)
+    rules = " or ".join(dict.fromkeys(_rule(detail) for detail in same))
+    return ConfigError(f"{name} must be {rules}; it is {value!r}{_way_out(path, value, rules)}")
+
+
+def unknown_key(path: Path) -> ConfigError:
+    """A key that nothing knows, with the nearest names: at its own place, elsewhere, and among TRL's fields."""
+    *parents, key = path
+    name, text = _dotted(path), str(key)
+    if parents == ["trl"]:
+        return ConfigError(f"TRL has no field {text}{nearest(text, fields_of('GRPOConfig'))}")
+    model = _model_at(parents)
+    known = list(model.model_fields) if model else []
+    elsewhere = [other for other in _dotted_names(RunConfig, "") if other.split(".")[-1] == text]
+    if not parents:
+        elsewhere += [f"trl.{text}"] if text in fields_of("GRPOConfig") else []
+    hint = nearest(elsewhere[0], elsewhere) if elsewhere else nearest(text, known)
+    return ConfigError(f"no key {name}{hint or '; known here: ' + ', '.join(known)}")
+
+
+def _missing(places: Sequence[Path]) -> ConfigError:
+    top = [str(place[0]) for place in places if len(place) == 1 and place[0] in _GIVE]
+    if not top:
+        return ConfigError(f"{_dotted(places[0])} is missing; a reward needs its name, e.g. {{reward: exact_answer}}")
+    options = " ".join(_GIVE[name] for name in top)
+    return ConfigError(f"no {' and no '.join(top)} given; say e.g. {options}, or --recipe (`ycore recipes` lists them)")
+
+
+def _way_out(path: Path, value: Any, rules: str) -> str:
+    known = _WAYS_OUT.get(str(path[-1]))
+    return f"; {known}" if known else nearest(str(value), re.findall(r"'([^']+)'", rules), limit=1)
+
+
+def _rule(detail: ErrorDetails) -> str:
+    template = _RULES.get(detail["type"])
+    if template is None:
+        return detail["msg"][:1].lower() + detail["msg"][1:]
+    return template.format(**detail.get("ctx", {}))
+
+
+def _existing(place: Path, data: Any) -> Path:
+    """The part of an error's place that is a path in the data; pydantic adds the names of a union's branches."""
+    path: list[str | int] = []
+    for part in place:
+        in_list = isinstance(data, list) and isinstance(part, int) and part < len(data)
+        if in_list or (isinstance(data, Mapping) and part in data):
+            data = data[part]
+            path.append(part)
+    return tuple(path)
+
+
+def _at(path: Path, data: Any) -> Any:
+    for part in path:
+        data = data[part]
+    return data
+
+
+def _dotted(path: Path) -> str:
+    return ".".join(str(part) for part in path)
+
+
+def _model_at(path: Sequence[str | int]) -> type[BaseModel] | None:
+    model: type[BaseModel] | None = RunConfig
+    for part in path:
+        if model is not None and isinstance(part, str):
+            field = model.model_fields.get(part)
+            model = _model_in(field.annotation) if field else None
+    return model
+
+
+def _model_in(annotation: Any) -> type[BaseModel] | None:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return annotation
+    return next((found for part in get_args(annotation) if (found := _model_in(part)) is not None), None)
+
+
+def _dotted_names(model: type[BaseModel], prefix: str) -> Iterator[str]:
+    for name, field in model.model_fields.items():
+        inner = _model_in(field.annotation)
+        if inner is not None and name != "rewards":
+            yield from _dotted_names(inner, f"{prefix}{name}.")
+        else:
+            yield prefix + name

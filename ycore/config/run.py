@@ -1,0 +1,132 @@
+"""RunConfig: everything a run is told, validated, with one owner for every value.
+
+Not here: TRL's own fields (they pass through `trl`, checked against its source by `trl_fields`), sizes that are
+derived (`batch`), and where values come from (`recipes`, `overrides`).
+"""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+Positive = Annotated[int, Field(gt=0, strict=True)]
+
+
+class Strict(BaseModel):
+    """Unknown keys are refused, values are frozen once resolved."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
+
+
+class RewardConfig(Strict):
+    """One reward source."""
+
+    reward: str
+    """A built-in name, `file.py:function` or `package.module:function`."""
+
+    weight: float = 1.0
+
+    args: dict[str, Any] = {}
+    """Keyword arguments bound to the function before it is called."""
+
+
+class LoraSettings(Strict):
+    """Low-rank adapters (arXiv 2106.09685), as peft names them."""
+
+    r: Positive = 16
+    alpha: Positive = 32
+    dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    target_modules: str | list[str] = "all-linear"
+
+
+class EngineSettings(Strict):
+    """The rollout engines of one node."""
+
+    kind: Literal["auto", "vllm", "transformers"] = "auto"
+    """`auto` is vLLM where it is installed, else transformers inside the trainer, and the run says which."""
+
+    count: Literal["auto"] | Positive = "auto"
+    """How many engines; `auto` is one a device, and on CPU one a core, two at most."""
+
+    max_model_len: Positive | None = None
+    """Longest prompt plus completion, in tokens; None is the model's own context, 4096 at most."""
+
+    memory_gib: Positive | None = None
+    """KV cache of one engine on CPU, in GiB; None derives it from the model and the batch."""
+
+    gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.3
+    """Share of a device's memory that an engine may take beside the trainer."""
+
+    start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+
+
+class RewardSettings(Strict):
+    """The worker processes in which plain reward functions run."""
+
+    workers: Positive = 2
+    deadline_s: Annotated[float, Field(gt=0)] = 10.0
+    """One call's limit; what does not answer by then is masked and counted."""
+
+
+class RunConfig(Strict):
+    """One run, resolved. `run.json` is this object."""
+
+    algorithm: Literal["grpo", "eval"] = "grpo"
+
+    model: str
+    """A hub id, a local folder, a GGUF file, or the built-in name `smollm2-135m`."""
+
+    dataset: str
+    """A hub id (`name` or `name:config`), a JSONL, CSV or Parquet file, `task:NAME?args` or `gym:NAME?args`."""
+
+    rewards: Annotated[list[RewardConfig], Field(min_length=1)]
+
+    output: str
+    """The run's folder; it must be new, empty, or the same run's."""
+
+    split: str = "train"
+    prompt_column: str | None = None
+    """None looks for `prompt`, `messages`, `question`, `problem`, `instruction`, in this order."""
+
+    answer_column: str | None = None
+    """Renamed to `answer` for the rewards; None keeps the columns as they are."""
+
+    system_prompt: str | None = None
+    trust_remote_code: bool = False
+
+    prompts_per_step: Positive = 8
+    group_size: Annotated[int, Field(gt=1, strict=True)] = 8
+    """Completions of each prompt; TRL's `num_generations`."""
+
+    max_tokens: Positive = 256
+    """Longest completion; TRL's `max_completion_length`."""
+
+    steps: Positive = 100
+    seed: Annotated[int, Field(ge=0, lt=2**32, strict=True)] = 0
+
+    dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """What trainer and engine compute in; `auto` is bfloat16. Adapters and full weights are kept in float32."""
+
+    lora: LoraSettings | None = LoraSettings()
+    """None trains every weight."""
+
+    merge: bool = False
+    """Also save the model with its adapters merged in, under `model/merged`."""
+
+    checkpoint_every: Positive | None = None
+    """Steps between checkpoints; None is a fifth of the run."""
+
+    sync_weights: bool = True
+    """False freezes the engine at its first weights: a control for tests, never for training."""
+
+    engine: EngineSettings = EngineSettings()
+    reward_workers: RewardSettings = RewardSettings()
+
+    trl: dict[str, Any] = {}
+    """Any other field of TRL's config class, by TRL's own name."""
+
+    num_samples: Positive = 4
+    """Completions a prompt, for `eval` only."""
+
+    limit: Positive | None = None
+    """Rows to take from the dataset; None takes all."""

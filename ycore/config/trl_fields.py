@@ -1,0 +1,212 @@
+"""The fields of TRL's config classes as options: what each takes, and a value of the right type or a refusal.
+
+Not here: reading TRL's source (`trl_source`) and which fields ycore keeps for itself (`owned`).
+
+    fields_of("GRPOConfig")["beta"]                        TrlField(name="beta", type="float", default=0.0, ...)
+    coerce(fields_of("GRPOConfig")["bf16"], "false")       False
+"""
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cache
+from types import MappingProxyType
+from typing import Any
+
+from ycore.config.trl_source import COMPUTED, SourceField, read_enum, read_fields, read_reporters
+from ycore.errors import ConfigError, nearest
+
+_SIMPLE_KINDS = ("None", "bool", "int", "float", "str", "list", "dict")
+_TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
+
+# Plain `str` in TRL's annotations, checked there only once a model is loaded; a test holds these to its trainer.
+_CHOICES: Mapping[str, tuple[str, ...]] = {
+    "loss_type": ("grpo", "dr_grpo", "dapo", "bnpo", "cispo", "sapo", "luspo", "vespo"),
+    "scale_rewards": ("group", "batch", "none"),
+    "importance_sampling_level": ("token", "sequence"),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+    "include_num_input_tokens_seen": ("all", "non_padding", "no"),
+    "pad_to_multiple_of": ("auto",),
+}
+
+# What a YAML `true` or `no` means where TRL wants a word.
+_BOOL_WORDS: Mapping[str, tuple[str, str]] = {"scale_rewards": ("group", "none")}
+
+# For these a text is a path; for every other mapping a text must be JSON.
+_PATHS = ("accelerator_config", "deepspeed", "fsdp_config")
+
+
+@dataclass(frozen=True, slots=True)
+class _Range:
+    low: float = -math.inf
+    high: float = math.inf
+    open_low: bool = False
+
+    def holds(self, value: float) -> bool:
+        return (value > self.low if self.open_low else value >= self.low) and value <= self.high
+
+    def __str__(self) -> str:
+        low = f"{'greater than' if self.open_low else 'at least'} {self.low:g}"
+        return low if self.high == math.inf else f"{low} and at most {self.high:g}"
+
+
+_NOT_NEGATIVE, _POSITIVE, _COUNT = _Range(0), _Range(0, open_low=True), _Range(1)
+_RANGES: Mapping[str, _Range] = {
+    **dict.fromkeys(
+        ("learning_rate", "weight_decay", "warmup_steps", "max_grad_norm", "beta", "epsilon"), _NOT_NEGATIVE
+    ),
+    **dict.fromkeys(("temperature", "repetition_penalty", "adam_epsilon", "logging_steps", "delta"), _POSITIVE),
+    **dict.fromkeys(("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation"), _COUNT),
+    **dict.fromkeys(("num_iterations", "save_total_limit", "torch_empty_cache_steps"), _COUNT),
+    **dict.fromkeys(("min_p", "top_entropy_quantile", "ref_model_mixup_alpha"), _Range(0, 1)),
+    **dict.fromkeys(("adam_beta1", "adam_beta2"), _Range(0, 1)),
+    "top_p": _Range(0, 1, open_low=True),
+    "top_k": _Range(-1),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class TrlField:
+    """One field of a TRL config class: `default` is `COMPUTED` where only the installed class knows it."""
+
+    name: str
+    type: str
+    default: Any
+    help: str
+    owner: str
+    kinds: frozenset[str]
+    choices: tuple[str, ...]
+
+    @property
+    def is_flag(self) -> bool:
+        """Whether `--name` alone may stand for true."""
+        return "bool" in self.kinds
+
+    @property
+    def option(self) -> str:
+        return "--" + self.name.replace("_", "-")
+
+
+@cache
+def fields_of(class_name: str) -> Mapping[str, TrlField]:
+    """Every field of the TRL config class `class_name`, by name, in TRL's order."""
+    return MappingProxyType({name: _trl_field(source) for name, source in read_fields(class_name).items()})
+
+
+def coerce(field: TrlField, value: Any) -> Any:
+    """The value in the field's own type, from the text of a command line or a value of a YAML file."""
+    try:
+        converted = _from_text(field, value.strip()) if isinstance(value, str) else _from_value(field, value)
+    except ValueError:
+        raise ConfigError(_refusal(field, value)) from None
+    _check_choice(field, converted)
+    _check_number(field, converted)
+    return converted
+
+
+def _trl_field(source: SourceField) -> TrlField:
+    members = [member.strip() for member in source.annotation.split("|")]
+    kinds = frozenset(kind for kind in (member.split("[")[0] for member in members) if kind in _SIMPLE_KINDS)
+    choices = tuple(value for member in members for value in read_enum(member)) or _CHOICES.get(source.name, ())
+    if source.name == "report_to":
+        choices = ("none", "all", *read_reporters())
+    annotation = source.annotation
+    return TrlField(source.name, annotation, source.default, source.help, source.owner, kinds, choices)
+
+
+def _from_text(field: TrlField, text: str) -> Any:
+    word, kinds = text.lower(), field.kinds
+    if text in field.choices:
+        return text
+    if word in ("none", "null", "") and "None" in kinds:
+        return None
+    if "bool" in kinds and word in (*_TRUE, *_FALSE):
+        return word in _TRUE
+    if word in ("true", "false") and field.name in _BOOL_WORDS:
+        return _from_value(field, word == "true")
+    if ("dict" in kinds and text.startswith("{")) or ("list" in kinds and text.startswith("[")):
+        return _from_value(field, json.loads(text))
+    if "list" in kinds and ("," in text or "str" not in kinds):
+        return _from_value(field, [part.strip() for part in text.split(",")])
+    if "int" in kinds or "float" in kinds:
+        return _number(field, text)
+    if "str" in kinds and ("dict" not in kinds or field.name in _PATHS):
+        return text
+    raise ValueError
+
+
+def _number(field: TrlField, text: str) -> Any:
+    for kind, convert in (("int", int), ("float", float)):
+        if kind in field.kinds:
+            try:
+                return convert(text)
+            except ValueError:
+                continue
+    if "str" in field.kinds:
+        return text
+    raise ValueError
+
+
+def _from_value(field: TrlField, value: Any) -> Any:
+    kinds = field.kinds
+    if isinstance(value, bool) and "bool" not in kinds:
+        return _word_of_bool(field, value)
+    if isinstance(value, float) and "float" not in kinds and "int" in kinds and value.is_integer():
+        return int(value)
+    if isinstance(value, int | float) and not isinstance(value, bool) and not kinds & {"int", "float"}:
+        return _from_text(field, str(value))
+    if isinstance(value, list) and "list" in kinds:
+        return [_list_item(field, item) for item in value]
+    kind = "None" if value is None else type(value).__name__
+    if kind in kinds or (kind == "int" and "float" in kinds):
+        return value
+    raise ValueError
+
+
+def _word_of_bool(field: TrlField, value: bool) -> str:
+    """YAML reads `no` and `none`-like words as booleans; give the field its word back."""
+    if field.name in _BOOL_WORDS:
+        return _BOOL_WORDS[field.name][0 if value else 1]
+    if not value and "no" in field.choices:
+        return "no"
+    raise ValueError
+
+
+def _list_item(field: TrlField, item: Any) -> Any:
+    if "list[float]" in field.type:
+        return float(item)
+    if isinstance(item, str):
+        return item
+    raise ValueError
+
+
+def _check_choice(field: TrlField, value: Any) -> None:
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, str) and field.choices and item not in field.choices:
+            known = ", ".join(field.choices)
+            raise ConfigError(f"{field.name} is one of {known}; it is {item!r}{nearest(item, field.choices, limit=1)}")
+
+
+def _check_number(field: TrlField, value: Any) -> None:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return
+    if not math.isfinite(value):
+        raise ConfigError(f"{field.name} must be a finite number; it is {value}{_example(field)}")
+    limits = _RANGES.get(field.name)
+    if limits is not None and not limits.holds(value):
+        raise ConfigError(f"{field.name} must be {limits}; it is {value:g}{_example(field)}")
+
+
+def _refusal(field: TrlField, value: Any) -> str:
+    words = {"bool": "true or false", "int": "a whole number", "float": "a number", "str": "text"}
+    words |= {"list": "a comma list", "dict": "JSON like '{\"key\": 1}'", "None": "none"}
+    usual = [words[kind] for kind in ("bool", "int", "float", "str", "list", "dict", "None") if kind in field.kinds]
+    if field.choices:
+        usual = [", ".join(field.choices)]
+    return f"{field.name} takes {' or '.join(usual)}; it is {value!r}{_example(field)}"
+
+
+def _example(field: TrlField) -> str:
+    return "" if field.default is COMPUTED else f"; TRL's default is {field.default!r}"

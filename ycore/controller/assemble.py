@@ -1,0 +1,130 @@
+"""From a run's folder to the parts its controller works with: prompts, engines, reward workers.
+
+Not here: a trainer (`roles.trainer`) or a table of results (`roles.evaluator`), which both start from these.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
+
+from ycore.config.run import RunConfig
+from ycore.controller.draws import DrawSource
+from ycore.data.prompts import PromptSet, load_prompts
+from ycore.errors import RunError
+from ycore.rewards.pool import RewardPool
+from ycore.roles.engine import Engine, Sampling
+from ycore.roles.vllm_engine import VllmEngine
+from ycore.run_folder.files import read_json
+from ycore.run_folder.paths import RunFolder
+from ycore.types import Prompt
+
+
+@dataclass(frozen=True, slots=True)
+class EngineList:
+    """What the launcher has started, as it wrote it down in `engines.json`."""
+
+    kind: str
+    engines: Sequence[str]
+    model: Path
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Assembly:
+    """The parts."""
+
+    folder: RunFolder
+    config: RunConfig
+    started: EngineList
+    tokenizer: PreTrainedTokenizerBase
+    prompts: PromptSet
+
+    @property
+    def max_prompt_tokens(self) -> int:
+        return self.started.max_model_len - self.config.max_tokens
+
+    def encode(self, prompt: Prompt) -> tuple[int, ...]:
+        """The prompt's token ids: through the chat template for chats, as it stands for text."""
+        if isinstance(prompt.content, str):
+            return tuple(self.tokenizer(prompt.content)["input_ids"])
+        template_arguments = self.config.trl.get("chat_template_kwargs") or {}
+        ids = self.tokenizer.apply_chat_template(
+            prompt.content, add_generation_prompt=True, tokenize=True, return_dict=False, **template_arguments
+        )
+        return tuple(ids)
+
+    def sampling(self) -> Sampling:
+        """How completions are drawn: the run's sizes, TRL's fields of generation, every end token of the model."""
+        trl = self.config.trl
+        return Sampling(
+            max_tokens=self.config.max_tokens,
+            temperature=trl.get("temperature", 1.0),
+            top_p=trl.get("top_p", 1.0),
+            top_k=trl.get("top_k", 0),
+            min_p=trl.get("min_p") or 0.0,
+            repetition_penalty=trl.get("repetition_penalty", 1.0),
+            stop_token_ids=end_tokens(self.started.model, self.tokenizer),
+        )
+
+    def draws(self) -> DrawSource:
+        """This rank's prompts in the run's order; in file order for an evaluation, which asks each once."""
+        return DrawSource(
+            self.prompts.prompts,
+            seed=self.config.seed if self.config.algorithm != "eval" else None,
+            encode=self.encode,
+            max_prompt_tokens=self.max_prompt_tokens,
+        )
+
+    def vllm_engines(self) -> list[Engine]:
+        timeout_s = self.config.engine.request_timeout_s
+        return [
+            VllmEngine(name, self.folder.socket(name), self.sampling(), request_timeout_s=timeout_s)
+            for name in self.started.engines
+        ]
+
+    def reward_pool(self) -> RewardPool:
+        return RewardPool(
+            self.config.rewards,
+            settings=self.config.reward_workers,
+            log=self.folder.log("rewards"),
+            run_id=self.folder.run_id,
+        )
+
+
+def assemble(root: Path) -> Assembly:
+    """Read what the launcher wrote, and load tokenizer and prompts."""
+    folder = RunFolder(root)
+    config = RunConfig.model_validate(read_json(folder.config)["config"])
+    started = _started(folder)
+    tokenizer = load_tokenizer(started.model, trust_remote_code=config.trust_remote_code)
+    prompts = load_prompts(config, as_chat=tokenizer.chat_template is not None)
+    return Assembly(folder, config, started, tokenizer, prompts)
+
+
+def load_tokenizer(model: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        model, trust_remote_code=trust_remote_code, padding_side="left", truncation_side="left"
+    )
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    return tokenizer
+
+
+def end_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
+    """Every token that ends a completion: the tokenizer's, and those of the model's generation config."""
+    declared: Any = None
+    if (model / "generation_config.json").is_file():
+        declared = GenerationConfig.from_pretrained(model).eos_token_id
+    ids = [declared] if isinstance(declared, int) else list(declared or [])
+    return tuple(sorted({*ids, tokenizer.eos_token_id} - {None}))
+
+
+def _started(folder: RunFolder) -> EngineList:
+    try:
+        told = read_json(folder.root / "engines.json")
+    except FileNotFoundError:
+        raise RunError(f"{folder.root} holds no engines.json; a run is started with `ycore grpo`") from None
+    return EngineList(told["kind"], tuple(told["engines"]), Path(told["model"]), told["max_model_len"])

@@ -1,0 +1,131 @@
+"""From a table's rows to prompts: which column asks, what is text and what is chat, and every row that cannot be asked.
+
+Not here: reading the rows (`local_files`, `tasks`, `gym`, `hub`).
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ycore.data.table import Table
+from ycore.errors import DataError, nearest
+from ycore.types import Content, Message, Prompt
+
+PROMPT_COLUMNS = ("prompt", "messages", "question", "problem", "instruction")
+RESERVED = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
+"""What a reward function is called with besides the columns: a column of that name is not passed on."""
+
+
+def to_prompts(
+    table: Table, *, prompt_column: str | None, answer_column: str | None, system_prompt: str | None, as_chat: bool
+) -> tuple[tuple[Prompt, ...], tuple[str, ...]]:
+    """The prompts, and the columns that rewards may ask for. `answer_column` takes the place of any `answer`."""
+    if not table.rows:
+        raise DataError(f"the dataset {table.name} is empty; a run needs at least one row")
+    asking = _prompt_column(table, prompt_column)
+    renamed = _renamed(table, answer_column, asking)
+    contents = _contents(table, asking)
+    if isinstance(contents[0], str) and (as_chat or system_prompt is not None):
+        contents = [[{"role": "user", "content": str(content)}] for content in contents]
+    if system_prompt is not None:
+        contents = [_with_system(content, system_prompt) for content in contents]
+    prompts = tuple(
+        Prompt(row=row, content=content, columns={new: table.rows[row].get(old) for new, old in renamed.items()})
+        for row, content in enumerate(contents)
+    )
+    return prompts, tuple(renamed)
+
+
+def _prompt_column(table: Table, chosen: str | None) -> str:
+    if chosen is None:
+        chosen = next((name for name in PROMPT_COLUMNS if name in table.columns), None)
+        if chosen is None:
+            raise DataError(
+                f"{table.name} has none of the columns {', '.join(PROMPT_COLUMNS)}; it has "
+                f"{', '.join(table.columns) or 'none'}; say which one asks with --prompt-column"
+            )
+    if chosen not in table.columns:
+        raise DataError(_no_column(table, chosen, "--prompt-column"))
+    return chosen
+
+
+def _no_column(table: Table, name: str, option: str) -> str:
+    way_out = nearest(name, table.columns) or "; take one of them"
+    return f"{table.name} has no column {name!r} ({option}); it has {', '.join(table.columns) or 'none'}{way_out}"
+
+
+def _renamed(table: Table, answer_column: str | None, asking: str) -> dict[str, str]:
+    """What rewards see of a row: new name to old."""
+    if answer_column is not None and answer_column not in table.columns:
+        raise DataError(_no_column(table, answer_column, "--answer-column"))
+    kept = {name: name for name in table.columns if name not in RESERVED and name not in (asking, answer_column)}
+    if answer_column is not None:
+        kept["answer"] = answer_column
+    return kept
+
+
+def _contents(table: Table, column: str) -> Sequence[Content]:
+    contents = [_content(table, number, row.get(column), column) for number, row in enumerate(table.rows)]
+    first = isinstance(contents[0], str)
+    for number, content in enumerate(contents):
+        if isinstance(content, str) != first:
+            kinds = ("text", "chat") if first else ("chat", "text")
+            raise DataError(
+                f"the column {column!r} mixes text and chat: {kinds[0]} in {table.place(0)}, {kinds[1]} in "
+                f"{table.place(number)}; make every prompt the same kind"
+            )
+    return contents
+
+
+def _content(table: Table, number: int, value: Any, column: str) -> Content:
+    if isinstance(value, str):
+        _check_text(table, number, value, f"the prompt ({column!r})")
+        return value
+    if isinstance(value, Sequence) and not isinstance(value, bytes):
+        return _chat(table, number, value, column)
+    found = "null" if value is None else type(value).__name__
+    raise DataError(
+        f"the prompt ({column!r}) is {found} in {table.place(number)}; "
+        "a prompt is text or a list of {role, content} turns: mend or remove the row"
+    )
+
+
+def _chat(table: Table, number: int, value: Sequence[Any], column: str) -> list[Message]:
+    turns = [_turn(table, number, turn, place) for place, turn in enumerate(value)]
+    if turns and turns[-1]["role"] == "assistant" and column != "prompt":
+        turns.pop()  # a whole conversation: its last answer is what the policy is to write
+    if not turns:
+        raise DataError(f"the prompt ({column!r}) has no turns in {table.place(number)}; mend or remove the row")
+    if turns[-1]["role"] == "assistant":
+        raise DataError(
+            f"the prompt ({column!r}) ends with an assistant turn in {table.place(number)}; "
+            "remove that turn: the policy writes it"
+        )
+    return turns
+
+
+def _turn(table: Table, number: int, turn: Any, place: int) -> Message:
+    where = f"turn {place} of {table.place(number)}"
+    if not isinstance(turn, Mapping):
+        raise DataError(f"{where} is {type(turn).__name__}; a turn is an object with role and content")
+    role, content = turn.get("role"), turn.get("content")
+    if not isinstance(role, str) or not isinstance(content, str) or not role:
+        found = ", ".join(f"{key}: {type(item).__name__}" for key, item in turn.items())
+        raise DataError(f"{where} has {found or 'nothing'}; a turn has role and content, both text")
+    if turn.get("tool_calls"):
+        raise DataError(f"{where} calls tools, which prompts cannot do yet; remove the row")
+    if role != "system":
+        _check_text(table, number, content, f"turn {place}")
+    return {"role": role, "content": content}
+
+
+def _check_text(table: Table, number: int, text: str, what: str) -> None:
+    if not text.strip():
+        raise DataError(f"{what} is empty in {table.place(number)}; mend or remove the row")
+    if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+        raise DataError(f"{what} holds half of a character (a lone surrogate) in {table.place(number)}; mend the row")
+
+
+def _with_system(content: Content, system_prompt: str) -> Content:
+    if isinstance(content, str) or content[0]["role"] == "system":
+        return content
+    return [{"role": "system", "content": system_prompt}, *content]

@@ -1,0 +1,138 @@
+"""Datasets in local files: JSONL, JSON, CSV and Parquet, by suffix; `.gz` after the first three.
+
+Not here: what a prompt is (`columns`).
+"""
+
+import csv
+import gzip
+import io
+import json
+import os
+import zlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from ycore.data.table import Table, columns_of
+from ycore.errors import DataError, nearest
+
+SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz")
+_MAX_CSV_FIELD = 1 << 30
+
+
+def file_suffix(path: Path) -> str | None:
+    """The suffix by which `path` is read, or None where it has none of them."""
+    name = path.name.lower()
+    return next((suffix for suffix in sorted(SUFFIXES, key=len, reverse=True) if name.endswith(suffix)), None)
+
+
+def file_table(path: Path) -> Table:
+    """The rows of the file `path`."""
+    suffix = file_suffix(path)
+    if os.path.isdir(path):
+        raise DataError(f"--dataset {path} is a folder; name one file in it{_such_as(path)}")
+    if not os.path.isfile(path):
+        known = os.listdir(path.parent) if os.path.isdir(path.parent) else []
+        way_out = nearest(path.name, known) or "; give an existing file"
+        raise DataError(f"no such dataset file: {path} (looked in {path.absolute().parent}){way_out}")
+    if suffix is None:
+        raise DataError(f"--dataset {path}: its kind is read from its suffix, one of {', '.join(SUFFIXES)}; rename it")
+    try:
+        if suffix == ".parquet":
+            return _parquet(path)
+        text = _text(path)
+    except (OSError, EOFError, zlib.error) as problem:
+        raise DataError(f"{path} cannot be read: {problem}; check the file") from None
+    if suffix.startswith(".csv"):
+        return _csv(path, text)
+    if suffix.startswith(".jsonl") or not text.lstrip().startswith("["):
+        return _jsonl(path, text)
+    return _json(path, text)
+
+
+def _such_as(folder: Path) -> str:
+    found = sorted(entry.name for entry in folder.iterdir() if file_suffix(entry))[:3]
+    return f", such as {', '.join(found)}" if found else f" ({', '.join(SUFFIXES)})"
+
+
+def _text(path: Path) -> str:
+    data = gzip.decompress(path.read_bytes()) if path.suffix.lower() == ".gz" else path.read_bytes()
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as problem:
+        line = data.count(b"\n", 0, problem.start) + 1
+        raise DataError(f"{path}, line {line}: not UTF-8 text ({problem.reason}); convert the file to UTF-8") from None
+
+
+def _jsonl(path: Path, text: str) -> Table:
+    rows, lines = [], []
+    # Only newlines end a line of JSONL; str.splitlines() would cut at separators that may stand inside a text.
+    for number, line in enumerate(text.split("\n"), 1):
+        if line.strip():
+            rows.append(_object(f"{path}, line {number}", _parsed(f"{path}, line {number}", line)))
+            lines.append(number)
+    return Table(name=str(path), rows=rows, columns=columns_of(rows), lines=lines)
+
+
+def _json(path: Path, text: str) -> Table:
+    entries = _parsed(str(path), text)
+    rows = [_object(f"{path}, entry {number}", entry) for number, entry in enumerate(entries)]
+    return Table(name=str(path), rows=rows, columns=columns_of(rows))
+
+
+def _parsed(place: str, text: str) -> Any:
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as problem:
+        raise DataError(f"{place}: malformed JSON: {problem.msg} (character {problem.pos + 1}); mend it") from None
+    except (ValueError, RecursionError) as problem:
+        raise DataError(f"{place}: malformed JSON: {problem}; mend it") from None
+
+
+def _object(place: str, entry: Any) -> dict[str, Any]:
+    if not isinstance(entry, dict):
+        raise DataError(f'{place}: a row is a JSON object such as {{"prompt": "..."}}, not {type(entry).__name__}')
+    return entry
+
+
+def _csv(path: Path, text: str) -> Table:
+    csv.field_size_limit(_MAX_CSV_FIELD)
+    reader = csv.reader(io.StringIO(text, newline=""), strict=True)
+    records = _csv_records(path, reader)
+    _, header = next(records, (1, []))
+    if len(set(header)) != len(header) or "" in header:
+        raise DataError(f"{path}, line 1: a CSV file begins with a line of distinct column names, not {header}")
+    rows, lines = [], []
+    for line, record in records:
+        if len(record) != len(header):
+            raise DataError(
+                f"{path}, line {line}: {len(record)} values for the {len(header)} columns of line 1; mend it"
+            )
+        rows.append(dict(zip(header, record, strict=True)))
+        lines.append(line)
+    return Table(name=str(path), rows=rows, columns=tuple(header), lines=lines)
+
+
+def _csv_records(path: Path, reader: Any) -> Iterator[tuple[int, list[str]]]:
+    while True:
+        line = reader.line_num + 1
+        try:
+            record = next(reader, None)
+        except csv.Error as problem:
+            raise DataError(f"{path}, line {line}: malformed CSV: {problem}; mend it") from None
+        if record is None:
+            return
+        if record:
+            yield line, record
+
+
+def _parquet(path: Path) -> Table:
+    import pyarrow
+    import pyarrow.parquet
+
+    try:
+        table = pyarrow.parquet.read_table(path)
+    except (pyarrow.ArrowException, OSError) as problem:
+        reason = str(problem).splitlines()[0]
+        raise DataError(f"{path} cannot be read as Parquet: {reason}; write the file again") from None
+    return Table(name=str(path), rows=table.to_pylist(), columns=tuple(table.column_names))

@@ -1,0 +1,110 @@
+"""Every prompt of a run, from whatever `dataset` names.
+
+Not here: the order in which they are drawn (`order`).
+"""
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from dataclasses import dataclass
+from datetime import date, time, timedelta
+from decimal import Decimal
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from ycore.config.run import RunConfig
+from ycore.data.columns import to_prompts
+from ycore.data.gym import gym_table
+from ycore.data.hub import hub_table
+from ycore.data.local_files import file_suffix, file_table
+from ycore.data.table import Table
+from ycore.data.tasks import TASKS, task_table
+from ycore.errors import DataError, nearest
+from ycore.types import Prompt
+
+_SCHEMES = ("task", "gym")
+
+
+@dataclass(frozen=True, slots=True)
+class PromptSet:
+    """`columns` are what each prompt's row gives to rewards; `fingerprint` changes when any of it changes."""
+
+    prompts: tuple[Prompt, ...]
+    columns: tuple[str, ...]
+    fingerprint: str
+    is_chat: bool
+
+
+def load_prompts(config: RunConfig, *, as_chat: bool = False) -> PromptSet:
+    """The prompts of `config.dataset`. With `as_chat`, for a model with a chat template, a text is a user's turn.
+
+    Local files have no splits: `config.split` chooses among those of hub and generated datasets.
+    """
+    table = _first_rows(_table(config), config.limit)
+    prompts, columns = to_prompts(
+        table,
+        prompt_column=config.prompt_column,
+        answer_column=config.answer_column,
+        system_prompt=config.system_prompt,
+        as_chat=as_chat,
+    )
+    return PromptSet(prompts, columns, fingerprint=_fingerprint(prompts), is_chat=prompts[0].is_chat)
+
+
+def check_dataset(config: RunConfig, *, as_chat: bool = False) -> PromptSet:
+    """What a dry run does with the dataset: the same as a run, since only that says that it will work."""
+    return load_prompts(config, as_chat=as_chat)
+
+
+def _table(config: RunConfig) -> Table:
+    name = config.dataset
+    path = Path(os.path.expanduser(name))
+    if not name.strip():
+        raise DataError("--dataset is empty; give a file, a hub id or a task such as task:addition")
+    if name.startswith("task:"):
+        return task_table(name, split=config.split, seed=config.seed)
+    if name.startswith("gym:"):
+        return gym_table(name, split=config.split, seed=config.seed)
+    if _means_a_file(name, path):
+        return file_table(path)
+    _refuse_near_misses(name)
+    return hub_table(name, split=config.split, limit=config.limit)
+
+
+def _means_a_file(name: str, path: Path) -> bool:
+    return (
+        os.path.exists(path) or file_suffix(path) is not None or name.startswith((".", "~", "/")) or name.count("/") > 1
+    )
+
+
+def _refuse_near_misses(name: str) -> None:
+    """Names that are a slip of the pen rather than a hub dataset."""
+    scheme, colon, rest = name.partition(":")
+    if colon and "/" not in scheme and nearest(scheme, _SCHEMES):
+        near = nearest(scheme, _SCHEMES, limit=1).split("'")[1]
+        raise DataError(f"no dataset {name!r}; did you mean {f'{near}:{rest}'!r}?")
+    if name.partition("?")[0] in TASKS:
+        raise DataError(f"no dataset {name!r}; did you mean {f'task:{name}'!r}?")
+
+
+def _first_rows(table: Table, limit: int | None) -> Table:
+    if limit is None or limit >= len(table.rows):
+        return table
+    lines = None if table.lines is None else table.lines[:limit]
+    return Table(name=table.name, rows=list(islice(table.rows, limit)), columns=table.columns, lines=lines)
+
+
+def _fingerprint(prompts: Iterable[Prompt]) -> str:
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.content, prompt.columns], default=_as_text).encode())
+    return digest.hexdigest()
+
+
+def _as_text(value: Any) -> str:
+    """A stable text for what JSON cannot hold; for other objects only their kind is stable."""
+    if isinstance(value, bytes | date | time | timedelta | Decimal):
+        return repr(value)
+    return type(value).__qualname__

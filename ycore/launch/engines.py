@@ -1,0 +1,175 @@
+"""Which engines a run gets, how many, and on which cores or devices.
+
+Not here: an engine's command (`roles.rollout`), and its process (`launcher`).
+"""
+
+import importlib.metadata
+import importlib.util
+import math
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ycore.config.devices import num_gpus
+from ycore.config.run import RunConfig
+from ycore.errors import ConfigError
+from ycore.models.folder import context_length
+from ycore.roles.rollout import RolloutEngine, kv_cache_gib
+from ycore.run_folder.paths import RunFolder
+from ycore.run_folder.private import temporary_folder
+
+Kind = Literal["vllm", "transformers"]
+
+_MOST_ON_CPU = 2
+_LONGEST = 4096  # tokens, where neither the run nor the model asks for less
+_PROMPT_ALLOWANCE = 512  # tokens of KV cache kept for a sequence's prompt; more prompts than fit wait their turn
+_MOST_SEQUENCES = 256
+_BYTES = {"bfloat16": 2, "float32": 4}
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What engines can run on: the cores this process may use, and the devices it may see."""
+
+    cores: tuple[int, ...]
+    devices: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class EnginePlan:
+    """The kind of engine, in a sentence for a person, and the servers to start (none for `transformers`)."""
+
+    kind: Kind
+    note: str
+    max_model_len: int
+    engines: tuple[RolloutEngine, ...]
+
+
+def this_machine() -> Machine:
+    """The cores and devices of this process; no device where torch is a CPU build."""
+    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = [name.strip() for name in visible.split(",")] if visible else [str(n) for n in range(num_gpus())]
+    devices = () if _is_cpu_build() else tuple(names[: num_gpus()])
+    return Machine(cores=tuple(cores), devices=devices)
+
+
+def choose_kind(requested: str, *, vllm_installed: bool) -> tuple[Kind, str]:
+    """The kind of engine that `engine.kind` means here, and what to tell about it."""
+    way_out = "pip install 'ycore[cpu]' (or 'ycore[gpu]')"
+    if requested == "transformers":
+        return "transformers", "generating with transformers in the trainer's process, as asked"
+    if vllm_installed:
+        return "vllm", "generating with vLLM"
+    if requested == "vllm":
+        raise ConfigError(f"engine.kind is vllm, and vLLM is not installed; {way_out}, or set engine.kind=transformers")
+    return "transformers", f"vLLM is not installed, so transformers generates, which is slower; {way_out} for vLLM"
+
+
+def is_vllm_installed() -> bool:
+    return importlib.util.find_spec("vllm") is not None
+
+
+def plan_engines(
+    config: RunConfig,
+    folder: RunFolder,
+    model: Path,
+    *,
+    model_config: Mapping[str, Any],
+    machine: Machine,
+    vllm_installed: bool,
+) -> EnginePlan:
+    """The run's engines: on CPU one a core, two at most; else one a device."""
+    kind, note = choose_kind(config.engine.kind, vllm_installed=vllm_installed)
+    max_model_len = longest_sequence(config, model_config)
+    if kind == "transformers":
+        return EnginePlan(kind=kind, note=note, max_model_len=max_model_len, engines=())
+    slots = _slots(config.engine.count, machine)
+    max_num_seqs = _sequences_at_once(config, len(slots))
+    dtype: Literal["bfloat16", "float32"] = "float32" if config.dtype == "float32" else "bfloat16"
+    engines = tuple(
+        RolloutEngine(
+            name=f"rollout-{number}",
+            model=model,
+            socket=folder.socket(f"rollout-{number}"),
+            temporary=temporary_folder(folder),
+            run_id=folder.run_id,
+            dtype=dtype,
+            max_model_len=max_model_len,
+            max_num_seqs=max_num_seqs,
+            seed=config.seed,
+            cores=slot.cores or None,
+            device=slot.devices[0] if slot.devices else None,
+            memory_gib=_memory_gib(config, model_config, max_model_len, max_num_seqs, _BYTES[dtype], slot),
+            gpu_memory_utilization=config.engine.gpu_memory_utilization,
+            trust_remote_code=config.trust_remote_code,
+        )
+        for number, slot in enumerate(slots)
+    )
+    return EnginePlan(kind=kind, note=f"{note}: {_describe(slots)}", max_model_len=max_model_len, engines=engines)
+
+
+def longest_sequence(config: RunConfig, model_config: Mapping[str, Any]) -> int:
+    """Prompt plus completion, in tokens: as asked, else the model's own context, 4096 at most."""
+    context = context_length(dict(model_config))
+    if config.engine.max_model_len is None:
+        return min(context or _LONGEST, _LONGEST)
+    if context and config.engine.max_model_len > context:
+        raise ConfigError(
+            f"engine.max_model_len {config.engine.max_model_len} is more than the model's {context}; lower it"
+        )
+    return config.engine.max_model_len
+
+
+def _slots(count: int | Literal["auto"], machine: Machine) -> list[Machine]:
+    """The machine, divided: `count` devices, or `count` even shares of the cores."""
+    if machine.devices:
+        number = len(machine.devices) if count == "auto" else count
+        if number > len(machine.devices):
+            raise ConfigError(f"engine.count {number} is more than the {len(machine.devices)} devices here; lower it")
+        return [Machine(cores=(), devices=(device,)) for device in machine.devices[:number]]
+    number = min(len(machine.cores), _MOST_ON_CPU) if count == "auto" else count
+    if number > len(machine.cores):
+        raise ConfigError(f"engine.count {number} is more than the {len(machine.cores)} cores here; lower it")
+    bounds = [len(machine.cores) * share // number for share in range(number + 1)]
+    return [Machine(cores=machine.cores[bounds[k] : bounds[k + 1]], devices=()) for k in range(number)]
+
+
+def _sequences_at_once(config: RunConfig, num_engines: int) -> int:
+    """What one engine must hold so that a round's completions run all at the same time."""
+    group = config.num_samples if config.algorithm == "eval" else config.group_size
+    return max(1, min(_MOST_SEQUENCES, math.ceil(config.prompts_per_step * group / num_engines)))
+
+
+def _memory_gib(
+    config: RunConfig,
+    model_config: Mapping[str, Any],
+    max_model_len: int,
+    max_num_seqs: int,
+    bytes_per_value: int,
+    slot: Machine,
+) -> int:
+    if config.engine.memory_gib is not None or slot.devices:
+        return config.engine.memory_gib or 1
+    expected = max_num_seqs * min(max_model_len, _PROMPT_ALLOWANCE + config.max_tokens)
+    return kv_cache_gib(model_config, max(expected, max_model_len), bytes_per_value=bytes_per_value)
+
+
+def _describe(slots: Sequence[Machine]) -> str:
+    engines = "1 engine" if len(slots) == 1 else f"{len(slots)} engines"
+    if slots[0].devices:
+        return f"{engines} on {'device' if len(slots) == 1 else 'devices'} " + ", ".join(
+            slot.devices[0] for slot in slots
+        )
+    num_cores = len(slots[0].cores)
+    return f"{engines} on {num_cores} CPU core{'s' if num_cores > 1 else ''}{' each' if len(slots) > 1 else ''}"
+
+
+def _is_cpu_build() -> bool:
+    """Whether the torch that is installed cannot use a device, by its version alone: `2.13.0+cpu`."""
+    try:
+        return importlib.metadata.version("torch").endswith("+cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return True

@@ -1,0 +1,184 @@
+"""One run on this node, from a RunConfig to its summary: claim, fetch, start, watch, clear away, sum up.
+
+Not here: watching (`supervise`), which engines (`engines`), clearing away (`guarding`). The trainer and the engines
+are started by module name, never imported.
+"""
+
+import os
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TextIO
+
+from ycore.config.run import RunConfig
+from ycore.errors import Interrupted
+from ycore.launch.engines import EnginePlan, is_vllm_installed, plan_engines, this_machine
+from ycore.launch.guarding import guarded
+from ycore.launch.processes import ManagedProcess
+from ycore.launch.stopping import StopRequests
+from ycore.launch.supervise import Supervisor
+from ycore.roles import RUN_MARKER
+from ycore.roles.rollout import engine_command, engine_environment
+from ycore.run_folder.files import read_json, write_json_atomic
+from ycore.run_folder.paths import RunFolder
+from ycore.run_folder.prepare import claim
+from ycore.run_folder.secrets import redact
+from ycore.run_folder.summary import Status, summarise
+from ycore.telemetry.curve import draw_curve
+from ycore.telemetry.follow import MetricsFollower
+from ycore.telemetry.metrics import read_metrics
+from ycore.telemetry.progress import RunProgress, as_duration, open_progress
+
+
+@dataclass(frozen=True, slots=True)
+class Worker:
+    """The process that drives the run, and what it leaves beside metrics.jsonl."""
+
+    name: str
+    module: str
+    result: str | None = None
+
+
+TRAINER = Worker("trainer", "ycore.roles.trainer")
+EVALUATOR = Worker("evaluator", "ycore.roles.evaluator", result="eval.json")
+
+
+def run_training(config: RunConfig, *, resume: bool = False, stream: TextIO | None = None) -> dict[str, Any]:
+    """Train, in the foreground; the summary, or the error that ended the run."""
+    return run_worker(TRAINER, config, resume=resume, stream=stream)
+
+
+def run_evaluation(config: RunConfig, *, stream: TextIO | None = None) -> dict[str, Any]:
+    """Evaluate, in the foreground; the evaluator's eval.json is part of the summary."""
+    return run_worker(EVALUATOR, config, resume=False, stream=stream)
+
+
+def run_worker(worker: Worker, config: RunConfig, *, resume: bool, stream: TextIO | None) -> dict[str, Any]:
+    """Run one worker with its engines; however it ends, nothing is left running and summary.json says how."""
+    began = time.monotonic()
+    folder = RunFolder(Path(config.output))
+    held = claim(folder, config, resume=resume)
+    progress = open_progress(config.steps, stream=stream)
+    try:
+        with StopRequests() as stops, guarded(folder, held):
+            _work(worker, config, folder, progress=progress, stops=stops)
+    except BaseException as error:
+        status: Status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
+        _sum_up(worker, config, folder, progress, status=status, began=began, error=error)
+        raise
+    else:
+        return _sum_up(worker, config, folder, progress, status="finished", began=began)
+    finally:
+        progress.close()
+        held.release()
+
+
+def _work(worker: Worker, config: RunConfig, folder: RunFolder, *, progress: RunProgress, stops: StopRequests) -> None:
+    with stops.at_once():
+        model = _fetch(config, folder, progress)
+        plan = plan_engines(
+            config,
+            folder,
+            model,
+            model_config=read_json(model / "config.json"),
+            machine=this_machine(),
+            vllm_installed=is_vllm_installed(),
+        )
+        progress.say(plan.note)
+        _write_engines(folder, plan, model)
+    engines = [_start_engine(plan, number, folder) for number in range(len(plan.engines))]
+    Supervisor(
+        _start_worker(worker, folder),
+        [(process, engine.socket) for process, engine in zip(engines, plan.engines, strict=True)],
+        follower=MetricsFollower(folder.metrics),
+        progress=progress,
+        stops=stops,
+        start_timeout_s=config.engine.start_timeout_s,
+    ).watch()
+
+
+def _fetch(config: RunConfig, folder: RunFolder, progress: RunProgress) -> Path:
+    """The model's folder; what is started on the way carries the run's marker, so that it never outlives the run."""
+    from ycore.models.fetch import fetch_model
+    from ycore.models.plan import resolve_model
+
+    model = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
+    progress.say(f"model {config.model}: {model.note}")
+    os.environ[RUN_MARKER] = folder.run_id
+    try:
+        return fetch_model(model, log=folder.log("model"))
+    finally:
+        os.environ.pop(RUN_MARKER, None)
+
+
+def _write_engines(folder: RunFolder, plan: EnginePlan, model: Path) -> None:
+    told = {
+        "kind": plan.kind,
+        "engines": [engine.name for engine in plan.engines],
+        "model": str(model.resolve()),
+        "max_model_len": plan.max_model_len,
+    }
+    write_json_atomic(folder.root / "engines.json", told)
+
+
+def _start_engine(plan: EnginePlan, number: int, folder: RunFolder) -> ManagedProcess:
+    engine = plan.engines[number]
+    return ManagedProcess.start(
+        engine.name,
+        engine_command(engine),
+        environment=engine_environment(engine),
+        run_id=folder.run_id,
+        log=folder.log(engine.name),
+        cores=engine.cores,
+    )
+
+
+def _start_worker(worker: Worker, folder: RunFolder) -> ManagedProcess:
+    return ManagedProcess.start(
+        worker.name,
+        [sys.executable, "-m", worker.module, str(folder.root.resolve())],
+        environment={**os.environ, "PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"},
+        run_id=folder.run_id,
+        log=folder.log(worker.name),
+    )
+
+
+def _sum_up(
+    worker: Worker,
+    config: RunConfig,
+    folder: RunFolder,
+    progress: RunProgress,
+    *,
+    status: Status,
+    began: float,
+    error: BaseException | None = None,
+) -> dict[str, Any]:
+    """Write summary.json and curve.png, and tell the end in a line."""
+    metrics = read_metrics(folder.metrics)
+    what = None if error is None else redact(str(error) or type(error).__name__)
+    summary = summarise(metrics, status, time.monotonic() - began, error=what)
+    if status == "finished" and worker.result is not None:
+        summary |= read_json(folder.root / worker.result)
+    write_json_atomic(folder.summary, summary)
+    _draw(folder, metrics, f"{config.algorithm}: {config.model} on {config.dataset}", progress)
+    if status == "finished" and worker is TRAINER:
+        progress.say(_closing(summary, folder))
+    return summary
+
+
+def _draw(folder: RunFolder, metrics: list[dict[str, Any]], title: str, progress: RunProgress) -> None:
+    try:
+        draw_curve(metrics, folder.curve, title)
+    except (OSError, RuntimeError, ValueError) as problem:
+        progress.say(f"no curve was drawn: {problem}")  # a picture is not worth a run's result
+
+
+def _closing(summary: Mapping[str, Any], folder: RunFolder) -> str:
+    rewards = [summary["reward_first"], summary["reward_last"]]
+    change = " -> ".join("?" if reward is None else f"{reward:.3f}" for reward in rewards)
+    return (
+        f"finished {summary['steps']} steps in {as_duration(summary['wall_s'])}: reward {change} "
+        f"(means of the first and last five); model in {folder.model}, curve in {folder.curve}"
+    )

@@ -1,0 +1,129 @@
+"""One process of a run: started in its own session, marked, logged, and able to say how it ended.
+
+Not here: finding processes that nobody holds a handle of (`reaper`).
+"""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import psutil
+
+from ycore.roles import RUN_MARKER
+
+_TAIL_BYTES = 64 * 1024
+_PREFIX = re.compile(
+    r"^(?:\([A-Za-z_]+(?:[-_ ]?\w+)*(?: pid=\d+)?\)\s*)?"  # (EngineCore pid=12)
+    r"(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\s+\d\d-\d\d \d\d:\d\d:\d\d (?:\[[^\]]*\]\s*)?)?"
+)
+_NOISE = re.compile(
+    r"nanobind|^\s*- (?:leaked|\.\.\.)|resource_tracker|warnings\.warn|DeprecationWarning|FutureWarning|UserWarning"
+    r"|^\s*(?:File \"|\^+|~+|raise |return |await |warn)|Traceback \(most recent|Engine core initialization failed"
+    r"|During handling of|direct cause of|\[shutdown\]|^[\s─╭╰│═*=.-]*$|it/s\]|Exception ignored|destroy_process_group"
+)
+_ERROR = re.compile(r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Failure)\b|error:|fatal)", re.IGNORECASE)
+
+
+class ManagedProcess:
+    """A child whose output goes to one log file."""
+
+    def __init__(self, name: str, popen: "subprocess.Popen[bytes]", log: Path) -> None:
+        self.name = name
+        self.log = log
+        self._popen = popen
+
+    @classmethod
+    def start(
+        cls,
+        name: str,
+        command: Sequence[str],
+        *,
+        environment: Mapping[str, str],
+        run_id: str,
+        log: Path,
+        cores: Sequence[int] | None = None,
+    ) -> "ManagedProcess":
+        """Start `command` in a session of its own, so that a terminal's Ctrl-C reaches the launcher alone."""
+        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+        try:
+            popen = subprocess.Popen(
+                list(command),
+                env={**environment, RUN_MARKER: run_id},
+                stdin=subprocess.DEVNULL,
+                stdout=descriptor,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        finally:
+            os.close(descriptor)
+        if cores is not None:
+            _pin(popen.pid, cores)
+        return cls(name, popen, log)
+
+    @property
+    def pid(self) -> int:
+        return self._popen.pid
+
+    @property
+    def exit_code(self) -> int | None:
+        """None while it runs; minus the signal's number when a signal ended it."""
+        return self._popen.poll()
+
+    def send(self, number: signal.Signals) -> None:
+        """Signal the process itself, and none of its children."""
+        if self.exit_code is None:
+            self._popen.send_signal(number)
+
+    def wait(self, *, timeout_s: float) -> int | None:
+        try:
+            return self._popen.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def how_it_ended(self) -> str:
+        """`exit status 1` or `killed by SIGKILL`, for a sentence."""
+        code = self.exit_code
+        if code is None:
+            return "still running"
+        if code >= 0:
+            return f"exit status {code}"
+        try:
+            return f"killed by {signal.Signals(-code).name}"
+        except ValueError:
+            return f"killed by signal {-code}"
+
+    def last_line(self) -> str:
+        """The log's last meaningful line: the last that names an error, else the last that is not noise."""
+        return meaningful_line(self._tail())
+
+    def user_error(self) -> str | None:
+        """What follows the last `error: ` at the start of a line, if the process said so."""
+        said = [line for line in self._tail() if line.startswith("error: ")]
+        return said[-1].removeprefix("error: ").strip() if said else None
+
+    def _tail(self) -> list[str]:
+        with self.log.open("rb") as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
+            return file.read().decode(errors="replace").splitlines()
+
+
+def meaningful_line(lines: Sequence[str]) -> str:
+    """The line of a log that says what went wrong, without prefixes of loggers; empty when there is none."""
+    plain = [_PREFIX.sub("", line).rstrip() for line in lines]
+    kept = [line for line in plain if line.strip() and not _NOISE.search(line)]
+    errors = [line for line in kept if _ERROR.match(line.strip())]
+    chosen = errors[-1] if errors else (kept[-1] if kept else "")
+    return chosen.strip()[:500]
+
+
+def _pin(pid: int, cores: Sequence[int]) -> None:
+    """Keep a process just started, and so all its threads and children, on these cores."""
+    if sys.platform == "linux":
+        try:
+            psutil.Process(pid).cpu_affinity(list(cores))
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            return  # already gone, which is found out elsewhere; or a container that forbids it, where nothing is lost

@@ -1,0 +1,50 @@
+"""Ctrl-C and its like while a run goes on: counted, so that the run can end in order.
+
+Not here: what one or two of them mean once the trainer runs (`supervise`).
+"""
+
+import signal
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType, TracebackType
+from typing import Any, Self
+
+from ycore.errors import Interrupted
+
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopRequests:
+    """Within it, SIGINT, SIGTERM and SIGHUP only add to `count`; after it, they mean what they meant before."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._at_once = False
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
+            self._before = {number: signal.signal(number, self._count) for number in _SIGNALS}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Around work that cannot look at `count`, such as a download: a signal raises Interrupted in its midst."""
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
+
+    def _count(self, number: int, frame: FrameType | None) -> None:
+        self.count += 1
+        if self._at_once:
+            self._at_once = False
+            raise Interrupted("stopped before the first step; the same command starts again with --resume")

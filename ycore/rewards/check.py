@@ -1,0 +1,26 @@
+"""`python -m ycore.rewards.check`: one process that imports one reward and says whether it can score a dataset.
+
+Not here: the deadline, which its parent holds (`loading.check_reward`).
+"""
+
+from ycore.config.run import RewardConfig
+from ycore.errors import RewardError
+from ycore.rewards.channel import Channel, end_with_parent
+from ycore.rewards.loading import check_here
+
+
+def main() -> None:
+    """Read one question, `{"spec", "columns"}`, and answer it with `{"error": None or one line}`."""
+    channel = Channel()
+    end_with_parent()
+    question = next(iter(channel))
+    try:
+        check_here(RewardConfig.model_validate(question["spec"]), question["columns"])
+    except RewardError as error:
+        channel.reply({"error": str(error)})
+    else:
+        channel.reply({"error": None})
+
+
+if __name__ == "__main__":
+    main()

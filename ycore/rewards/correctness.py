@@ -1,0 +1,119 @@
+"""Built-in rewards for a right answer: `exact_answer`, `contains_answer`, `math`, `gym`.
+
+Not here: rewards for shape and length (`shape`), and the table of names (`builtin`).
+"""
+
+import json
+import re
+from collections.abc import Callable
+from functools import cache, lru_cache
+from typing import Any
+
+from ycore.rewards.answers import gives, gold_of, holds, number_of, numbers_in
+from ycore.rewards.text import answer_text
+from ycore.types import Content
+
+# reasoning-gym's scorers of these tasks run Python's `eval`, or sympy's, on the text they are given. The policy
+# writes that text, so only what cannot call or reach anything is passed on.
+EVALUATED_LISTS = frozenset({"binary_matrix", "n_queens", "spiral_matrix", "string_insertion"})
+EVALUATED_FORMULAS = frozenset(
+    {"countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration"}
+)
+_DELIMITED = re.compile(r"\$|\\boxed|\\\(|\\\[")
+_WORD = re.compile(r"(?<![\\A-Za-z{])[A-Za-z]{2}")
+_PLAIN_LIST = re.compile(r"""[\w\s,\[\]'"#.-]*""")
+_FUNCTIONS = "a?(?:sin|cos|tan)h?|exp|log|ln|sqrt|pi|Abs"
+_PLAIN_FORMULA = re.compile(
+    rf"(?:\s|\d++(?:\.\d*+)?|[-+*/^(),=]|(?<![A-Za-z])(?:{_FUNCTIONS}|[A-Za-z])(?![A-Za-z_]))*+"
+)
+
+
+def exact_answer(
+    prompts: list[Content], completions: list[Content], answer: list[Any], **_columns: Any
+) -> list[float | None]:
+    """1 where the last thing given is the answer (see `answers.gives`), else 0; None where the row has no answer."""
+    return _compared(completions, answer, gives)
+
+
+def contains_answer(
+    prompts: list[Content], completions: list[Content], answer: list[Any], **_columns: Any
+) -> list[float | None]:
+    """1 where the answer stands anywhere in what is given (see `answers.holds`), else 0; None without an answer."""
+    return _compared(completions, answer, holds)
+
+
+def math(prompts: list[Content], completions: list[Content], answer: list[Any], **_columns: Any) -> list[float | None]:
+    """1 where math-verify finds the formula equal to the answer, else 0; None where the answer itself is no formula.
+
+    It may take for ever on a hostile formula: the worker's deadline is its only limit.
+    """
+    return [_math_score(completion, gold_of(gold)) for completion, gold in zip(completions, answer, strict=True)]
+
+
+def gym(
+    prompts: list[Content], completions: list[Content], gym_task: list[str], gym_entry: list[str], **_columns: Any
+) -> list[float | None]:
+    """What reasoning-gym's own scorer of the task gives to the answer."""
+    rows = zip(completions, gym_task, gym_entry, strict=True)
+    return [_gym_score(answer_text(completion), task, json.loads(entry)) for completion, task, entry in rows]
+
+
+def _compared(
+    completions: list[Content], answers: list[Any], is_right: Callable[[str, str], bool]
+) -> list[float | None]:
+    golds = [gold_of(answer) for answer in answers]
+    return [
+        float(is_right(answer_text(completion), gold)) if gold else None
+        for completion, gold in zip(completions, golds, strict=True)
+    ]
+
+
+def _math_score(completion: Content, gold: str) -> float | None:
+    import math_verify
+
+    parsed_gold = _parsed_gold(gold)
+    if not parsed_gold:
+        return None
+    # math-verify's own time limits answer "wrong" when they strike; the worker's deadline masks the item instead.
+    given = math_verify.parse(answer_text(completion), parsing_timeout=None)
+    return float(math_verify.verify(list(parsed_gold), given, timeout_seconds=None))
+
+
+@lru_cache(maxsize=1024)
+def _parsed_gold(gold: str) -> tuple[Any, ...]:
+    import math_verify
+
+    # Bare LaTeX (`x^2+1`) is only read between dollars; between dollars words would be read as products of letters.
+    is_bare = _DELIMITED.search(gold) is None and _WORD.search(gold) is None
+    parsed = math_verify.parse(f"${gold}$" if is_bare else gold, parsing_timeout=None)
+    return tuple(parsed) if any(not isinstance(part, str) for part in parsed) else ()
+
+
+def _gym_score(given: str, task: str, entry: dict[str, Any]) -> float:
+    if not _may_evaluate(task, given):
+        return 0.0
+    right = entry.get("answer")
+    if isinstance(right, str) and number_of(right) is not None and numbers_in(given):
+        # The scorers want the bare answer; small models say "The answer is 7.".
+        given = given if task in EVALUATED_FORMULAS else _last_number(given, right)
+    return float(_gym_scorer(task)(given, entry))
+
+
+def _last_number(given: str, right: str) -> str:
+    return right if gives(given, right) else str(numbers_in(given)[-1])
+
+
+def _may_evaluate(task: str, given: str) -> bool:
+    if task in EVALUATED_LISTS:
+        return _PLAIN_LIST.fullmatch(given) is not None
+    if task in EVALUATED_FORMULAS:
+        return _PLAIN_FORMULA.fullmatch(given) is not None
+    return True
+
+
+@cache
+def _gym_scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
+    from reasoning_gym.factory import get_score_answer_fn
+
+    scorer: Callable[[str, dict[str, Any]], float] = get_score_answer_fn(task)
+    return scorer

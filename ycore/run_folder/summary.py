@@ -1,0 +1,40 @@
+"""summary.json: how a run ended and what it reached, from its metrics.
+
+Not here: reading the metrics (`telemetry.metrics`), and writing the file (`files`).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+Status = Literal["finished", "interrupted", "failed"]
+
+_WINDOW = 5  # steps at either end; one step's reward says little
+
+
+def summarise(
+    metrics: Sequence[Mapping[str, Any]], status: Status, wall_s: float, *, error: str | None = None
+) -> dict[str, Any]:
+    """The summary of a run; rewards are means over the first and the last five steps."""
+    rewards = [float(row["reward"]) for row in metrics if _is_finite(row.get("reward"))]
+    summary: dict[str, Any] = {
+        "status": status,
+        "steps": num_steps(metrics),
+        "wall_s": round(wall_s, 1),
+        "reward_first": _mean(rewards[:_WINDOW]),
+        "reward_last": _mean(rewards[-_WINDOW:]),
+    }
+    return summary if error is None else {**summary, "error": error}
+
+
+def num_steps(metrics: Sequence[Mapping[str, Any]]) -> int:
+    """The last step that the metrics tell of."""
+    return max((int(row["step"]) for row in metrics if _is_finite(row.get("step"))), default=0)
+
+
+def _mean(values: Sequence[float]) -> float | None:
+    return round(math.fsum(values) / len(values), 6) if values else None
+
+
+def _is_finite(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)

@@ -1,0 +1,77 @@
+"""The values that pass between rooms: frozen, typed, standard library only.
+
+Not here: anything with behaviour, a process or a tensor.
+
+Axes, as suffixes of names: `_P` prompts of a round, `_G` completions of a group, `_R` reward sources, `_T` tokens.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+Message = Mapping[str, str]
+"""One chat turn: `{"role": ..., "content": ...}`."""
+
+Content = str | list[Message]
+"""A prompt or a completion as a person sees it: plain text, or chat turns."""
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One row of the dataset, ready to ask.
+
+    Example: `Prompt(row=3, content=[{"role": "user", "content": "2 + 2?"}], columns={"answer": "4"})`
+    """
+
+    row: int
+    content: Content
+    columns: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def is_chat(self) -> bool:
+        return not isinstance(self.content, str)
+
+
+@dataclass(frozen=True, slots=True)
+class Draw:
+    """A prompt at its place in the run's order: `position` counts every prompt ever drawn."""
+
+    position: int
+    prompt: Prompt
+    token_ids: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What the policy wrote to one prompt.
+
+    `logprobs` has one value per token, under the distribution that was sampled (after temperature and
+    truncation); it is None where the engine shares the trainer's own weights and need not report them.
+    """
+
+    token_ids: tuple[int, ...]
+    logprobs: tuple[float, ...] | None
+    text: str
+    finish_reason: str
+    policy_version: int
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One reward source's answer for one completion; `value` None means masked, and `problem` says why."""
+
+    value: float | None
+    problem: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Group:
+    """The completions of one prompt, scored: `scores_GR[g][r]` is reward source `r` on completion `g`."""
+
+    draw: Draw
+    completions: tuple[Completion, ...]
+    scores_GR: tuple[tuple[Score, ...], ...]
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(completion.token_ids) for completion in self.completions)

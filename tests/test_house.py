@@ -24,14 +24,16 @@ MAY_IMPORT = {
     "models": BASE,
     "rewards": BASE,
     "algorithms": MIDDLE,
-    "roles": MIDDLE | {"algorithms", "controller"},
-    "controller": MIDDLE | {"roles"},
+    "sampling": GROUND,
+    "roles": MIDDLE | {"sampling"} | {"algorithms", "controller"},
+    "controller": MIDDLE | {"roles", "sampling"},
     "launch": MIDDLE | {"roles"},
     "cli": MIDDLE | {"launch"},
 }
 HEAVY = {"torch", "transformers", "trl", "vllm", "datasets", "accelerate", "peft", "deepspeed", "matplotlib"}
 MAY_BE_HEAVY = {"algorithms", "controller"}
 HEAVY_FILES = {
+    "roles/checkpoints.py",
     "roles/training_run.py",
     "roles/step_metrics.py",
     "roles/transformers_engine.py",

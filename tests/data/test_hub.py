@@ -126,17 +126,21 @@ def test_a_dataset_the_hub_does_not_have(hub: str, tmp_path: Path) -> None:
     assert said.startswith("error: no dataset file and no hub dataset 'some/other'") and "give a local file" in said
 
 
-@pytest.mark.parametrize("name", ["some/data", "some/data:main", "gsm8k", "-not-/a-name.."])
+@pytest.mark.parametrize("name", ["some/data", "some/data:main", "gsm8k", "-not-/a-name..", "x" * 300])
 def test_offline_says_so(tmp_path: Path, name: str) -> None:
     said = ask(tmp_path, "http://127.0.0.1:9", name, HF_HUB_OFFLINE="1")
     assert said.startswith("error: no dataset file") and "HF_HUB_OFFLINE is set" in said and "task:addition" in said
 
 
-def test_a_hub_that_never_answers(tmp_path: Path) -> None:
+def test_a_hub_that_never_answers(hub: str, tmp_path: Path) -> None:
+    (tmp_path / "filled").mkdir()
+    ask(tmp_path / "filled", hub, "some/data")
     with socket.socket() as silent:
         silent.bind(("127.0.0.1", 0))
         silent.listen(8)
+        endpoint = f"http://127.0.0.1:{silent.getsockname()[1]}"
         begin = time.monotonic()
-        said = ask(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}", "some/data")
-        assert time.monotonic() - begin < 10
+        said = ask(tmp_path / "empty", endpoint, "some/data")
+        assert ask(tmp_path / "filled", endpoint, "some/data").startswith("5|train 0?")
+        assert time.monotonic() - begin < 30
     assert said.startswith("error: no dataset file 'some/data', and the hub cannot be asked")

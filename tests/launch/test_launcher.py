@@ -108,8 +108,11 @@ def test_a_run_that_finishes(worker: Callable[..., Worker], config: RunConfig) -
 
 def test_an_evaluators_result_is_part_of_the_summary(worker: Callable[..., Worker], config: RunConfig) -> None:
     code = """(root / "eval.json").write_text(json.dumps({"pass@1": 0.5}))"""
-    summary, _ = run(worker(code, name="evaluator", result="eval.json"), config)
+    summary, shown = run(worker(code, name="evaluator", result="eval.json"), config)
     assert summary["pass@1"] == 0.5
+    assert "prompts 3  reward 0.750" in shown
+    assert "reward_first" not in summary
+    assert not RunFolder(Path(config.output)).curve.exists()
 
 
 def test_a_trainer_that_fails_is_told_with_its_last_line_and_log(
@@ -159,6 +162,31 @@ def test_an_engine_that_is_never_ready_is_named(
     impatient = EngineSettings(kind="vllm", count=1, start_timeout_s=0.5)
     with pytest.raises(EngineError, match=r"rollout-0 was not ready after 0 s.*start_timeout_s"):
         run(worker("time.sleep(600)"), config.model_copy(update={"engine": impatient}))
+    assert_nothing_is_left(config)
+
+
+SERVER = """
+import http.server, os, socketserver, subprocess, sys
+part = subprocess.Popen(["sleep", "3"])
+class Server(socketserver.UnixStreamServer):
+    def get_request(self):
+        return super().get_request()[0], ("engine", 0)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+Server(sys.argv[1], Handler).serve_forever()
+"""
+
+
+def test_a_ready_engine_that_loses_a_process_is_named(
+    worker: Callable[..., Worker], config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "engine_command", lambda e: [sys.executable, "-c", SERVER, str(e.socket)])
+    monkeypatch.setattr(launcher, "is_vllm_installed", lambda: True)
+    one = config.model_copy(update={"engine": EngineSettings(kind="vllm", count=1)})
+    with pytest.raises(EngineError, match=r"rollout-0 lost its process sleep \(\d+\).*rollout-0\.log"):
+        run(worker("time.sleep(600)"), one)
     assert_nothing_is_left(config)
 
 

@@ -152,6 +152,7 @@ def test_weights_survive_the_conversion(tmp_path: Path) -> None:
     pairs = {"model.layers.1.mlp.up_proj.weight": "blk.1.ffn_up.weight", "model.norm.weight": "output_norm.weight"}
     for name, raw_name in pairs.items():
         assert np.allclose(saved[name].float().numpy(), raw[raw_name], rtol=1 / 128)
+    assert "lm_head.weight" not in saved, "the file has no output weights: they are the embedding's, saved once"
 
 
 def test_a_failed_conversion_leaves_nothing(tmp_path: Path, cache: Path) -> None:

@@ -1,5 +1,6 @@
 """Hub models against a hub of our own on this machine: a few routes of the real one's."""
 
+import contextlib
 import hashlib
 import json
 import os
@@ -152,6 +153,27 @@ def test_offline_says_so(tmp_path: Path, name: str) -> None:
 def test_a_hub_that_cannot_be_reached(tmp_path: Path) -> None:
     (said,) = ask(tmp_path, "http://127.0.0.1:9", "some/model")
     assert "cannot be reached" in said and "give a local folder" in said
+
+
+def test_a_hub_that_answers_forever(tmp_path: Path) -> None:
+    """A byte now and then passes every timeout of the client's."""
+    with socket.socket() as dripping:
+        dripping.bind(("127.0.0.1", 0))
+        dripping.listen(8)
+        threading.Thread(target=drip, args=(dripping,), daemon=True).start()
+        begin = time.monotonic()
+        (said,) = ask(tmp_path, f"http://127.0.0.1:{dripping.getsockname()[1]}", "some/model")
+        assert time.monotonic() - begin < 10
+    assert "did not answer within 3 s" in said
+
+
+def drip(listener: socket.socket) -> None:
+    connection, _ = listener.accept()
+    with connection, contextlib.suppress(OSError):
+        connection.sendall(b"HTTP/1.1 200 OK\r\nX-Slow: ")
+        for _ in range(40):
+            connection.sendall(b"x")
+            time.sleep(0.5)
 
 
 def test_a_hub_that_never_answers(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 import socket
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +21,8 @@ def config_for(folder: RunFolder, **changes: Any) -> RunConfig:
 
 
 @pytest.fixture
-def folder(tmp_path: Path) -> RunFolder:
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     return RunFolder(tmp_path / "runs" / "one")
 
 
@@ -40,7 +42,7 @@ def test_a_new_folder_is_made_private_and_described(folder: RunFolder) -> None:
     assert folder.sockets.stat().st_mode & 0o777 == 0o700
     assert folder.logs.is_dir()
     assert folder.checkpoints.is_dir()
-    temporary_folder(folder).rmdir()
+    assert temporary_folder(folder).stat().st_mode & 0o777 == 0o700
 
 
 def test_checking_imports_no_torch() -> None:

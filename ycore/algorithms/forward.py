@@ -6,6 +6,7 @@
 Not here: which sequences share a row (`packing`), the loss and its masks (TRL).
 """
 
+import functools
 import types
 from dataclasses import dataclass
 from typing import Any
@@ -104,7 +105,7 @@ def pack(
     device: torch.device,
 ) -> PackedBatch:
     """Lay the planned rows out as tensors: [prompt but its last token][last prompt token, completion but its last]..."""
-    shape = (len(rows), max(row.length for row in rows))
+    shape = (len(rows), max(1, *(row.length for row in rows)))
     ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
     labels, source = torch.full(shape, IGNORE), torch.zeros(shape, dtype=torch.long)
     # A padding query sees itself alone: a row of the mask with nothing in it would make softmax divide by zero.
@@ -160,6 +161,7 @@ def add_compact_head(model: PreTrainedModel, *, temperature: float) -> None:
         return
     trl_forward = model.forward
 
+    @functools.wraps(type(model).forward)  # `generate` looks at the signature
     def forward(self: PreTrainedModel, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
         if not fused_lm_head or kwargs.get("shift_labels") is None:
             return trl_forward(*args, fused_lm_head=fused_lm_head, **kwargs)
@@ -167,12 +169,10 @@ def add_compact_head(model: PreTrainedModel, *, temperature: float) -> None:
         hidden = self.base_model(*args, **kwargs).last_hidden_state
         head = self.get_output_embeddings()
         wanted = labels != IGNORE
-        logps, entropies = score_tokens(
-            hidden[wanted], head.weight, head.bias, labels[wanted], temperature=temperature
-        )
+        logps, entropies = score_tokens(hidden[wanted], head.weight, head.bias, labels[wanted], temperature=temperature)
         empty = torch.zeros(labels.shape, dtype=logps.dtype, device=logps.device)
         return FusedCausalLMOutput(
             log_probs=empty.masked_scatter(wanted, logps), entropy=empty.masked_scatter(wanted, entropies)
         )
 
-    model.forward = types.MethodType(forward, model)  # type: ignore[method-assign]
+    model.forward = types.MethodType(forward, model)

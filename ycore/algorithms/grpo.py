@@ -39,6 +39,7 @@ def build_trainer(
     batch = derive_batch(config, world_size=world_size, on_cpu=not torch.cuda.is_available())
     arguments = trl_arguments(config, batch, folder)
     arguments["model_init_kwargs"] = {"dtype": _stored_dtype(config), **(arguments.get("model_init_kwargs") or {})}
+    arguments["ignore_data_skip"] = True  # the loader only ticks; the controller knows where it was
     arguments["reward_weights"] = [reward.weight for reward in config.rewards]
     names = reward_names(config.rewards)
     return SeamGRPOTrainer(

@@ -77,4 +77,5 @@ def _split(
         shortest = lengths.index(min(lengths))
         parts[shortest].append(index)
         lengths[shortest] += completion_lengths[index]
-    return [Row(tuple(sorted(part)), length) for part, length in zip(parts, lengths, strict=True)]
+    # Completions that are masked out have no tokens, and can leave a part with nothing in it.
+    return [Row(tuple(sorted(part)), length) for part, length in zip(parts, lengths, strict=True) if part]

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 import torch
 from accelerate.utils import gather
 from trl import GRPOTrainer
-from trl.trainer.utils import split_tensor_dict
+from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
 from ycore.algorithms.dealing import deal
 from ycore.algorithms.forward import add_compact_head, attention_cost, can_pack, score_completions
@@ -47,10 +47,11 @@ class _Sequence:
     rewards: list[float]
 
 
-class SeamGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
+class SeamGRPOTrainer(GRPOTrainer):
     """GRPOTrainer whose rounds come from a `RoundSource`. Set `rounds` before `train`."""
 
     rounds: RoundSource
+    _buffered_inputs: Any
 
     def __init__(self, *args: Any, num_rewards: int, shares_prompts: bool = True, **kwargs: Any) -> None:
         super().__init__(*args, rollout_func=self._answer_rollouts, **kwargs)
@@ -63,7 +64,9 @@ class SeamGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._round: list[_Sequence] = []
         self._micro_batch: dict[str, Any] | None = None
         self._last_loaded_step = -1
-        if self._packs and not _has_triton_kernel(self.accelerator.device):
+        # Our head gives no gradient of the entropy and computes in the head's own dtype; TRL's does what is asked.
+        is_plain = not self._entropy_bonus_enabled and not self.args.cast_lm_head_to_fp32
+        if self._packs and is_plain and not _has_triton_kernel(self.accelerator.device):
             for model in filter(None, (self.model, self.ref_model)):
                 add_compact_head(_innermost(model), temperature=self.temperature)
 
@@ -73,9 +76,8 @@ class SeamGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         return self.accelerator.unwrap_model(self.model)
 
     def save_checkpoint(self) -> None:
-        """A checkpoint of the last finished step, where there is one that no checkpoint holds yet."""
-        if self.state.global_step > 0:
-            self._save_checkpoint(self.model, trial=None)
+        """A checkpoint of the last finished step, as transformers writes them."""
+        self._save_checkpoint(self.model, trial=None)
 
     # -- the round -------------------------------------------------------------------------------------------------
 
@@ -87,6 +89,8 @@ class SeamGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
         self._last_loaded_step = step  # the round has just synced; TRL must not ask for it again
         with self._correcting_later():
             batch: dict[str, Any] = super()._generate_and_score_completions([seq.row for seq in self._round])
+        if not self._one_step_a_round and "sampling_per_token_logps" in batch:
+            self._record_gap(batch["old_per_token_logps"], batch["sampling_per_token_logps"], batch["completion_mask"])
         return batch
 
     @property
@@ -125,7 +129,15 @@ class SeamGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
             self._buffered_inputs = split_tensor_dict(self._dealt(batch), steps)
         return self._buffered_inputs[self._step % steps]
 
+    @property
+    def _measures_micro_batches(self) -> bool:
+        """Whether the loss depends on who shares a micro-batch: then TRL's own random micro-batches are kept."""
+        return bool(self.loss_type == "bnpo" or self.top_entropy_quantile < 1.0 or self._entropy_bonus_enabled)
+
     def _dealt(self, batch: dict[str, Any]) -> dict[str, Any]:
+        if self._measures_micro_batches:
+            shuffled: dict[str, Any] = shuffle_sequence_dict(batch)
+            return shuffled
         size = self.num_generations
         tokens = batch["completion_mask"].sum(dim=1).view(-1, size).sum(dim=1).tolist()
         windows = max(1, self.args.steps_per_generation // self.args.gradient_accumulation_steps)
@@ -201,7 +213,12 @@ class SeamGRPOTrainer(GRPOTrainer):  # type: ignore[misc]
                 clip_max=self.vllm_importance_sampling_clip_max,
             )
             inputs["importance_sampling_ratio"] = ratio
-            self.record("sampling/importance_sampling_ratio/mean", ratio.mean().item())
+            weights = ratio if ratio.size(1) == 1 else ratio[mask.bool()]
+            if weights.numel():
+                self.record("sampling/importance_sampling_ratio/mean", weights.mean().item())
+        self._record_gap(logps, sampled, mask)
+
+    def _record_gap(self, logps: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -> None:
         gap = absolute_gap(logps, sampled, mask)
         if gap.numel():
             self.record("ycore/logprob_gap", gap.mean().item())

@@ -1,24 +1,31 @@
 """The policy's weights as an engine reads them: names of the checkpoint, adapters merged, one dtype.
 
 Adapters are merged beside the base weights, never into them: merging in place and subtracting again loses a little of
-a bfloat16 base at every step.
+a bfloat16 base at every step. Sharded weights (ZeRO-3, FSDP2) are made whole one at a time, so every rank must walk
+them together; only the rank that writes keeps any.
 
-Not here: how they reach the engine (`roles.engines`), and sharded weights.
+Not here: how they reach the engine (`roles.vllm_engine`).
 """
 
 from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors.torch import save_file
+from torch.distributed.tensor import DTensor
 
-WEIGHTS_FILE = "model.safetensors"
+FILE_BYTES = 2 * 2**30
+"""A file's size, and so the most that the writing rank holds of the policy at a time."""
 
 
 def engine_weights(model: torch.nn.Module, *, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight of the policy with its checkpoint name, adapters merged, on the CPU, in `dtype`."""
+    """Every weight of the policy with its checkpoint name, adapters merged, on the CPU, in `dtype`.
+
+    Tied weights come once, under the first of their names, as checkpoints have them.
+    """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     adapted = {name: layer for name, layer in base.named_modules() if isinstance(layer, LoraLayer)}
     seen: set[int] = set()
@@ -27,32 +34,68 @@ def engine_weights(model: torch.nn.Module, *, dtype: torch.dtype) -> Iterator[tu
         if _is_adapter(name) or id(parameter) in seen:
             continue
         seen.add(id(parameter))
-        weight = parameter.detach()
-        if leaf == "weight" and owner in adapted:
-            weight = _merged(adapted[owner], weight)
-        yield (f"{owner}.{leaf}" if leaf else name), weight.to(device="cpu", dtype=dtype).contiguous()
+        layer = adapted.get(owner) if leaf == "weight" else None
+        with _whole([parameter, *_adapter_parameters(layer)]):
+            weight = _full(parameter.detach())
+            weight = weight if layer is None else _merged(layer, weight)
+            yield (f"{owner}.{leaf}" if leaf else name), weight.to(device="cpu", dtype=dtype, copy=True)
 
 
-def write_weights(model: torch.nn.Module, folder: Path, *, dtype: torch.dtype) -> int:
-    """Write what `engine_weights` gives as safetensors into `folder`; returns the bytes written.
+def write_weights(model: torch.nn.Module, folder: Path, *, dtype: torch.dtype, writes: bool = True) -> int:
+    """Write what `engine_weights` gives into `folder` as safetensors; returns the bytes written.
 
-    Tied weights are written once, under the first of their names, as checkpoints have them.
+    Ranks that do not write still walk along, so that sharded weights can be gathered.
     """
-    tensors = dict(engine_weights(model, dtype=dtype))
+    tensors: dict[str, torch.Tensor] = {}
+    num_files = num_bytes = held = 0
+    for name, tensor in engine_weights(model, dtype=dtype):
+        if not writes:
+            continue
+        if held and held + tensor.nbytes > FILE_BYTES:
+            _write(tensors, folder, num_files)
+            num_files, held, tensors = num_files + 1, 0, {}
+        tensors[name] = tensor.contiguous()
+        held += tensor.nbytes
+        num_bytes += tensor.nbytes
+    if tensors:
+        _write(tensors, folder, num_files)
+    return num_bytes
+
+
+def _write(tensors: dict[str, torch.Tensor], folder: Path, number: int) -> None:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    part = folder / f"{WEIGHTS_FILE}.part"
+    part = folder / f"part-{number}"
     save_file(tensors, part, metadata={"format": "pt"})
-    part.replace(folder / WEIGHTS_FILE)
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+    part.replace(folder / f"model-{number:05d}.safetensors")
 
 
 def _is_adapter(name: str) -> bool:
     return ".lora_" in name or ".modules_to_save." in name
 
 
+def _adapter_parameters(layer: LoraLayer | None) -> list[torch.nn.Parameter]:
+    return [] if layer is None else [value for name, value in layer.named_parameters() if "lora_" in name]
+
+
+def _whole(parameters: list[torch.nn.Parameter]) -> AbstractContextManager[None]:
+    """Inside, ZeRO-3's shards of these parameters are gathered on every rank; other parameters are whole already."""
+    sharded = [parameter for parameter in parameters if "ds_id" in vars(parameter)]
+    if not sharded:
+        return nullcontext()
+    from deepspeed.zero import GatheredParameters
+
+    context: AbstractContextManager[None] = GatheredParameters(sharded)
+    return context
+
+
+def _full(weight: torch.Tensor) -> torch.Tensor:
+    """FSDP2's shards as one tensor."""
+    return weight.full_tensor() if isinstance(weight, DTensor) else weight
+
+
 def _merged(layer: LoraLayer, weight: torch.Tensor) -> torch.Tensor:
     delta = torch.zeros_like(weight, dtype=torch.float32)
     for adapter in layer.active_adapters:
         if adapter in layer.lora_A:
-            delta += layer.get_delta_weight(adapter).float()
+            delta += _full(layer.get_delta_weight(adapter)).float()
     return weight.float() + delta

@@ -60,6 +60,19 @@ class EngineSettings(Strict):
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
 
 
+class SamplingSettings(Strict):
+    """Which groups a step trains on (dynamic sampling: DAPO, arXiv 2503.14476)."""
+
+    dynamic: bool = True
+    """Replace groups whose rewards are all equal: they have no gradient."""
+
+    max_tries: Positive = 4
+    """Groups drawn for each one needed, at most; then the step goes on with what there is."""
+
+    max_age: Annotated[int, Field(ge=0)] = 1
+    """Policy versions by which a group left over from an earlier round may lag; 0 drops what is left over."""
+
+
 class RewardSettings(Strict):
     """The worker processes in which plain reward functions run."""
 
@@ -119,6 +132,13 @@ class RunConfig(Strict):
     sync_weights: bool = True
     """False freezes the engine at its first weights: a control for tests, never for training."""
 
+    processes: Positive = 1
+    """Training ranks on this machine, each a controller with its own share of prompts and engines."""
+
+    accelerate: str | None = None
+    """`ddp`, `zero1`, `zero2`, `zero3`, `fsdp2`, or an accelerate config file; None is `ddp` for several processes."""
+
+    sampling: SamplingSettings = SamplingSettings()
     engine: EngineSettings = EngineSettings()
     reward_workers: RewardSettings = RewardSettings()
 

@@ -11,7 +11,8 @@ from typing import Any
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from ycore.config.run import RunConfig
-from ycore.controller.draws import DrawSource
+from ycore.controller.draws import WHOLE, DrawSource, Shard
+from ycore.controller.round import Rules
 from ycore.data.prompts import PromptSet, load_prompts
 from ycore.errors import RunError
 from ycore.rewards.pool import RewardPool
@@ -69,13 +70,25 @@ class Assembly:
             stop_token_ids=end_tokens(self.started.model, self.tokenizer),
         )
 
-    def draws(self) -> DrawSource:
-        """This rank's prompts in the run's order; in file order for an evaluation, which asks each once."""
+    def draws(self, shard: Shard = WHOLE) -> DrawSource:
+        """A rank's prompts in the run's order; in file order for an evaluation, which asks each once."""
         return DrawSource(
             self.prompts.prompts,
             seed=self.config.seed if self.config.algorithm != "eval" else None,
             encode=self.encode,
             max_prompt_tokens=self.max_prompt_tokens,
+            shard=shard,
+        )
+
+    def rules(self) -> Rules:
+        """How a round decides; an evaluation takes every group as it comes."""
+        config, evaluates = self.config, self.config.algorithm == "eval"
+        return Rules(
+            group_size=config.num_samples if evaluates else config.group_size,
+            seed=config.seed,
+            reward_weights=tuple(reward.weight for reward in config.rewards),
+            dynamic=config.sampling.dynamic and not evaluates,
+            max_tries=config.sampling.max_tries,
         )
 
     def vllm_engines(self) -> list[Engine]:

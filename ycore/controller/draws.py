@@ -25,6 +25,9 @@ class Shard:
         return index * self.world + self.rank
 
 
+WHOLE = Shard()
+
+
 class DrawSource:
     """Draws prompts in the order of `seed`, or of their rows; `cursor` counts the draws, and may be set."""
 
@@ -35,7 +38,7 @@ class DrawSource:
         seed: int | None,
         encode: Encode,
         max_prompt_tokens: int,
-        shard: Shard = Shard(),  # noqa: B008 -- frozen
+        shard: Shard = WHOLE,
     ) -> None:
         self.cursor = 0
         self._prompts = prompts
@@ -61,5 +64,5 @@ class DrawSource:
 
 def completion_seed(run_seed: int, position: int, index: int) -> int:
     """The engine's seed for one completion: never shared, and the same whichever engine or attempt answers."""
-    digest = hashlib.blake2b(f"{run_seed}/{position}/{index}".encode(), digest_size=4).digest()
-    return int.from_bytes(digest, "big") & 0x7FFFFFFF
+    digest = hashlib.blake2b(f"{run_seed}/{position}/{index}".encode(), digest_size=8).digest()
+    return int.from_bytes(digest, "big") >> 1  # engines take a signed 64-bit number

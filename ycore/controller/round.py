@@ -1,36 +1,65 @@
-"""The round: every completion asked at once, each group scored as its last completion ends.
+"""The round: prompts asked, each group scored as its last completion ends, groups that cannot teach replaced.
 
-Not here: the weights before it (`controller.source`), the prompts (`draws`), what an engine is (`roles`).
+Not here: the weights before it (`source`), the prompts (`draws`), the decisions (`sampling`), other ranks' share of
+the work (`peers`).
 """
 
 import asyncio
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ycore.controller.draws import completion_seed
+from ycore.controller.peers import Peers
 from ycore.rewards.pool import RewardPool
 from ycore.roles.engine import Engine
+from ycore.sampling.demand import Yield, num_to_draw
+from ycore.sampling.keep import can_teach
 from ycore.types import Completion, Content, Draw, Group, Score
+
+_LISTEN_S = 0.02
+
+DrawNext = Callable[[], Draw]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How a round decides; `dynamic` False takes every group as it comes."""
+
+    group_size: int
+    seed: int
+    reward_weights: tuple[float, ...]
+    dynamic: bool = False
+    max_tries: int = 4
+    """Groups drawn for each one needed, at most; then the step goes on with what there is."""
 
 
 @dataclass(slots=True)
 class RoundStats:
-    """What one round took; seconds, counted over all its parts."""
+    """What one round took on this rank."""
 
-    generate_s: float = 0.0
-    score_s: float = 0.0
+    drawn: int = 0
     num_tokens: int = 0
     num_masked: int = 0
-    problems: list[str] = field(default_factory=list)
+    generate_s: float = 0.0
+    problems: Counter[str] = field(default_factory=Counter)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A scored group, and whether it can teach."""
+
+    group: Group
+    teaches: bool
 
 
 class Dispatcher:
     """Sends each completion to the engine with the fewest in flight."""
 
     def __init__(self, engines: Sequence[Engine]) -> None:
-        self._in_flight = {index: 0 for index in range(len(engines))}
+        self._in_flight = dict.fromkeys(range(len(engines)), 0)
         self._engines = engines
 
     @contextmanager
@@ -44,36 +73,79 @@ class Dispatcher:
 
 
 class Round:
-    """Turns draws into scored groups."""
+    """Turns draws into scored groups, as many as all ranks need together."""
 
-    def __init__(self, engines: Sequence[Engine], rewards: RewardPool, *, group_size: int, seed: int) -> None:
+    def __init__(self, engines: Sequence[Engine], rewards: RewardPool, rules: Rules, peers: Peers) -> None:
+        self.yields = Yield()
         self._dispatcher = Dispatcher(engines)
         self._rewards = rewards
-        self._group_size = group_size
-        self._seed = seed
+        self._rules = rules
+        self._peers = peers
 
-    async def run(self, draws: Sequence[Draw], *, step: int) -> tuple[list[Group], RoundStats]:
-        """Every draw's group, in the draws' order."""
+    async def run(self, draw: DrawNext, *, need: int, ready: int, step: int) -> tuple[list[Finished], RoundStats]:
+        """Finished groups of this rank, in the order they were drawn.
+
+        Args:
+            draw: gives the next prompt of this rank.
+            need: groups that every rank trains on.
+            ready: groups this rank has from before, each of which can teach.
+        """
         stats = RoundStats()
-        async with asyncio.TaskGroup() as tasks:
-            groups = [tasks.create_task(self.group(draw, step=step, stats=stats)) for draw in draws]
-        return [group.result() for group in groups], stats
+        tally = self._peers.open_tally(need=need, ready=ready)
+        flying: set[asyncio.Task[Finished]] = set()
+        landed: list[Finished] = []
+        to_start = self._num_wanted(need, ready, 0, 0)  # every rank begins with its own share
+        try:
+            while True:
+                for _ in range(to_start):
+                    flying.add(asyncio.create_task(self._finish(draw(), step=step, stats=stats)))
+                    stats.drawn += 1
+                    tally.start()
+                for finished in await _next_finished(flying):
+                    landed.append(finished)
+                    self.yields.observe(taught=finished.teaches)
+                    tally.finish(teaches=finished.teaches or not self._rules.dynamic)
+                to_start = self._peers.my_part(
+                    self._num_wanted(tally.need, tally.kept(), tally.in_flight(), tally.drawn())
+                )
+                if not flying and not to_start and (tally.kept() >= tally.need or not tally.in_flight()):
+                    break
+        finally:
+            for task in flying:
+                task.cancel()
+            await asyncio.gather(*flying, return_exceptions=True)
+        return sorted(landed, key=lambda finished: finished.group.draw.position), stats
+
+    def _num_wanted(self, need: int, kept: int, in_flight: int, drawn: int) -> int:
+        dynamic = self._rules.dynamic
+        return num_to_draw(
+            need=need,
+            kept=kept,
+            in_flight=in_flight,
+            drawn=drawn,
+            max_draws=need * (self._rules.max_tries if dynamic else 1),
+            rate=self.yields.rate if dynamic else 1.0,
+        )
+
+    async def _finish(self, draw: Draw, *, step: int, stats: RoundStats) -> Finished:
+        group = await self.group(draw, step=step, stats=stats)
+        return Finished(group, can_teach(group, self._rules.reward_weights))
 
     async def group(self, draw: Draw, *, step: int, stats: RoundStats) -> Group:
+        """Every completion of one prompt, scored."""
         started = time.perf_counter()
-        completions = await asyncio.gather(*(self._complete(draw, index) for index in range(self._group_size)))
-        generated = time.perf_counter()
+        asked = (self._complete(draw, index) for index in range(self._rules.group_size))
+        completions = await asyncio.gather(*asked)
+        stats.generate_s = max(stats.generate_s, time.perf_counter() - started)
         scores = await self._score(draw, completions, step=step)
-        stats.generate_s = max(stats.generate_s, generated - started)
-        stats.score_s += time.perf_counter() - generated
         stats.num_tokens += sum(len(completion.token_ids) for completion in completions)
         stats.num_masked += sum(all(score.value is None for score in row) for row in scores)
-        stats.problems += [score.problem for row in scores for score in row if score.problem]
+        stats.problems.update(score.problem for row in scores for score in row if score.problem)
         return Group(draw, tuple(completions), tuple(tuple(row) for row in scores))
 
     async def _complete(self, draw: Draw, index: int) -> Completion:
         with self._dispatcher.engine() as engine:
-            return await engine.complete(draw.token_ids, completion_seed(self._seed, draw.position, index))
+            return await engine.complete(draw.token_ids, completion_seed(self._rules.seed, draw.position, index))
 
     async def _score(self, draw: Draw, completions: Sequence[Completion], *, step: int) -> list[list[Score]]:
         size = len(completions)
@@ -86,7 +158,19 @@ class Round:
         )
 
 
+async def _next_finished(flying: set[asyncio.Task[Finished]]) -> list[Finished]:
+    """What ends next, taken out of `flying`; nothing, after a moment, so that other ranks' news is heard."""
+    if not flying:
+        await asyncio.sleep(_LISTEN_S)
+        return []
+    done, _ = await asyncio.wait(flying, return_when=asyncio.FIRST_COMPLETED, timeout=10 * _LISTEN_S)
+    flying -= done
+    errors = [error for task in done if (error := task.exception()) is not None]
+    if errors:  # of several at once, all are looked at and one is told
+        raise errors[0]
+    return [task.result() for task in done]
+
+
 def as_content(text: str, *, chat: bool) -> Content:
     """A completion in the shape of its prompt, as TRL's rewards expect it."""
     return [{"role": "assistant", "content": text}] if chat else text
-

@@ -1,4 +1,4 @@
-"""The trainer's rounds: weights to the engines, then a round, on an event loop of its own between training steps.
+"""The trainer's rounds: weights to the engines, a round, groups dealt to the ranks; on an event loop of its own.
 
 Not here: what a round does (`round`), and whose weights they are (`algorithms.weights` writes them).
 """
@@ -11,22 +11,25 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from ycore.controller.draws import DrawSource, completion_seed
-from ycore.controller.round import Round, RoundStats
+from ycore.controller.peers import Peers
+from ycore.controller.round import Finished, Round, RoundStats, Rules
+from ycore.controller.surplus import Surplus
 from ycore.errors import Interrupted, YcoreError
 from ycore.rewards.pool import RewardPool
 from ycore.roles.engine import Engine
+from ycore.sampling.balance import Offer, deal_groups, imbalance
 from ycore.types import Completion, Group, Prompt
 
 T = TypeVar("T")
 
-WriteWeights = Callable[[Path], int]
-"""Writes the policy's weights into a folder and returns the bytes written."""
+ShareWeights = Callable[[int], Path]
+"""Puts the policy's weights, as a version, where engines can read them; all ranks call it together."""
 
 Record = Callable[[str, float], None]
 
 
 class Rounds:
-    """A `RoundSource`: what the trainer asks for its next groups."""
+    """A `RoundSource`: what the trainer asks for its next groups. `record` receives the step's metrics."""
 
     def __init__(
         self,
@@ -34,21 +37,20 @@ class Rounds:
         engines: Sequence[Engine],
         rewards: RewardPool,
         draws: DrawSource,
-        group_size: int,
-        seed: int,
-        weights_folder: Path,
-        write_weights: WriteWeights,
-        freezes_weights: bool = False,
+        rules: Rules,
+        peers: Peers,
+        share_weights: ShareWeights | None,
+        max_surplus_age: int = 1,
     ) -> None:
         self.stop = threading.Event()
         self.record: Record = lambda name, value: None
+        self.draws = draws
+        self.surplus = Surplus(max_age=max_surplus_age)
         self._engines = engines
         self._rewards = rewards
-        self._draws = draws
-        self._round = Round(engines, rewards, group_size=group_size, seed=seed)
-        self._weights_folder = weights_folder
-        self._write_weights = write_weights
-        self._freezes_weights = freezes_weights
+        self._peers = peers
+        self.round = Round(engines, rewards, rules, peers)
+        self._share_weights = share_weights
         self._synced: int | None = None
         self._runner = asyncio.Runner()
 
@@ -57,29 +59,47 @@ class Rounds:
         self._run(self._start(timeout_s))
 
     async def _start(self, timeout_s: float) -> None:
-        await asyncio.gather(self._rewards.start(), *(engine.wait_ready(timeout_s=timeout_s) for engine in self._engines))
+        ready = (engine.wait_ready(timeout_s=timeout_s) for engine in self._engines)
+        await asyncio.gather(self._rewards.start(), *ready)
 
     def next_round(self, *, step: int, num_groups: int) -> list[Group]:
-        """Sync the engines to the policy of this step, then return that many scored groups of this rank."""
+        """Sync the engines to the policy of this step, then return that many scored groups for this rank."""
         self.sync(step)
-        draws = [self._draws.draw() for _ in range(num_groups)]
         started = time.perf_counter()
-        groups, stats = self._run(self._round.run(draws, step=step))
+        ready = self.surplus.take(step)
+        work = self.round.run(self.draws.draw, need=num_groups, ready=len(ready), step=step)
+        landed, stats = self._run(work)
+        self.record("ycore/time/round", time.perf_counter() - started)
         self._report(stats, time.perf_counter() - started)
-        return groups
+        return self._deal([*ready, *landed], num_groups)
+
+    def _deal(self, finished: list[Finished], num_groups: int) -> list[Group]:
+        """The groups this rank trains on; what is not chosen and can teach is kept for the next round."""
+        peers = self._peers
+        offers = [
+            Offer(peers.rank, index, item.group.draw.position, item.group.num_tokens, item.teaches)
+            for index, item in enumerate(finished)
+        ]
+        everyone = peers.gather_offers(offers)
+        deal = deal_groups(everyone, world=peers.world, per_rank=num_groups)
+        came = peers.exchange(deal.moves, [item.group for item in finished])
+        taken = {(offer.rank, offer.index) for hand in deal.chosen for offer in hand}
+        self.surplus.put([item for item, offer in zip(finished, offers, strict=True) if _key(offer) not in taken])
+        mine = deal.chosen[peers.rank]
+        self._report_deal(everyone, deal.chosen)
+        return [finished[o.index].group if o.rank == peers.rank else came[_key(o)] for o in mine]
 
     def sync(self, version: int) -> None:
         """Give every engine the policy's weights as this version, unless it has them."""
         started = time.perf_counter()
-        if self._synced != version and not self._freezes_weights:
-            num_bytes = self._write_weights(self._weights_folder)
-            self._run(self._load(version))
-            self.record("ycore/sync_mb", num_bytes / 1e6)
+        if self._synced != version and self._share_weights is not None:
+            folder = self._share_weights(version)
+            self._run(self._load(folder, version))
         self._synced = version
         self.record("ycore/time/sync", time.perf_counter() - started)
 
-    async def _load(self, version: int) -> None:
-        await asyncio.gather(*(engine.load_weights(self._weights_folder, version) for engine in self._engines))
+    async def _load(self, folder: Path, version: int) -> None:
+        await asyncio.gather(*(engine.load_weights(folder, version) for engine in self._engines))
 
     def sample(self, prompts: Sequence[tuple[Prompt, tuple[int, ...]]], *, version: int) -> list[dict[str, Any]]:
         """One completion to each prompt by this version of the policy, always with the same seeds."""
@@ -92,46 +112,60 @@ class Rounds:
 
     async def _ask(self, prompts: Sequence[tuple[Prompt, tuple[int, ...]]]) -> list[Completion]:
         engine = self._engines[0]
-        return await asyncio.gather(
-            *(engine.complete(token_ids, completion_seed(0, prompt.row, 0)) for prompt, token_ids in prompts)
-        )
+        asked = (engine.complete(token_ids, completion_seed(0, prompt.row, 0)) for prompt, token_ids in prompts)
+        return await asyncio.gather(*asked)
 
     def _report(self, stats: RoundStats, seconds: float) -> None:
-        self.record("ycore/time/round", seconds)
         self.record("ycore/time/generate", stats.generate_s)
         self.record("ycore/tokens_per_s", stats.num_tokens / seconds)
         self.record("ycore/masked", float(stats.num_masked))
+        self.record("ycore/sampling/drawn", float(stats.drawn))
+        self.record("ycore/sampling/yield", self.round.yields.rate)
+        self.record("ycore/sampling/surplus", float(len(self.surplus)))
+
+    def _report_deal(self, everyone: Sequence[Offer], chosen: Sequence[Sequence[Offer]]) -> None:
+        chosen_offers = [offer for hand in chosen for offer in hand]
+        self.record("ycore/sampling/filled", float(sum(not offer.teaches for offer in chosen_offers)))
+        if len(chosen) > 1:
+            before = [sum(o.num_tokens for o in everyone if o.rank == rank) for rank in range(len(chosen))]
+            self.record("ycore/balance/before", imbalance(before))
+            self.record("ycore/balance/after", imbalance([sum(o.num_tokens for o in hand) for hand in chosen]))
 
     def close(self) -> None:
-        self._run(self._close(), heed_stop=False)
+        self._runner.run(self._close())
         self._runner.close()
 
     async def _close(self) -> None:
         await asyncio.gather(self._rewards.close(), *(engine.close() for engine in self._engines))
 
-    def _run(self, work: Coroutine[Any, Any, T], *, heed_stop: bool = True) -> T:
-        return self._runner.run(_until(work, self.stop) if heed_stop else work)
+    def _run(self, work: Coroutine[Any, Any, T]) -> T:
+        return self._runner.run(_until(work, self.stop, self._peers))
 
 
-async def _until(work: Awaitable[T], stop: threading.Event) -> T:
-    """The work's result, or Interrupted as soon as `stop` is set; one plain error out of a group of them."""
+def _key(offer: Offer) -> tuple[int, int]:
+    return offer.rank, offer.index
+
+
+async def _until(work: Awaitable[T], stop: threading.Event, peers: Peers) -> T:
+    """The work's result; Interrupted as soon as `stop` is set, RunError as soon as another rank has failed."""
     task = asyncio.ensure_future(work)
-    watch = asyncio.ensure_future(_watch(stop))
-    done, _ = await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
-    for pending in {task, watch} - done:
-        pending.cancel()
-    if task not in done:
-        await asyncio.gather(task, return_exceptions=True)
-        raise Interrupted("interrupted while generating; the last finished step stands")
+    watch = asyncio.ensure_future(_watch(stop, peers))
     try:
-        return task.result()
+        done, _ = await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task in done else watch.result()
     except BaseExceptionGroup as group:
         raise _first(group) from group
+    finally:
+        for pending in (task, watch):
+            pending.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)
 
 
-async def _watch(stop: threading.Event) -> None:
+async def _watch(stop: threading.Event, peers: Peers) -> Any:
     while not stop.is_set():
+        peers.check()
         await asyncio.sleep(0.1)
+    raise Interrupted("interrupted while generating; the last finished step stands")
 
 
 def _first(group: BaseExceptionGroup[BaseException]) -> BaseException:

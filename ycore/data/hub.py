@@ -3,6 +3,7 @@
 Not here: local files, which need neither that library nor a network.
 """
 
+import os
 from typing import Any
 
 from ycore.data.table import Table
@@ -36,7 +37,8 @@ def _is_cached(name: str) -> bool:
 
     owner, _, last = name.rpartition("/")
     folder = "___".join(part for part in (owner, camelcase_to_snakecase(last)) if part)
-    return any((config.HF_DATASETS_CACHE / folder).glob("*/*/*"))
+    cached = config.HF_DATASETS_CACHE / folder
+    return os.path.isdir(cached) and any(cached.glob("*/*/*"))
 
 
 def _load(name: str, config: str | None, split: str, *, offline: bool) -> Any:

@@ -34,11 +34,15 @@ from ycore.telemetry.progress import RunProgress, as_duration, open_progress
 
 @dataclass(frozen=True, slots=True)
 class Worker:
-    """The process that drives the run, and what it leaves beside metrics.jsonl."""
+    """The process that drives the run; `result` is the file of its figures where it trains nothing."""
 
     name: str
     module: str
     result: str | None = None
+
+    @property
+    def trains(self) -> bool:
+        return self.result is None
 
 
 TRAINER = Worker("trainer", "ycore.roles.trainer")
@@ -60,7 +64,7 @@ def run_worker(worker: Worker, config: RunConfig, *, resume: bool, stream: TextI
     began = time.monotonic()
     folder = RunFolder(Path(config.output))
     held = claim(folder, config, resume=resume)
-    progress = open_progress(config.steps, stream=stream)
+    progress = open_progress(config.steps, stream=stream) if worker.trains else _count_prompts(stream)
     try:
         with StopRequests() as stops, guarded(folder, held):
             _work(worker, config, folder, progress=progress, stops=stops)
@@ -86,7 +90,7 @@ def _work(worker: Worker, config: RunConfig, folder: RunFolder, *, progress: Run
             machine=this_machine(),
             vllm_installed=is_vllm_installed(),
         )
-        progress.say(plan.note)
+        progress.say(plan.note + (", starting ..." if plan.engines else ""))
         _write_engines(folder, plan, model)
     engines = [_start_engine(plan, number, folder) for number in range(len(plan.engines))]
     Supervisor(
@@ -159,13 +163,19 @@ def _sum_up(
     metrics = read_metrics(folder.metrics)
     what = None if error is None else redact(str(error) or type(error).__name__)
     summary = summarise(metrics, status, time.monotonic() - began, error=what)
-    if status == "finished" and worker.result is not None:
-        summary |= read_json(folder.root / worker.result)
+    if worker.result is not None:
+        summary = {key: summary[key] for key in ("status", "wall_s", "error") if key in summary}
+        summary |= read_json(folder.root / worker.result) if status == "finished" else {}
     write_json_atomic(folder.summary, summary)
-    _draw(folder, metrics, f"{config.algorithm}: {config.model} on {config.dataset}", progress)
-    if status == "finished" and worker is TRAINER:
+    if worker.trains:
+        _draw(folder, metrics, f"{config.algorithm}: {config.model} on {config.dataset}", progress)
         progress.say(_closing(summary, folder))
     return summary
+
+
+def _count_prompts(stream: TextIO | None) -> RunProgress:
+    """An evaluation's rows count prompts, and only its process knows how many there are."""
+    return open_progress(None, unit="prompts", stream=stream)
 
 
 def _draw(folder: RunFolder, metrics: list[dict[str, Any]], title: str, progress: RunProgress) -> None:
@@ -178,7 +188,6 @@ def _draw(folder: RunFolder, metrics: list[dict[str, Any]], title: str, progress
 def _closing(summary: Mapping[str, Any], folder: RunFolder) -> str:
     rewards = [summary["reward_first"], summary["reward_last"]]
     change = " -> ".join("?" if reward is None else f"{reward:.3f}" for reward in rewards)
-    return (
-        f"finished {summary['steps']} steps in {as_duration(summary['wall_s'])}: reward {change} "
-        f"(means of the first and last five); model in {folder.model}, curve in {folder.curve}"
-    )
+    told = f"{summary['status']} after {summary['steps']} steps, {as_duration(summary['wall_s'])}: reward {change} "
+    where = f"; model in {folder.model}, curve in {folder.curve}" if summary["status"] == "finished" else ""
+    return f"{told}(means of the first and last five steps){where}"

@@ -96,6 +96,14 @@ class ManagedProcess:
         except ValueError:
             return f"killed by signal {-code}"
 
+    def children(self) -> dict[str, psutil.Process]:
+        """Every process below this one, now, by a name and number for a sentence."""
+        try:
+            below: list[psutil.Process] = psutil.Process(self.pid).children(recursive=True)
+            return {f"{process.name()} ({process.pid})": process for process in below}
+        except psutil.Error:
+            return {}
+
     def last_line(self) -> str:
         """The log's last meaningful line: the last that names an error, else the last that is not noise."""
         return meaningful_line(self._tail())
@@ -118,6 +126,14 @@ def meaningful_line(lines: Sequence[str]) -> str:
     errors = [line for line in kept if _ERROR.match(line.strip())]
     chosen = errors[-1] if errors else (kept[-1] if kept else "")
     return chosen.strip()[:500]
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it still runs; one that has ended and waits to be asked for its exit status does not."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
 
 
 def _pin(pid: int, cores: Sequence[int]) -> None:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from ycore.launch.processes import is_alive
 from ycore.roles import RUN_MARKER
 from ycore.run_folder.paths import RunFolder
 from ycore.run_folder.private import temporary_folder
@@ -40,7 +41,7 @@ class RunWatch:
         for process in list(self._known.values()):
             for child in _children(process):
                 self._remember(child)
-        self._known = {key: process for key, process in self._known.items() if _is_alive(process)}
+        self._known = {key: process for key, process in self._known.items() if is_alive(process)}
         for process in self._known.values():
             self._segments |= _mapped_segments(process.pid)
         return list(self._known.values())
@@ -79,7 +80,7 @@ class RunWatch:
         return removed
 
     def _remember(self, process: psutil.Process) -> None:
-        if process.pid not in self._keep and _is_alive(process):
+        if process.pid not in self._keep and is_alive(process):
             self._known[(process.pid, process.create_time())] = process
 
     def _is_marked(self, process: psutil.Process) -> bool:
@@ -113,13 +114,6 @@ def _children(process: psutil.Process) -> list[psutil.Process]:
     except psutil.Error:
         return []
     return children
-
-
-def _is_alive(process: psutil.Process) -> bool:
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
 
 
 def _last_resort(process: psutil.Process, *, late: bool) -> signal.Signals | None:

@@ -8,9 +8,11 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+import psutil
+
 from ycore.errors import EngineError, Interrupted, TrainerError, UserError
 from ycore.launch.health import is_healthy
-from ycore.launch.processes import ManagedProcess
+from ycore.launch.processes import ManagedProcess, is_alive
 from ycore.launch.stopping import StopRequests
 from ycore.telemetry.follow import MetricsFollower
 from ycore.telemetry.progress import RunProgress
@@ -37,6 +39,7 @@ class Supervisor:
         self._trainer = trainer
         self._engines = [process for process, _ in engines]
         self._waiting = list(engines)
+        self._parts: dict[str, dict[str, psutil.Process]] = {}
         self._follower = follower
         self._progress = progress
         self._stops = stops
@@ -62,10 +65,19 @@ class Supervisor:
             self._step = int(row.get("step", self._step))
 
     def _check_engines(self) -> None:
-        """An engine that is gone ends the run. Restarting it, within a budget, belongs in the place of the raise."""
+        """An engine that is gone ends the run. Restarting it, within a budget, belongs in the place of the raise.
+
+        vLLM's server outlives its engine core and lets requests wait for ever, so a ready engine is gone as soon as
+        any of its processes is.
+        """
         for engine in self._engines:
             if engine.exit_code is not None:
                 raise EngineError(_ended(engine))
+            for name, part in self._parts.get(engine.name, {}).items():
+                if not is_alive(part):
+                    raise EngineError(
+                        f"{engine.name} lost its process {name}, killed or out of memory (see {engine.log})"
+                    )
 
     def _check_ready(self) -> None:
         """Ask the engines that have not answered yet, until all have or the time is over."""
@@ -73,7 +85,9 @@ class Supervisor:
         if not self._waiting or now - self._asked < _ASK_EVERY_S:
             return
         self._asked = now
-        self._waiting = [(engine, socket) for engine, socket in self._waiting if not is_healthy(socket)]
+        ready = [engine for engine, socket in self._waiting if is_healthy(socket)]
+        self._waiting = [(engine, socket) for engine, socket in self._waiting if engine not in ready]
+        self._parts |= {engine.name: engine.children() for engine in ready}
         waited = time.monotonic() - self._began
         if not self._waiting:
             self._progress.say(f"{_engines(len(self._engines))} ready after {waited:.0f} s")

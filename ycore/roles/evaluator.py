@@ -40,6 +40,7 @@ def main() -> int:
 
 def _evaluate(root: Path) -> None:
     from ycore.controller.assemble import assemble
+    from ycore.controller.peers import Alone
     from ycore.controller.source import Rounds
     from ycore.run_folder.files import write_json_atomic
 
@@ -48,11 +49,9 @@ def _evaluate(root: Path) -> None:
         engines=parts.vllm_engines() if parts.started.kind == "vllm" else [_own_engine(parts)],
         rewards=parts.reward_pool(),
         draws=parts.draws(),
-        group_size=parts.config.num_samples,
-        seed=parts.config.seed,
-        weights_folder=parts.folder.shared_memory,
-        write_weights=lambda folder: 0,
-        freezes_weights=True,
+        rules=parts.rules(),
+        peers=Alone(),
+        share_weights=None,
     )
 
     def ask_to_stop(signum: int, frame: FrameType | None) -> None:

@@ -46,6 +46,9 @@ def _train(root: Path) -> int:
         run.save_checkpoint()
         print(f"interrupted: {stopped}", file=sys.stderr)
         return stopped.exit_code
+    except Exception as error:
+        run.tell_others(error)
+        raise
     finally:
         run.close()
         for name, handler in zip((signal.SIGINT, signal.SIGTERM), previous, strict=True):

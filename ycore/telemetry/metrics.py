@@ -16,6 +16,7 @@ class MetricsWriter:
     """Appends rows; each is flushed, so that a reader or a crash finds all rows but at most the last one whole."""
 
     def __init__(self, path: Path) -> None:
+        self._path = path
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         self._file = open(descriptor, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
         if not _ends_a_line(path):
@@ -25,6 +26,13 @@ class MetricsWriter:
         """Append one row; NaN and infinity, which JSON has no word for, become null."""
         self._file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
         self._file.flush()
+
+    def forget_after(self, step: int) -> None:
+        """Drop rows of later steps: a run that goes on from a checkpoint takes those steps again."""
+        kept = [row for row in read_metrics(self._path) if row.get("step", 0) <= step]
+        self._file.truncate(0)
+        for row in kept:
+            self.write(row)
 
     def close(self) -> None:
         self._file.close()

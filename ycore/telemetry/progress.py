@@ -8,8 +8,10 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Any, Protocol, TextIO
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TaskID, TextColumn
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress import BarColumn, Progress, TextColumn
+from rich.text import Text
 
 
 class RunProgress(Protocol):
@@ -25,17 +27,21 @@ class RunProgress(Protocol):
         """Leave the terminal as it was."""
 
 
-def open_progress(num_steps: int, *, stream: TextIO | None = None) -> RunProgress:
-    """The bar where `stream` (standard output unless told) is a terminal, plain lines where it is not."""
+def open_progress(num_steps: int | None, *, unit: str = "step", stream: TextIO | None = None) -> RunProgress:
+    """The bar where `stream` (standard output unless told) is a terminal, plain lines where it is not.
+
+    `num_steps` is None where nobody knows the end; `unit` is what the rows count.
+    """
     stream = sys.stdout if stream is None else stream
-    return BarProgress(num_steps, stream) if stream.isatty() else PlainProgress(num_steps, stream)
+    return BarProgress(num_steps, unit, stream) if stream.isatty() else PlainProgress(num_steps, unit, stream)
 
 
 class PlainProgress:
     """One line a step, for logs and pipes."""
 
-    def __init__(self, num_steps: int, stream: TextIO) -> None:
-        self._num_steps = num_steps
+    def __init__(self, num_steps: int | None, unit: str, stream: TextIO) -> None:
+        self._total = "" if num_steps is None else f"/{num_steps}"
+        self._unit = unit
         self._stream = stream
         self._clock = TimeLeft(num_steps)
 
@@ -44,7 +50,7 @@ class PlainProgress:
 
     def step(self, row: Mapping[str, Any]) -> None:
         if "step" in row:
-            head = f"step {row['step']}/{self._num_steps}"
+            head = f"{self._unit} {row['step']}{self._total}"
             self.say("  ".join([head, *describe_step(row), self._clock.after(row)]).rstrip())
 
     def close(self) -> None:
@@ -52,46 +58,45 @@ class PlainProgress:
 
 
 class BarProgress:
-    """A bar and, beneath it, the numbers of the last step."""
+    """A bar with the reward and the time left; beneath it, what else the last step told. It fits 80 columns."""
 
-    def __init__(self, num_steps: int, stream: TextIO) -> None:
+    def __init__(self, num_steps: int | None, unit: str, stream: TextIO) -> None:
         self._clock = TimeLeft(num_steps)
         self._bar = Progress(
-            TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            TextColumn(unit + " {task.completed:.0f}" + ("" if num_steps is None else f"/{num_steps}")),
             BarColumn(bar_width=24),
-            TextColumn("{task.description}"),
-            console=Console(file=stream),
-            transient=False,
+            TextColumn("{task.description}", markup=False),
         )
-        self._task: TaskID | None = None
-        self._num_steps = num_steps
-        self._bar.start()
+        self._task = self._bar.add_task("", total=num_steps, visible=False)
+        self._details = Text(style="dim", overflow="ellipsis", no_wrap=True)
+        self._live = Live(Group(self._bar, self._details), console=Console(file=stream), refresh_per_second=4)
+        self._live.start()
 
     def say(self, line: str) -> None:
-        self._bar.console.print(line, highlight=False, markup=False)
+        self._live.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def step(self, row: Mapping[str, Any]) -> None:
         if "step" not in row:
             return
-        if self._task is None:
-            self._task = self._bar.add_task("", total=self._num_steps)
-        text = "  ".join([*describe_step(row), self._clock.after(row)])
-        self._bar.update(self._task, completed=int(row["step"]), description=text.replace("[", r"\["))
+        parts, left = describe_step(row), self._clock.after(row)
+        head = "  ".join([*(part for part in parts if part.startswith("reward")), left])
+        self._bar.update(self._task, completed=int(row["step"]), description=head, visible=True)
+        self._details.plain = "  ".join(part for part in parts if not part.startswith("reward"))
 
     def close(self) -> None:
-        self._bar.stop()
+        self._live.stop()
 
 
 class TimeLeft:
     """An estimate from the last steps' own times."""
 
-    def __init__(self, num_steps: int) -> None:
+    def __init__(self, num_steps: int | None) -> None:
         self._num_steps = num_steps
         self._seconds: deque[float] = deque(maxlen=20)
 
     def after(self, row: Mapping[str, Any]) -> str:
         """`3 min 20 s left`, or nothing where no step has told its time, and after the last."""
-        seconds, left = row.get("ycore/time/step"), self._num_steps - int(row["step"])
+        seconds, left = row.get("ycore/time/step"), (self._num_steps or 0) - int(row["step"])
         if isinstance(seconds, int | float):
             self._seconds.append(float(seconds))
         if not self._seconds or left <= 0:

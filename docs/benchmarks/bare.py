@@ -1,0 +1,165 @@
+"""The yardstick of the trainer: `python bare.py ORDER.json ANSWER.json` times a bare forward and backward.
+
+The same model with the same adapters as peft makes them, on sequences as long as those of a recorded round: sorted
+by length, cut into batches with hardly any padding, logits for the completions only, no optimizer. It tries batch
+sizes, with and without autocast, and keeps the fastest.
+
+Not here: a trainer. Losses, advantages, old log-probabilities, metrics and the optimizer's step are all left out.
+"""
+
+import contextlib
+import json
+import random
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+MAX_PADDING = 0.03
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Tokens of one sequence's prompt and completion."""
+
+    prompt: int
+    completion: int
+
+    @property
+    def total(self) -> int:
+        return self.prompt + self.completion
+
+
+@dataclass(frozen=True, slots=True)
+class Way:
+    """One way to run the round."""
+
+    batch_size: int
+    autocast: bool
+
+
+def cut(lengths: Sequence[Lengths], *, batch_size: int) -> list[list[Lengths]]:
+    """Longest first, in batches of at most `batch_size`, shorter where padding would pass `MAX_PADDING`."""
+    batches: list[list[Lengths]] = []
+    for sequence in sorted(lengths, key=lambda item: (-item.total, item.prompt)):
+        if not batches or len(batches[-1]) == batch_size or padding([*batches[-1], sequence]) > MAX_PADDING:
+            batches.append([])
+        batches[-1].append(sequence)
+    return batches
+
+
+def padding(batch: Sequence[Lengths]) -> float:
+    """Share of a batch's positions that hold no token."""
+    width = max(sequence.total for sequence in batch)
+    return 1 - sum(sequence.total for sequence in batch) / (width * len(batch))
+
+
+def choose(
+    measure: Callable[[Way], float], batch_sizes: Sequence[int], *, autocasts: Sequence[bool]
+) -> dict[Way, float]:
+    """Seconds of each way tried: autocast or not at the middle size, then the other sizes with what was faster."""
+    middle = sorted(batch_sizes)[len(batch_sizes) // 2]
+    seconds = {way: measure(way) for way in (Way(middle, autocast) for autocast in autocasts)}
+    autocast = min(seconds, key=lambda way: seconds[way]).autocast
+    rest = [Way(size, autocast) for size in batch_sizes if size != middle]
+    return seconds | {way: measure(way) for way in rest}
+
+
+def main() -> None:
+    order = json.loads(Path(sys.argv[1]).read_text())
+    Path(sys.argv[2]).write_text(json.dumps(time_round(order), indent=2))
+
+
+def time_round(order: dict[str, Any]) -> dict[str, Any]:
+    """The fastest way's seconds, one value a repeat, and every way's first."""
+    lengths = sequence_lengths(order)
+    model = adapted_model(order)
+
+    def measure(way: Way) -> float:
+        batches = [
+            tensors(batch, vocabulary=model.config.vocab_size) for batch in cut(lengths, batch_size=way.batch_size)
+        ]
+        train_on(model, batches[:1], autocast=way.autocast)  # warms up what is compiled or cached for a shape
+        began = time.perf_counter()
+        train_on(model, batches, autocast=way.autocast)
+        return time.perf_counter() - began
+
+    autocasts = (True, False) if order["dtype"] == "bfloat16" else (False,)
+    tried = choose(measure, order["batch_sizes"], autocasts=autocasts)
+    best = min(tried, key=lambda way: tried[way])
+    seconds = [tried[best], *(measure(best) for _ in range(order["repeats"] - 1))]
+    batches = cut(lengths, batch_size=best.batch_size)
+    tokens = sum(sequence.total for sequence in lengths)
+    width = sum(len(batch) * max(sequence.total for sequence in batch) for batch in batches)
+    return {
+        "seconds": seconds,
+        "tokens": tokens,
+        "num_sequences": len(lengths),
+        "padding": 1 - tokens / width,
+        **asdict(best),
+        "tried": [{**asdict(way), "seconds": value} for way, value in tried.items()],
+    }
+
+
+def sequence_lengths(order: dict[str, Any]) -> list[Lengths]:
+    """The recorded round as lengths; prompts are counted by the model's own tokenizer and chat template."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(order["model"])
+    rows = [json.loads(line) for line in Path(order["prompts"]).read_text().splitlines()]
+    encoded = [
+        tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, return_dict=True) for row in rows
+    ]
+    num_tokens = [len(item["input_ids"]) for item in encoded]
+    return [Lengths(num_tokens[index], completion) for index, completion in order["completions"]]
+
+
+def adapted_model(order: dict[str, Any]) -> Any:
+    """The base model with its adapters in place, ready to train."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    torch.manual_seed(order["seed"])
+    base = AutoModelForCausalLM.from_pretrained(order["model"], dtype=order["dtype"])
+    adapters = LoraConfig(
+        r=order["lora_r"], lora_alpha=order["lora_alpha"], target_modules="all-linear", task_type="CAUSAL_LM"
+    )
+    return get_peft_model(base, adapters).get_base_model().train()
+
+
+def tensors(batch: Sequence[Lengths], *, vocabulary: int) -> tuple[Any, Any]:
+    """Token ids padded on the right, and where each completion token is predicted. Which tokens they are is no matter.
+
+    Padding on the right is behind everything, so causal attention needs no mask for it.
+    """
+    import torch
+
+    draw = random.Random(0)
+    width = max(sequence.total for sequence in batch)
+    ids = torch.tensor([[draw.randrange(vocabulary) for _ in range(width)] for _ in batch])
+    predicts = torch.zeros(ids.shape, dtype=torch.bool)
+    for row, sequence in enumerate(batch):
+        predicts[row, sequence.prompt - 1 : sequence.total - 1] = True
+    return ids, predicts
+
+
+def train_on(model: Any, batches: Sequence[tuple[Any, Any]], *, autocast: bool) -> None:
+    """Forward and backward of every batch, gradients added up and then dropped."""
+    import torch
+    from torch.nn.functional import cross_entropy
+
+    for ids, predicts in batches:
+        with torch.autocast("cpu", dtype=torch.bfloat16) if autocast else contextlib.nullcontext():
+            hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+            logits = model.get_output_embeddings()(hidden[predicts])
+            targets = ids[:, 1:][predicts[:, :-1]]
+            loss = cross_entropy(logits.float(), targets)
+        loss.backward()
+    model.zero_grad(set_to_none=True)
+
+
+if __name__ == "__main__":
+    main()

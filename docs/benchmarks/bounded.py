@@ -1,0 +1,64 @@
+"""One process of the benchmark: its output in a file, its time bounded, nothing of it left behind.
+
+Not here: what is run (`contestants`).
+"""
+
+import contextlib
+import os
+import signal
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+_END_WITHIN_S = 30.0
+_TAIL = 2000
+
+
+class RunFailed(Exception):
+    """A process that ended badly or not in time; the message ends with the end of its log."""
+
+
+def run_bounded(command: Sequence[str], *, folder: Path, environment: Mapping[str, str], timeout_s: float) -> float:
+    """Run in `folder`, output to `folder/log.txt`; the seconds it took."""
+    log = folder / "log.txt"
+    began = time.monotonic()
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            cwd=folder,
+            env={**os.environ, **environment},
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        try:
+            status = process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            raise RunFailed(_told(command, f"still running after {timeout_s:g} s; see --timeout", log)) from None
+        finally:
+            _end(process)
+    if status != 0:
+        raise RunFailed(_told(command, f"exit status {status}", log))
+    return time.monotonic() - began
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ask first, so that a run can clear away its own children; then end the whole group."""
+    if process.poll() is None:
+        _signal(process.pid, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_WITHIN_S)
+    _signal(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def _signal(group: int, number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(group, number)
+
+
+def _told(command: Sequence[str], what: str, log: Path) -> str:
+    tail = log.read_text(errors="replace")[-_TAIL:]
+    return f"{Path(command[0]).name} {command[1]}: {what} (its output is in {log})\n{tail}"

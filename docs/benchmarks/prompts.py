@@ -1,0 +1,51 @@
+"""The prompts of the benchmark: as many as a step takes, so that every step of both sides asks the same ones.
+
+Short completions answer additions; longer ones tell stories, so that the limit on tokens is reached.
+
+Not here: turning them into tokens (the model's chat template does, on both sides).
+"""
+
+import json
+import random
+from pathlib import Path
+
+from ycore.config.run import RewardConfig, RunConfig
+from ycore.data.prompts import load_prompts
+
+SHORT = 32
+"""Completions of up to this many tokens answer additions."""
+
+_WHO = ("a lonely lighthouse keeper", "an old bear", "two sisters", "a clockmaker", "a small robot", "a lost sailor")
+_WHERE = ("on an island in the far north", "in a city under the sea", "at the edge of a desert", "in a forgotten mine")
+_WHAT = ("finds a letter", "learns to sing", "builds a bridge", "loses a friend", "hears a strange sound at night")
+
+
+def write_prompts(folder: Path, *, num_prompts: int, max_tokens: int, seed: int) -> Path:
+    """`folder/train.jsonl`, a dataset that both sides read."""
+    texts = additions(num_prompts, seed=seed) if max_tokens <= SHORT else stories(num_prompts, seed=seed)
+    folder.mkdir(parents=True, exist_ok=True)
+    file = folder / "train.jsonl"
+    rows = [{"prompt": [{"role": "user", "content": text}], "prompt_index": i} for i, text in enumerate(texts)]
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return file
+
+
+def additions(num_prompts: int, *, seed: int) -> list[str]:
+    """Questions of `task:addition?digits=1`."""
+    config = RunConfig(
+        model="none",
+        dataset="task:addition?digits=1",
+        rewards=[RewardConfig(reward="exact_answer")],
+        output="none",
+        seed=seed,
+        limit=num_prompts,
+    )
+    return [str(prompt.content) for prompt in load_prompts(config).prompts]
+
+
+def stories(num_prompts: int, *, seed: int) -> list[str]:
+    """Distinct requests for a story; the same ones for the same seed."""
+    every = [
+        f"Tell a short story about {who} {where} who {what}." for who in _WHO for where in _WHERE for what in _WHAT
+    ]
+    return random.Random(seed).sample(every, num_prompts)

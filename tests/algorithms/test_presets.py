@@ -1,0 +1,214 @@
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from trl import GRPOConfig
+from trl.experimental.gmpo import GMPOConfig
+
+from ycore.algorithms.advantages import ESTIMATORS
+from ycore.algorithms.divergence import DIVERGENCES as DIVERGENCE_FUNCTIONS
+from ycore.algorithms.presets import ADVANTAGES, DIVERGENCES, PRESETS, Preset, apply_preset, find_preset
+from ycore.config.owned import ALIASES, refusal
+from ycore.config.trl_fields import coerce, fields_of
+from ycore.errors import ConfigError
+
+# The papers' numbers, written here a second time: what the resolved TRL config must say.
+PAPERS: dict[str, dict[str, Any]] = {
+    "grpo": {  # DeepSeekMath 4.2: KL coefficient 0.04, one update a round; advantages by group deviation, mean of means
+        "loss_type": "grpo",
+        "importance_sampling_level": "token",
+        "scale_rewards": "group",
+        "epsilon": 0.2,
+        "epsilon_high": 0.2,
+        "beta": 0.04,
+        "num_iterations": 1,
+        "use_bias_correction_kl": False,
+        "mask_truncated_completions": False,
+    },
+    "dr-grpo": {
+        "loss_type": "dr_grpo",
+        "importance_sampling_level": "token",
+        "scale_rewards": "none",
+        "epsilon": 0.2,
+        "epsilon_high": 0.2,
+        "beta": 0.0,
+        "mask_truncated_completions": False,
+    },
+    "dapo": {  # 4.1: epsilon low 0.2, high 0.28; 2.3: no KL
+        "loss_type": "dapo",
+        "importance_sampling_level": "token",
+        "scale_rewards": "group",
+        "epsilon": 0.2,
+        "epsilon_high": 0.28,
+        "beta": 0.0,
+        "mask_truncated_completions": True,
+    },
+    "gspo": {  # 5.1: 3e-4 and 4e-4
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "scale_rewards": "group",
+        "epsilon": 0.0003,
+        "epsilon_high": 0.0004,
+        "beta": 0.0,
+    },
+    "cispo": {
+        "loss_type": "cispo",
+        "importance_sampling_level": "token",
+        "scale_rewards": "group",
+        "epsilon_high": 5.0,
+        "beta": 0.0,
+        "delta": None,
+    },
+    "lite-ppo": {
+        "loss_type": "dapo",
+        "importance_sampling_level": "token",
+        "scale_rewards": "batch",
+        "epsilon": 0.2,
+        "epsilon_high": 0.2,
+        "beta": 0.0,
+        "num_iterations": 1,
+        "mask_truncated_completions": False,
+    },
+    "gmpo": {  # ratios from exp(-0.4) to exp(0.4)
+        "importance_sampling_level": "token",
+        "scale_rewards": "group",
+        "epsilon": 0.4,
+        "epsilon_high": 0.4,
+        "beta": 0.0,
+        "top_entropy_quantile": 1.0,
+    },
+    "scalerl": {
+        "loss_type": "cispo",
+        "importance_sampling_level": "token",
+        "scale_rewards": "batch",
+        "epsilon_high": 5.0,
+        "beta": 0.0,
+        "cast_lm_head_to_fp32": True,
+    },
+}
+RUNS: dict[str, dict[str, Any]] = {
+    "dapo": {"dynamic_sampling": True},
+    "gmpo": {"trainer": "gmpo"},
+    "scalerl": {"advantage": "reinforce++-baseline", "dynamic_sampling": True},
+}
+# What an algorithm here is made of. The exceptions are losses that do not read the field.
+CORE = {"loss_type", "importance_sampling_level", "scale_rewards", "epsilon", "epsilon_high", "beta"}
+UNREAD = {"cispo": {"epsilon"}, "scalerl": {"epsilon"}, "gmpo": {"loss_type"}}
+
+
+def resolved(preset: Preset, folder: Path, **user_trl: Any) -> GRPOConfig:
+    trl, run, _ = apply_preset(preset, user_trl=user_trl, user_run={}, untied=True)
+    config = GMPOConfig if run.get("trainer") == "gmpo" else GRPOConfig
+    return config(output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", **trl)
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_the_resolved_trl_config_has_the_papers_numbers(name: str, tmp_path: Path) -> None:
+    config = resolved(PRESETS[name], tmp_path)
+    assert {field: vars(config)[field] for field in PAPERS[name]} == PAPERS[name]
+    assert dict(PRESETS[name].run) == RUNS.get(name, {})
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_the_papers_table_covers_all_that_a_preset_sets(name: str) -> None:
+    preset = PRESETS[name]
+    assert {*preset.trl, *(preset.when_untied or {})} <= set(PAPERS[name])
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_preset_leaves_no_part_of_its_algorithm_to_a_default(name: str) -> None:
+    assert set(PRESETS[name].trl) >= CORE - UNREAD.get(name, set())
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_fields_are_trls_and_the_users_to_set(name: str) -> None:
+    fields = fields_of("GRPOConfig")
+    for key, value in {**PRESETS[name].trl, **(PRESETS[name].when_untied or {})}.items():
+        assert coerce(fields[key], value) == value
+        assert refusal(key) is None and key not in ALIASES
+
+
+def test_run_keys_are_the_three_that_presets_may_set() -> None:
+    assert {key for preset in PRESETS.values() for key in preset.run} <= {"advantage", "dynamic_sampling", "trainer"}
+    assert all(preset.run.get("advantage", "group") in ESTIMATORS for preset in PRESETS.values())
+
+
+def test_names_for_the_command_line_are_those_of_the_functions() -> None:
+    assert tuple(ESTIMATORS) == ADVANTAGES
+    assert tuple(DIVERGENCE_FUNCTIONS) == DIVERGENCES
+
+
+def test_trl_alone_would_cap_cispo_at_a_fifth(tmp_path: Path) -> None:
+    """The trap: left alone, the cap is None here and becomes epsilon = 0.2 in the trainer."""
+    bare = GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", loss_type="cispo")
+    assert bare.epsilon_high is None and bare.epsilon == 0.2
+    assert resolved(PRESETS["cispo"], tmp_path).epsilon_high == 5.0
+
+
+def test_the_users_values_win_and_the_lines_say_so(tmp_path: Path) -> None:
+    user_trl, user_run = {"epsilon_high": 0.3, "beta": 0.0, "top_p": 0.9}, {"dynamic_sampling": False, "steps": 3}
+    trl, run, lines = apply_preset(PRESETS["dapo"], user_trl=user_trl, user_run=user_run)
+    assert trl == {**PRESETS["dapo"].trl, "epsilon_high": 0.3, "top_p": 0.9}
+    assert run == {"dynamic_sampling": False, "steps": 3}
+    assert lines == [
+        "preset dapo: DAPO: clip-higher, dynamic sampling, token loss, overlong filtering "
+        "(arXiv 2503.14476, sections 3 and 4.1)",
+        "  loss_type dapo",
+        "  importance_sampling_level token",
+        "  scale_rewards group",
+        "  epsilon 0.2",
+        "  epsilon_high 0.3, yours; the preset says 0.28",
+        "  beta 0",
+        "  mask_truncated_completions true",
+        "  dynamic_sampling false, yours; the preset says true",
+    ]
+    assert resolved(PRESETS["dapo"], tmp_path, epsilon_high=0.3).epsilon_high == 0.3
+
+
+def test_every_value_that_a_preset_sets_has_its_line() -> None:
+    for preset in PRESETS.values():
+        _, _, lines = apply_preset(preset, user_trl={}, user_run={}, untied=True)
+        said = [line.split()[0] for line in lines[1:]]
+        assert said == [*preset.trl, *(preset.when_untied or {}), *preset.run]
+
+
+def test_a_float32_head_only_for_untied_models() -> None:
+    def apply(**options: Any) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
+        return apply_preset(PRESETS["scalerl"], **{"user_trl": {}, "user_run": {}, **options})
+
+    left_out = "  cast_lm_head_to_fp32 is left out: it needs a model whose head is not tied"
+    trl, _, lines = apply()
+    assert "cast_lm_head_to_fp32" not in trl and lines[-1] == left_out
+    trl, _, lines = apply(untied=True)
+    assert trl["cast_lm_head_to_fp32"] is True and left_out not in lines
+    trl, _, lines = apply(user_trl={"cast_lm_head_to_fp32": True})
+    assert trl["cast_lm_head_to_fp32"] is True and left_out not in lines
+
+
+def test_applying_changes_neither_the_preset_nor_what_the_user_said() -> None:
+    before = dict(PRESETS["dapo"].trl)
+    user_trl = {"beta": 0.1}
+    trl, run, _ = apply_preset(PRESETS["dapo"], user_trl=user_trl, user_run={})
+    trl["epsilon"] = run["dynamic_sampling"] = None
+    assert dict(PRESETS["dapo"].trl) == before and PRESETS["dapo"].run == {"dynamic_sampling": True}
+    assert user_trl == {"beta": 0.1}
+
+
+def test_an_unknown_preset_names_the_nearest() -> None:
+    assert find_preset("gspo") is PRESETS["gspo"]
+    with pytest.raises(ConfigError, match="did you mean 'dr-grpo'"):
+        find_preset("dr_grpo")
+
+
+def test_the_command_line_can_read_presets_without_torch() -> None:
+    code = "import sys, ycore.algorithms.presets; sys.exit('torch' in sys.modules or 'trl' in sys.modules)"
+    root = Path(__file__).parents[2]
+    assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60).returncode == 0
+
+
+def test_every_preset_is_in_the_documentation() -> None:
+    text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
+    for name in (*PRESETS, *ADVANTAGES, *DIVERGENCES):
+        assert f"`{name}`" in text or f"--preset {name}`" in text, name

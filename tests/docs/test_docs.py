@@ -1,0 +1,331 @@
+"""The pages are true: what they tell a reader to type works, and what they list is what there is."""
+
+import ast
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+import tomllib
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, get_args
+
+import pytest
+import typer
+import yaml
+from pydantic import BaseModel
+from pydantic_core import PydanticUndefined
+from ycore_cli.main import app
+
+from ycore.config.owned import ALIASES, refusal
+from ycore.config.recipes import list_recipes, load_recipe
+from ycore.config.run import RewardConfig, RunConfig
+from ycore.config.trl_fields import fields_of
+from ycore.data.tasks import TASKS
+from ycore.rewards.builtin import BUILTIN
+from ycore.rewards.inputs import SUPPLIED, inputs_of
+from ycore.rewards.loading import load_reward
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ENTRY = "from ycore_cli.main import main; main()"
+TO_WRITE = ("jsonl", "csv", "python", "yaml")
+
+_BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+_LINK = re.compile(r"\]\(([^)\s]+)\)")
+_HUB_ID = re.compile(r"[A-Za-z][\w.-]*/[\w.-]+(:[\w-]+)?")
+
+
+@dataclass(frozen=True)
+class Block:
+    """A fenced block; `before` is the text of the page up to it."""
+
+    language: str
+    text: str
+    before: str
+
+    @property
+    def file(self) -> str | None:
+        """The file that the reader is told to write: named in the first comment, else at the end of the line before."""
+        if self.language not in TO_WRITE:
+            return None
+        comment = re.match(r"# (\S+\.\w+)\n", self.text)
+        named = re.findall(r"`([\w-]+\.\w+)`", self.before.rstrip().rpartition("\n")[2])
+        return comment.group(1) if comment else named[-1] if named else None
+
+
+def blocks(page: Path) -> list[Block]:
+    text = page.read_text(encoding="utf-8")
+    return [Block(match.group(1), match.group(2), text[: match.start()]) for match in _BLOCK.finditer(text)]
+
+
+def files_of(page: Path) -> dict[str, str]:
+    return {block.file: block.text for block in blocks(page) if block.file}
+
+
+def commands() -> list[tuple[Path, str]]:
+    """Every command line of every page, with lines that go on joined; each only once a page."""
+    found: dict[tuple[Path, str], None] = {}
+    for page in PAGES:
+        for block in blocks(page):
+            if block.language == "sh":
+                lines = re.sub(r"\\\n\s*", "", block.text).splitlines()
+                found |= dict.fromkeys((page, line.strip()) for line in lines if line.strip() and line[0] != "#")
+    return list(found)
+
+
+def of_program(name: str) -> list[Any]:
+    chosen = [(page, line) for page, line in commands() if line.split()[0] == name]
+    return [pytest.param(page, line, id=f"{page.stem}: {line}") for page, line in chosen]
+
+
+def table(page: str, heading: str) -> list[list[str]]:
+    """The rows of the first table under a heading, without its head; a cell as it is written."""
+    section = (ROOT / page).read_text(encoding="utf-8").partition(f"{heading}\n")[2]
+    lines = re.search(r"(?:^\|.*\n)+", section, re.MULTILINE)
+    assert lines is not None, f"{page} has no table under {heading!r}"
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines.group().splitlines()[2:]]
+
+
+def quoted(text: str) -> list[str]:
+    return re.findall(r"`([^`]+)`", text)
+
+
+# -- what the pages tell to type -----------------------------------------------------------------------------------
+
+
+def test_there_is_something_to_test() -> None:
+    assert {page.name for page in PAGES} >= {"README.md", "overview.md", "options.md", "rewards.md", "recipes.md"}
+    assert len(of_program("ycore")) >= 15
+    assert {"train.jsonl", "rewards.py", "test.jsonl"} <= files_of(ROOT / "README.md").keys()
+
+
+def test_every_command_is_of_a_program_that_is_checked_here() -> None:
+    assert {line.split()[0] for _, line in commands()} <= {"ycore", "make", "pip"}
+
+
+@pytest.mark.parametrize(("page", "line"), of_program("ycore"))
+def test_ycore_lines_work(page: Path, line: str, tmp_path: Path) -> None:
+    for name, text in files_of(page).items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    done = dry_run(line, tmp_path)
+    if needs_hub(line):
+        assert done.returncode == 2
+        assert re.match(r"error: no (model folder|dataset file) .*: HF_HUB_OFFLINE is set; .*\n\Z", done.stderr)
+    else:
+        assert done.returncode == 0, done.stderr
+        assert "Nothing was started" in done.stdout or line.split()[1] not in ("grpo", "eval")
+
+
+def dry_run(line: str, folder: Path) -> "subprocess.CompletedProcess[str]":
+    """The command in `folder`, without a hub and with empty caches; what would train or measure only plans."""
+    words = shlex.split(line, comments=True)[1:]
+    if words[0] in ("grpo", "eval") and "--dry-run" not in words:
+        words.append("--dry-run")
+    if "--model" in words and (model := words[words.index("--model") + 1]).startswith("runs/"):
+        write_stand_in(folder / model)
+    caches = {"HF_HOME": str(folder / "hub"), "YCORE_CACHE": str(folder / "cache")}
+    return subprocess.run(
+        [sys.executable, "-c", ENTRY, *words],
+        cwd=folder,
+        env={**os.environ, "HF_HUB_OFFLINE": "1", **caches},
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+def write_stand_in(folder: Path) -> None:
+    """What an earlier run of the page would have left: as much of a model as a dry run looks at."""
+    import numpy
+    from safetensors.numpy import save_file
+
+    folder.mkdir(parents=True)
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 8192}))
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
+    save_file({"weight": numpy.zeros(1)}, folder / "model.safetensors")
+
+
+def needs_hub(line: str) -> bool:
+    """Whether a model or dataset of the command, or of its shipped recipe, is a hub's."""
+    words = shlex.split(line, comments=True)
+    named = dict(zip(words, words[1:], strict=False))
+    recipe = named.get("--recipe", "")
+    base = load_recipe(recipe) if recipe in {entry.name for entry in list_recipes()} else {}
+    values = [named.get(f"--{key}", base.get(key, "")) for key in ("model", "dataset")]
+    return any(_HUB_ID.fullmatch(value) and not value.startswith("runs/") for value in values)
+
+
+@pytest.mark.parametrize(("page", "line"), of_program("make"))
+def test_make_lines_are_targets(page: Path, line: str) -> None:
+    for target in line.split()[1:]:
+        assert makefile_lines(target), f"the Makefile has no target {target}"
+
+
+def test_make_demo_is_a_run_that_works(tmp_path: Path) -> None:
+    runs = [line.replace("$(BIN)/", "") for line in makefile_lines("demo") if "$(BIN)/ycore" in line]
+    assert runs
+    for line in runs:
+        done = dry_run(line, tmp_path)
+        assert done.returncode == 0, done.stderr
+
+
+def makefile_lines(target: str) -> list[str]:
+    text = (ROOT / "Makefile").read_text(encoding="utf-8")
+    found = re.search(rf"^{re.escape(target)}:.*\n((?:\t.*\n?)*)", text, re.MULTILINE)
+    return [line.strip() for line in found.group(0).splitlines()] if found else []
+
+
+@pytest.mark.parametrize(("page", "line"), of_program("pip"))
+def test_pip_lines_name_extras_that_exist(page: Path, line: str) -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    verb, *targets = shlex.split(line, comments=True)[1:]
+    assert verb == "install"
+    for target in targets:
+        name, _, extras = target.rstrip("]").partition("[")
+        assert name in (".", project["name"])
+        assert set(extras.split(",")) <= project["optional-dependencies"].keys()
+
+
+# -- what the pages tell to write ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_blocks_are_what_they_say(page: Path) -> None:
+    for block in blocks(page):
+        assert block.language in ("", "sh", *TO_WRITE)
+        assert block.file or block.language not in TO_WRITE, f"which file is this?\n{block.text}"
+        if block.language == "jsonl":
+            assert all(isinstance(json.loads(line), dict) for line in block.text.splitlines())
+        elif block.language == "python":
+            ast.parse(block.text)
+        elif block.language == "yaml":
+            assert isinstance(yaml.safe_load(block.text), dict)
+
+
+@pytest.mark.parametrize(
+    ("page", "reward", "texts", "answers", "expected"),
+    [
+        ("README.md", "rewards.py:short_and_right", ["blue", "It is blue", "red"], ["blue"] * 3, [0.98, 0.94, -0.02]),
+        ("docs/rewards.md", "polite.py:polite", ["Thank you", "No"], ["7"] * 2, [1.0, 0.0]),
+        ("docs/rewards.md", "polite.py:near", ["It is 7.", "12", "seven", "7"], ["7"] * 3 + [None], [1, 0, 0, None]),
+    ],
+)
+def test_reward_functions_of_the_pages_score(
+    page: str, reward: str, texts: list[str], answers: list[str], expected: list[float | None], tmp_path: Path
+) -> None:
+    file, _, name = reward.partition(":")
+    (tmp_path / file).write_text(files_of(ROOT / page)[file], encoding="utf-8")
+    function = load_reward(RewardConfig(reward=f"{tmp_path / file}:{name}"))
+    offered: dict[str, Any] = {"prompts": [[]] * len(texts), "answer": answers}
+    offered["completions"] = [[{"role": "assistant", "content": text}] for text in texts]
+    accepted = {key: value for key, value in offered.items() if inputs_of(function).accepts(key)}
+    assert function(**accepted) == pytest.approx(expected)
+
+
+# -- what the pages point to ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_links_resolve(page: Path) -> None:
+    links = [link for link in _LINK.findall(page.read_text(encoding="utf-8")) if not link.startswith("https://")]
+    missing = [link for link in links if not resolves(page, link)]
+    assert missing == []
+
+
+def resolves(page: Path, link: str) -> bool:
+    name, _, anchor = link.partition("#")
+    target = page.parent / name if name else page
+    if not anchor or not target.is_file():
+        return target.exists()
+    headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.MULTILINE)
+    return anchor in [re.sub(r"[^\w -]", "", heading).strip().lower().replace(" ", "-") for heading in headings]
+
+
+# -- what the pages list -------------------------------------------------------------------------------------------
+
+
+def declared(command: str) -> set[str]:
+    parameters = typer.main.get_command(app).commands[command].params  # type: ignore[attr-defined]
+    return {"--help"} | {name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)}
+
+
+@pytest.mark.parametrize("command", ["grpo", "eval"])
+def test_every_option_is_documented_and_no_other(command: str) -> None:
+    rows = table("docs/options.md", "## Options")
+    assert {option for names, where, _ in rows if command in where.split(", ") for option in quoted(names)} == declared(
+        command
+    )
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_options_that_a_page_mentions_exist(page: Path) -> None:
+    known = declared("grpo") | declared("eval") | {"--version"}
+    known |= {field.option for field in fields_of("GRPOConfig").values()}
+    prose = _BLOCK.sub("", page.read_text(encoding="utf-8"))
+    mentioned = {word.replace("_", "-") for text in quoted(prose) for word in re.findall(r"(?<!\S)--[a-z][\w-]+", text)}
+    assert mentioned <= known
+
+
+def config_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every key by its path, with its default; `PydanticUndefined` where it must be given."""
+    for name, field in model.model_fields.items():
+        inner = next((part for part in (field.annotation, *get_args(field.annotation)) if is_model(part)), None)
+        if name in ("rewards", "lora") or inner is None:
+            yield prefix + name, {} if inner and not field.is_required() else field.default
+        if inner is not None:
+            yield from config_keys(inner, f"{prefix}{name}.{'0.' if name == 'rewards' else ''}")
+
+
+def is_model(annotation: Any) -> bool:
+    return isinstance(annotation, type) and issubclass(annotation, BaseModel)
+
+
+def test_every_key_is_documented_with_its_default_and_no_other() -> None:
+    told = {quoted(key)[0]: cell for key, cell, _ in table("docs/options.md", "## Keys")}
+    keys = dict(config_keys(RunConfig))
+    assert {"lora.r", "engine.count", "rewards.0.weight", "trl"} <= keys.keys()
+    assert told.keys() == keys.keys()
+    for key, default in keys.items():
+        expected = "required" if default is PydanticUndefined else default
+        cell = told[key]
+        assert (yaml.safe_load(quoted(cell)[0]) if "`" in cell else cell) == expected, key
+
+
+def test_trl_names_that_ycore_owns_are_documented() -> None:
+    pairs = table("docs/options.md", "These are another spelling of a key above. Give one of the two.")
+    assert {quoted(name)[0]: quoted(key)[0] for name, key in pairs} == ALIASES
+    rows = table("docs/options.md", "These are refused, because ycore does their work; the error says what to use instead.")
+    told = {name for names, _ in rows for name in quoted(names) if not name.endswith("...")}
+    refused = {name for name in fields_of("GRPOConfig") if refusal(name)}
+    assert told == {name for name in refused if not name.startswith("vllm_")}
+
+
+def test_built_in_rewards_are_documented_with_their_arguments() -> None:
+    told = {quoted(name)[0]: arguments for name, arguments, _ in table("docs/rewards.md", "## Built-in rewards")}
+    assert told.keys() == BUILTIN.keys()
+    for name, function in BUILTIN.items():
+        given = [argument.partition("=")[0] for argument in quoted(told[name])]
+        wanted = sorted(function.__kwdefaults__ or {}) or ["max_tokens", "cache_tokens"] * (name == "overlong")
+        assert sorted(argument for argument in given if "<" not in argument) == sorted(wanted)
+        for argument, _, default in (item.partition("=") for item in quoted(told[name]) if "=" in item):
+            assert yaml.safe_load(default) == function.__kwdefaults__[argument]
+
+
+def test_what_a_reward_is_called_with_is_documented() -> None:
+    rows = table("docs/rewards.md", "A function is called with keyword arguments")
+    assert {name for names, _ in rows for name in quoted(names)} == set(SUPPLIED)
+
+
+def test_shipped_recipes_and_tasks_are_documented() -> None:
+    rows = table("docs/recipes.md", "## The shipped ones")
+    assert {quoted(name)[0] for name, *_ in rows} == {entry.name for entry in list_recipes()}
+    section = "them. All take `size`, the most rows to make (1000); where a task has fewer questions it gives those."
+    tasks = {quoted(name)[0]: quoted(arguments) for name, arguments, _ in table("docs/options.md", section)}
+    limits = {f"task:{name}": task.limits for name, task in TASKS.items()}
+    assert tasks == {name: [f"{key}={limit[1]}" for key, limit in limits[name].items()] for name in limits}

@@ -1,0 +1,27 @@
+"""What a controller must remember to go on exactly where it was: its cursor, its yield, its surplus.
+
+Not here: the checkpoint that it becomes part of (`roles.checkpoints`).
+"""
+
+from typing import Any
+
+from ycore.controller.source import Rounds
+from ycore.controller.wire import finished_from_json, finished_to_json
+from ycore.sampling.demand import Yield
+
+
+def controller_state(rounds: Rounds) -> dict[str, Any]:
+    """Plain JSON values."""
+    yields = rounds.round.yields
+    return {
+        "cursor": rounds.draws.cursor,
+        "yield": {"kept": yields.kept, "finished": yields.finished},
+        "surplus": [finished_to_json(item) for item in rounds.surplus.waiting],
+    }
+
+
+def restore_controller(rounds: Rounds, state: dict[str, Any]) -> None:
+    """Set a controller to what `controller_state` told."""
+    rounds.draws.cursor = state["cursor"]
+    rounds.round.yields = Yield(**state["yield"])
+    rounds.surplus.waiting = [finished_from_json(item) for item in state["surplus"]]

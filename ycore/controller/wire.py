@@ -1,0 +1,49 @@
+"""Groups as JSON, for another rank or for a checkpoint: nothing that passes between processes is pickled.
+
+Not here: when one travels (`torch_peers`) or is kept (`state`).
+"""
+
+import json
+from dataclasses import asdict
+from typing import Any
+
+from ycore.controller.round import Finished
+from ycore.errors import DataError
+from ycore.types import Completion, Draw, Group, Prompt, Score
+
+
+def to_bytes(group: Group) -> bytes:
+    """UTF-8 JSON; DataError where a column of the dataset holds what JSON cannot say."""
+    try:
+        return json.dumps(asdict(group), ensure_ascii=False).encode()
+    except TypeError as error:
+        row = group.draw.prompt.row
+        raise DataError(f"row {row}: {error}; columns that pass between ranks hold text, numbers and lists") from None
+
+
+def from_bytes(data: bytes) -> Group:
+    """The group that `to_bytes` was given."""
+    return _group(json.loads(data))
+
+
+def finished_to_json(item: Finished) -> dict[str, Any]:
+    return {"group": json.loads(to_bytes(item.group)), "teaches": item.teaches}
+
+
+def finished_from_json(told: dict[str, Any]) -> Finished:
+    return Finished(_group(told["group"]), told["teaches"])
+
+
+def _group(told: dict[str, Any]) -> Group:
+    draw = told["draw"]
+    return Group(
+        draw=Draw(draw["position"], Prompt(**draw["prompt"]), tuple(draw["token_ids"])),
+        completions=tuple(_completion(one) for one in told["completions"]),
+        scores_GR=tuple(tuple(Score(**score) for score in row) for row in told["scores_GR"]),
+    )
+
+
+def _completion(told: dict[str, Any]) -> Completion:
+    logprobs = told["logprobs"]
+    lists = {"token_ids": tuple(told["token_ids"]), "logprobs": None if logprobs is None else tuple(logprobs)}
+    return Completion(**{**told, **lists})

@@ -17,8 +17,10 @@ $(READY): pyproject.toml
 	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	touch $(READY)
 
+# A run never writes into another's folder, so an earlier demo is moved aside.
 demo: $(READY)
-	$(BIN)/ycore grpo --recipe quickstart --overwrite
+	test ! -e runs/quickstart || mv runs/quickstart "runs/quickstart-$$(date +%Y%m%d-%H%M%S)"
+	$(BIN)/ycore grpo --recipe quickstart
 
 check: $(READY)
 	$(BIN)/ruff check .

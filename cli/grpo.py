@@ -3,6 +3,8 @@
 Not here: what the options mean (`options`), the checks (`plan`) and the run (`ycore.launch`).
 """
 
+from pathlib import Path
+
 import typer
 from ycore_cli import options as o
 
@@ -60,3 +62,9 @@ def grpo(
         print_json(result)
     elif dry_run:
         print("Nothing was started; leave out --dry-run to train.")
+    else:
+        from ycore_cli.closing import print_closing
+
+        from ycore.run_folder.paths import RunFolder
+
+        print_closing(config, RunFolder(Path(config.output)))

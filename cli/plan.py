@@ -58,11 +58,22 @@ def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> list[tuple[st
         ("model", f"{config['model']}: {model['note']}{context}"),
         ("dataset", f"{config['dataset']}: {rows} of {kind}, columns {', '.join(dataset['columns']) or 'none'}"),
         ("rewards", rewards),
+        *_preset_rows(config, plan["trl"]),
         *([("batch", plan["batch"]["in_words"])] if config["algorithm"] != "eval" else []),
         ("run", (evaluated if config["algorithm"] == "eval" else trained) + f", seed {config['seed']}"),
         ("engine", f"{plan['engine']}, completions of at most {config['max_tokens']} tokens"),
         ("output", config["output"] + (", going on from its last checkpoint" if resume else "")),
     ]
+
+
+def _preset_rows(config: Mapping[str, Any], trl: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """The preset, and under it a line for everything that it sets."""
+    from ycore.config.presets import find_preset, preset_lines
+
+    if config["preset"] is None:
+        return []
+    first, *others = preset_lines(find_preset(config["preset"]), trl=trl, run=config)
+    return [("preset", first), *(("", f"  {line}") for line in others)]
 
 
 def _checked_model(config: RunConfig) -> dict[str, Any]:

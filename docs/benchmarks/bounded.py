@@ -7,11 +7,13 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 _END_WITHIN_S = 30.0
+_POLL_S = 0.1
 _TAIL = 2000
 
 
@@ -19,8 +21,17 @@ class RunFailed(Exception):
     """A process that ended badly or not in time; the message ends with the end of its log."""
 
 
-def run_bounded(command: Sequence[str], *, folder: Path, environment: Mapping[str, str], timeout_s: float) -> float:
-    """Run in `folder`, output to `folder/log.txt`; the seconds it took."""
+class Stopped(Exception):
+    """Somebody asked for the end; what was running is gone."""
+
+
+def run_bounded(
+    command: Sequence[str], *, folder: Path, environment: Mapping[str, str], timeout_s: float, stop: threading.Event
+) -> float:
+    """Run in `folder`, output to `folder/log.txt`; the seconds it took.
+
+    A signal should set `stop` and do no more: an exception in the midst of starting a process would lose sight of it.
+    """
     log = folder / "log.txt"
     began = time.monotonic()
     with log.open("wb") as output:
@@ -34,14 +45,24 @@ def run_bounded(command: Sequence[str], *, folder: Path, environment: Mapping[st
             start_new_session=True,
         )
         try:
-            status = process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            raise RunFailed(_told(command, f"still running after {timeout_s:g} s; see --timeout", log)) from None
+            status = _wait(process, stop, deadline=began + timeout_s)
         finally:
             _end(process)
+    if status is None:
+        raise RunFailed(_told(command, f"still running after {timeout_s:g} s; see --timeout", log))
     if status != 0:
         raise RunFailed(_told(command, f"exit status {status}", log))
     return time.monotonic() - began
+
+
+def _wait(process: subprocess.Popen[bytes], stop: threading.Event, *, deadline: float) -> int | None:
+    """The exit status, or None at the deadline; Stopped as soon as `stop` is set."""
+    while (status := process.poll()) is None:
+        if stop.wait(_POLL_S):
+            raise Stopped
+        if time.monotonic() > deadline:
+            return None
+    return status
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -13,12 +13,13 @@ import argparse
 import json
 import signal
 import sys
+import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from bounded import RunFailed, run_bounded
+from bounded import RunFailed, Stopped, run_bounded
 from contestants import (
     HERE,
     Settings,
@@ -61,12 +62,14 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if plan.output.exists() and any(plan.output.iterdir()):
         print(f"error: --output must be new or empty; {plan.output} is not; choose another", file=sys.stderr)
         return 2
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that a run in progress is ended too
     try:
         results = benchmark(plan)
     except RunFailed as problem:
         print(f"failed: {problem}", file=sys.stderr)
         return 1
+    except Stopped:
+        print("interrupted", file=sys.stderr)
+        return 130
     print(as_markdown(results))
     return 0
 
@@ -110,6 +113,9 @@ def parse(arguments: Sequence[str] | None) -> Plan:
 def benchmark(plan: Plan) -> dict[str, Any]:
     """Every level after the other, written down after each."""
     model = model_folder(plan.model)
+    stop = threading.Event()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, lambda *_: stop.set())
     results: dict[str, Any] = {
         "machine": describe_machine(),
         "settings": asdict(plan) | {"output": plan.output.name},
@@ -120,7 +126,7 @@ def benchmark(plan: Plan) -> dict[str, Any]:
     }
     for max_tokens in plan.steps:
         settings = settings_of(plan, max_tokens, model)
-        Level(plan, settings, results).measure()
+        Level(plan, settings, results, stop).measure()
         (plan.output / "results.json").write_text(json.dumps(results, indent=2) + "\n")
     return results
 
@@ -153,8 +159,9 @@ def settings_of(plan: Plan, max_tokens: int, model: Path) -> Settings:
 class Level:
     """One limit on tokens: `measure` adds it to `results`."""
 
-    def __init__(self, plan: Plan, settings: Settings, results: dict[str, Any]) -> None:
+    def __init__(self, plan: Plan, settings: Settings, results: dict[str, Any], stop: threading.Event) -> None:
         self._plan = plan
+        self._stop = stop
         self._settings = settings
         self._results = results
         self._key = str(settings.max_tokens)
@@ -221,7 +228,13 @@ class Level:
         busy = busy_share()
         say(f"{self._key} tokens: {name}" + (f" (others use {busy:.0%} of the processor)" if busy > _QUIET else ""))
         cache = {"HF_DATASETS_CACHE": str(self._plan.output / "datasets")}
-        seconds = run_bounded(command, folder=folder, environment=environment() | cache, timeout_s=self._plan.timeout_s)
+        seconds = run_bounded(
+            command,
+            folder=folder,
+            environment=environment() | cache,
+            timeout_s=self._plan.timeout_s,
+            stop=self._stop,
+        )
         run = {"tokens": self._settings.max_tokens, "name": name, "busy_before": busy, "wall_s": seconds}
         self._results["runs"].append(run | {"command": list(command)})
         return folder

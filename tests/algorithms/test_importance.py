@@ -26,9 +26,7 @@ TABLE = [
 
 
 @pytest.mark.parametrize(("mode", "clip_min", "clip_max", "expected"), TABLE)
-def test_ratios_by_hand(
-    mode: str, clip_min: float | None, clip_max: float | None, expected: list[list[float]]
-) -> None:
+def test_ratios_by_hand(mode: str, clip_min: float | None, clip_max: float | None, expected: list[list[float]]) -> None:
     ratio = importance_ratio(TRAINER, ENGINE, MASK, mode=mode, clip_min=clip_min, clip_max=clip_max)
     torch.testing.assert_close(ratio, torch.tensor(expected, dtype=torch.float32))
 

@@ -71,9 +71,7 @@ def test_a_head_without_a_backward_gives_the_same_values(frozen: bool) -> None:
 def test_nothing_to_score_still_has_a_backward(frozen: bool) -> None:
     hidden, weight, offset, targets, _ = made(False)
     hidden.requires_grad_()
-    logps, entropies = score_tokens(
-        hidden[:0], weight.requires_grad_(not frozen), offset, targets[:0], temperature=1.0
-    )
+    logps, entropies = score_tokens(hidden[:0], weight.requires_grad_(not frozen), offset, targets[:0], temperature=1.0)
     logps.sum().backward()
     assert logps.shape == entropies.shape == (0,)
     assert hidden.grad is not None and hidden.grad.abs().max() == 0

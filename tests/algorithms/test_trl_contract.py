@@ -3,7 +3,6 @@
 import importlib.metadata
 import inspect
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest

@@ -185,7 +185,7 @@ def build(case: Case, model: Path, groups: list[Group], output: Path) -> tuple[G
     plain = GRPOTrainer(reward_funcs=[looks_up(name) for name in NAMES], rollout_func=play_back, **common())
     plain.use_vllm = case.engine_logprobs  # its own correction applies, on log-probabilities that it computes itself
     plain._last_loaded_step = 0
-    ours = SeamGRPOTrainer(reward_funcs=placeholder_rewards(NAMES), num_rewards=len(NAMES), **common())
+    ours = SeamGRPOTrainer(reward_funcs=placeholder_rewards(NAMES), **common())
     ours.rounds = Recorded(groups if case.engine_logprobs else [without_logprobs(group) for group in groups])
     for trainer in (plain, ours):
         trainer.current_gradient_accumulation_steps = case.accumulation

@@ -66,7 +66,9 @@ def test_an_empty_prompt_is_refused() -> None:
 
 
 def test_completion_seeds_are_never_shared() -> None:
-    seeds = [completion_seed(run, position, index) for run in (0, 1) for position in range(20_000) for index in range(8)]
+    seeds = [
+        completion_seed(run, position, index) for run in (0, 1) for position in range(20_000) for index in range(8)
+    ]
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert completion_seed(0, 1, 2) == completion_seed(0, 1, 2) != completion_seed(0, 12, 0)

@@ -33,6 +33,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ENTRY = "from ycore_cli.main import main; main()"
 TO_WRITE = ("jsonl", "csv", "python", "yaml")
+OF_TRL = {"--config", "--model-name-or-path", "--dataset-name", "--reward-funcs", "--use-peft"}
+"""Options of `trl grpo` that a page may set beside ours."""
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\]\(([^)\s]+)\)")
@@ -111,6 +113,8 @@ def test_every_command_is_of_a_program_that_is_checked_here() -> None:
 def test_ycore_lines_work(page: Path, line: str, tmp_path: Path) -> None:
     for name, text in files_of(page).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
+    if "--resume" in line:
+        write_unfinished_run(page, option(line, "--output"), tmp_path)
     done = dry_run(line, tmp_path)
     if needs_hub(line):
         assert done.returncode == 2
@@ -125,7 +129,7 @@ def dry_run(line: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     words = shlex.split(line, comments=True)[1:]
     if words[0] in ("grpo", "eval") and "--dry-run" not in words:
         words.append("--dry-run")
-    if "--model" in words and (model := words[words.index("--model") + 1]).startswith("runs/"):
+    if (model := option(line, "--model")).startswith("runs/"):
         write_stand_in(folder / model)
     caches = {"HF_HOME": str(folder / "hub"), "YCORE_CACHE": str(folder / "cache")}
     return subprocess.run(
@@ -137,6 +141,21 @@ def dry_run(line: str, folder: Path) -> "subprocess.CompletedProcess[str]":
         timeout=60,
         check=False,
     )
+
+
+def option(line: str, name: str) -> str:
+    words = shlex.split(line, comments=True)
+    return words[words.index(name) + 1] if name in words else ""
+
+
+def write_unfinished_run(page: Path, output: str, folder: Path) -> None:
+    """What an earlier command of the page would have left in `output` when it was stopped."""
+    mine = [line for of, line in commands() if of == page and option(line, "--output") == output]
+    began = next(line for line in mine if "--resume" not in line and "--dry-run" not in line)
+    plan = dry_run(f"{began} --json", folder)
+    assert plan.returncode == 0, plan.stderr
+    (folder / output).mkdir(parents=True)
+    (folder / output / "run.json").write_text(json.dumps({"config": json.loads(plan.stdout)["config"]}))
 
 
 def write_stand_in(folder: Path) -> None:
@@ -153,11 +172,9 @@ def write_stand_in(folder: Path) -> None:
 
 def needs_hub(line: str) -> bool:
     """Whether a model or dataset of the command, or of its shipped recipe, is a hub's."""
-    words = shlex.split(line, comments=True)
-    named = dict(zip(words, words[1:], strict=False))
-    recipe = named.get("--recipe", "")
+    recipe = option(line, "--recipe")
     base = load_recipe(recipe) if recipe in {entry.name for entry in list_recipes()} else {}
-    values = [named.get(f"--{key}", base.get(key, "")) for key in ("model", "dataset")]
+    values = [option(line, f"--{key}") or base.get(key, "") for key in ("model", "dataset")]
     return any(_HUB_ID.fullmatch(value) and not value.startswith("runs/") for value in values)
 
 
@@ -265,7 +282,7 @@ def test_every_option_is_documented_and_no_other(command: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_options_that_a_page_mentions_exist(page: Path) -> None:
-    known = declared("grpo") | declared("eval") | {"--version"}
+    known = declared("grpo") | declared("eval") | {"--version"} | OF_TRL
     known |= {field.option for field in fields_of("GRPOConfig").values()}
     prose = _BLOCK.sub("", page.read_text(encoding="utf-8"))
     mentioned = {word.replace("_", "-") for text in quoted(prose) for word in re.findall(r"(?<!\S)--[a-z][\w-]+", text)}
@@ -300,7 +317,9 @@ def test_every_key_is_documented_with_its_default_and_no_other() -> None:
 def test_trl_names_that_ycore_owns_are_documented() -> None:
     pairs = table("docs/options.md", "These are another spelling of a key above. Give one of the two.")
     assert {quoted(name)[0]: quoted(key)[0] for name, key in pairs} == ALIASES
-    rows = table("docs/options.md", "These are refused, because ycore does their work; the error says what to use instead.")
+    rows = table(
+        "docs/options.md", "These are refused, because ycore does their work; the error says what to use instead."
+    )
     told = {name for names, _ in rows for name in quoted(names) if not name.endswith("...")}
     refused = {name for name in fields_of("GRPOConfig") if refusal(name)}
     assert told == {name for name in refused if not name.startswith("vllm_")}
@@ -314,11 +333,11 @@ def test_built_in_rewards_are_documented_with_their_arguments() -> None:
         wanted = sorted(function.__kwdefaults__ or {}) or ["max_tokens", "cache_tokens"] * (name == "overlong")
         assert sorted(argument for argument in given if "<" not in argument) == sorted(wanted)
         for argument, _, default in (item.partition("=") for item in quoted(told[name]) if "=" in item):
-            assert yaml.safe_load(default) == function.__kwdefaults__[argument]
+            assert yaml.safe_load(default) == (function.__kwdefaults__ or {})[argument]
 
 
 def test_what_a_reward_is_called_with_is_documented() -> None:
-    rows = table("docs/rewards.md", "A function is called with keyword arguments")
+    rows = table("docs/rewards.md", "### What it is called with")
     assert {name for names, _ in rows for name in quoted(names)} == set(SUPPLIED)
 
 

@@ -72,12 +72,6 @@ def test_a_folder_of_gguf_files_names_one(model: Path) -> None:
     assert str(model / "m.Q4.gguf") in refused(model)
 
 
-def test_an_adapter_is_not_a_model(model: Path) -> None:
-    (model / "config.json").unlink()
-    (model / "adapter_config.json").write_text('{"base_model_name_or_path": "some/base"}')
-    assert "LoRA adapter of some/base" in refused(model)
-
-
 def test_config_that_is_not_json(model: Path) -> None:
     (model / "config.json").write_text('{"model_type": ')
     assert "cannot be read as JSON" in refused(model)

@@ -13,6 +13,8 @@ from peft import LoraConfig
 from transformers import PreTrainedTokenizerBase, TrainerCallback
 from trl import GRPOConfig
 
+from ycore.algorithms.advantages import estimator
+from ycore.algorithms.gmpo import SeamGMPOTrainer
 from ycore.algorithms.trl_seam import SeamGRPOTrainer, placeholder_rewards
 from ycore.config.batch import derive_batch
 from ycore.config.run import LoraSettings, RunConfig
@@ -42,10 +44,11 @@ def build_trainer(
     arguments["ignore_data_skip"] = True  # the loader only ticks; the controller knows where it was
     arguments["reward_weights"] = [reward.weight for reward in config.rewards]
     names = reward_names(config.rewards)
-    return SeamGRPOTrainer(
+    trainer_class = SeamGMPOTrainer if config.loss_from == "gmpo" else SeamGRPOTrainer
+    return trainer_class(
         model=str(model),
         reward_funcs=placeholder_rewards(names),
-        num_rewards=len(names),
+        advantage=None if config.advantage == "group" else estimator(config.advantage),
         args=GRPOConfig(**arguments),
         train_dataset=_ticks(arguments["per_device_train_batch_size"] * batch.steps_per_generation * world_size),
         processing_class=tokenizer,

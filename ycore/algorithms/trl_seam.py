@@ -23,6 +23,7 @@ from accelerate.utils import gather
 from trl import GRPOTrainer
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
+from ycore.algorithms.advantages import Estimator
 from ycore.algorithms.dealing import deal
 from ycore.algorithms.forward import add_compact_head, attention_cost, can_pack, score_completions
 from ycore.algorithms.importance import absolute_gap, importance_ratio
@@ -53,15 +54,15 @@ class SeamGRPOTrainer(GRPOTrainer):
     rounds: RoundSource
     _buffered_inputs: Any
 
-    def __init__(self, *args: Any, num_rewards: int, shares_prompts: bool = True, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, advantage: Estimator | None = None, **kwargs: Any) -> None:
         super().__init__(*args, rollout_func=self._answer_rollouts, **kwargs)
         base = self.accelerator.unwrap_model(self.model)
         config = base.config
-        self._num_rewards = num_rewards
+        self._advantage = advantage
         self._cost = attention_cost(config)
         self._packs = can_pack(config) and not self.aux_loss_enabled
-        self._shares_prompts = shares_prompts
         self._round: list[_Sequence] = []
+        self._rewards = torch.empty(0)
         self._micro_batch: dict[str, Any] | None = None
         self._last_loaded_step = -1
         # Our head gives no gradient of the entropy and computes in the head's own dtype; TRL's does what is asked.
@@ -89,6 +90,8 @@ class SeamGRPOTrainer(GRPOTrainer):
         self._last_loaded_step = step  # the round has just synced; TRL must not ask for it again
         with self._correcting_later():
             batch: dict[str, Any] = super()._generate_and_score_completions([seq.row for seq in self._round])
+        if self._advantage is not None:
+            batch["advantages"] = self._estimated_advantages(self._advantage)
         if not self._one_step_a_round and "sampling_per_token_logps" in batch:
             self._record_gap(batch["old_per_token_logps"], batch["sampling_per_token_logps"], batch["completion_mask"])
         return batch
@@ -115,8 +118,17 @@ class SeamGRPOTrainer(GRPOTrainer):
         self, inputs: list[Any], prompts: list[Any], completions: list[Any], completion_ids_list: list[Any]
     ) -> torch.Tensor:
         rewards = torch.tensor([sequence.rewards for sequence in self._round], device=self.accelerator.device)
-        gathered: torch.Tensor = gather(rewards.float())
-        return gathered
+        self._rewards = gather(rewards.float())
+        return self._rewards
+
+    def _estimated_advantages(self, estimate: Estimator) -> torch.Tensor:
+        """Another estimator's advantages in place of TRL's, from the same weighted rewards of all ranks."""
+        totals = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(dim=1)
+        scored = ~torch.isnan(self._rewards).all(dim=1)
+        shape = (-1, self.num_generations)
+        advantages = estimate(totals.view(shape), scored.view(shape)).flatten()
+        first = self.accelerator.process_index * len(self._round)
+        return advantages[first : first + len(self._round)]
 
     # -- micro-batches ---------------------------------------------------------------------------------------------
 
@@ -192,9 +204,7 @@ class SeamGRPOTrainer(GRPOTrainer):
         parts = []
         for ids, mask in zip(input_ids.split(per_pass), attention_mask.split(per_pass), strict=True):
             with self.accelerator.autocast():
-                parts.append(
-                    score_completions(model, ids, mask, logits_to_keep, cost=self._cost, share=self._shares_prompts)
-                )
+                parts.append(score_completions(model, ids, mask, logits_to_keep, cost=self._cost))
         return torch.cat([logps for logps, _ in parts]), torch.cat([entropies for _, entropies in parts]), None
 
     def _fill_in_correction(self, inputs: dict[str, Any], logps: torch.Tensor) -> None:

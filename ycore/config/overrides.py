@@ -27,13 +27,22 @@ def resolve(
     """One validated RunConfig; `run_name` names the output folder where none was given."""
     merged: dict[str, Any] = {}
     plain, indexed = _parse_sets(sets)
-    for layer in (recipe or {}, plain, options or {}):
+    layers = (recipe or {}, plain, options or {})
+    for layer in (_preset_layer(layers), *layers):
         merged = merge(merged, _normalised(layer))
     for path, value in indexed:
         _set_in_list(merged, path, value)
     if "output" not in merged:
         merged |= _default_output(merged, run_name)
     return _validated(merged)
+
+
+def _preset_layer(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """The settings of the preset that the topmost layer names; they lie below everything else."""
+    from ycore.config.presets import find_preset, preset_layer
+
+    names = [layer["preset"] for layer in layers if layer.get("preset") is not None]
+    return preset_layer(find_preset(str(names[-1]))) if names else {}
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

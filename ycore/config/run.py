@@ -117,6 +117,15 @@ class RunConfig(Strict):
     steps: Positive = 100
     seed: Annotated[int, Field(ge=0, lt=2**32, strict=True)] = 0
 
+    preset: str | None = None
+    """A paper's settings (`config.presets`), under everything that is said otherwise."""
+
+    advantage: Literal["group", "dr-grpo", "rloo", "lite-ppo", "reinforce++", "reinforce++-baseline", "maxrl"] = "group"
+    """The advantage estimator; `group` leaves it to TRL's `scale_rewards`."""
+
+    loss_from: Literal["grpo", "gmpo"] = "grpo"
+    """Which of TRL's trainers computes the loss."""
+
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """What trainer and engine compute in; `auto` is bfloat16. Adapters and full weights are kept in float32."""
 

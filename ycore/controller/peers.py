@@ -6,10 +6,20 @@ Not here: what the counts decide (`sampling`), and the collectives of training (
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Protocol
 
 from ycore.sampling.balance import Offer
 from ycore.types import Group
+
+
+@dataclass(frozen=True, slots=True)
+class Counts:
+    """One round over all ranks: groups that count towards what is needed, groups in flight, groups drawn."""
+
+    kept: int
+    in_flight: int
+    drawn: int
 
 
 class Tally(Protocol):
@@ -17,17 +27,14 @@ class Tally(Protocol):
 
     need: int
 
-    def start(self) -> None:
-        """This rank has started a group."""
+    def counts(self) -> Counts:
+        """As they are now, all three at one moment."""
 
-    def finish(self, *, teaches: bool) -> None:
+    def start(self, amount: int) -> Counts:
+        """This rank starts so many groups, or with a negative amount takes that back; the counts after it."""
+
+    def finish(self, *, counts_as_kept: bool) -> None:
         """A group of this rank has ended."""
-
-    def kept(self) -> int: ...
-
-    def in_flight(self) -> int: ...
-
-    def drawn(self) -> int: ...
 
 
 class Peers(Protocol):
@@ -35,12 +42,16 @@ class Peers(Protocol):
 
     rank: int
     world: int
+    bytes_sent: int
 
     def open_tally(self, *, need: int, ready: int) -> Tally:
         """Begin a round in which every rank needs `need` groups and this one has `ready` already."""
 
-    def my_part(self, wanted: int) -> int:
-        """How many of the groups that all ranks should start now are this rank's to start."""
+    async def meet(self, *, stopping: bool) -> bool:
+        """Wait for every rank to come here; whether any of them came because it is stopping. The same on all ranks.
+
+        Unlike a collective it can be waited for without blocking, and it ends with RunError when a rank has failed.
+        """
 
     def gather_offers(self, offers: Sequence[Offer]) -> list[Offer]:
         """Every rank's offers; all ranks get the same list."""
@@ -48,8 +59,14 @@ class Peers(Protocol):
     def exchange(self, moves: Sequence[tuple[Offer, int]], own: Sequence[Group]) -> dict[tuple[int, int], Group]:
         """Carry out the moves; the groups that came here by (rank, index) of their offer."""
 
-    def check(self) -> None:
-        """RunError when another rank has failed."""
+    def add_up(self, values: Sequence[float]) -> list[float]:
+        """Each value's sum over all ranks."""
+
+    def ask_to_stop(self) -> None:
+        """Ask every rank to give up what it is doing."""
+
+    def stop_asked(self) -> bool:
+        """Whether a rank has asked for that; RunError when one has failed."""
 
     def fail(self, message: str) -> None:
         """Tell the others that this rank cannot go on."""
@@ -62,34 +79,29 @@ class LocalTally:
         self.need = need
         self._kept, self._in_flight, self._drawn = ready, 0, 0
 
-    def start(self) -> None:
-        self._in_flight += 1
-        self._drawn += 1
+    def counts(self) -> Counts:
+        return Counts(self._kept, self._in_flight, self._drawn)
 
-    def finish(self, *, teaches: bool) -> None:
+    def start(self, amount: int) -> Counts:
+        self._in_flight += amount
+        self._drawn += amount
+        return self.counts()
+
+    def finish(self, *, counts_as_kept: bool) -> None:
         self._in_flight -= 1
-        self._kept += teaches
-
-    def kept(self) -> int:
-        return self._kept
-
-    def in_flight(self) -> int:
-        return self._in_flight
-
-    def drawn(self) -> int:
-        return self._drawn
+        self._kept += counts_as_kept
 
 
 class Alone:
     """The peers of a run with one rank."""
 
-    rank, world = 0, 1
+    rank, world, bytes_sent = 0, 1, 0
 
     def open_tally(self, *, need: int, ready: int) -> LocalTally:
         return LocalTally(need=need, ready=ready)
 
-    def my_part(self, wanted: int) -> int:
-        return wanted
+    async def meet(self, *, stopping: bool) -> bool:
+        return stopping
 
     def gather_offers(self, offers: Sequence[Offer]) -> list[Offer]:
         return list(offers)
@@ -98,8 +110,14 @@ class Alone:
         assert not moves, "a single rank has nobody to give groups to"
         return {}
 
-    def check(self) -> None:
-        """Nobody else can fail."""
+    def add_up(self, values: Sequence[float]) -> list[float]:
+        return list(values)
+
+    def ask_to_stop(self) -> None:
+        """Nobody else to ask."""
+
+    def stop_asked(self) -> bool:
+        return False
 
     def fail(self, message: str) -> None:
         """Nobody to tell."""

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 from ycore.controller.draws import completion_seed
-from ycore.controller.peers import Peers
+from ycore.controller.peers import Counts, Peers, Tally
 from ycore.rewards.pool import RewardPool
 from ycore.roles.engine import Engine
 from ycore.sampling.demand import Yield, num_to_draw
@@ -34,6 +34,9 @@ class Rules:
     dynamic: bool = False
     max_tries: int = 4
     """Groups drawn for each one needed, at most; then the step goes on with what there is."""
+
+    max_in_flight: int | None = None
+    """Groups that this rank's engines can write at once; more wait unclaimed, for whichever rank is free first."""
 
 
 @dataclass(slots=True)
@@ -94,21 +97,19 @@ class Round:
         tally = self._peers.open_tally(need=need, ready=ready)
         flying: set[asyncio.Task[Finished]] = set()
         landed: list[Finished] = []
-        to_start = self._num_wanted(need, ready, 0, 0)  # every rank begins with its own share
+        wanted = self._num_wanted(need, Counts(ready, 0, 0))  # every rank begins with its own share
         try:
             while True:
-                for _ in range(to_start):
+                for _ in range(self._claim(tally, wanted, len(flying))):
                     flying.add(asyncio.create_task(self._finish(draw(), step=step, stats=stats)))
                     stats.drawn += 1
-                    tally.start()
                 for finished in await _next_finished(flying):
                     landed.append(finished)
                     self.yields.observe(taught=finished.teaches)
-                    tally.finish(teaches=finished.teaches or not self._rules.dynamic)
-                to_start = self._peers.my_part(
-                    self._num_wanted(tally.need, tally.kept(), tally.in_flight(), tally.drawn())
-                )
-                if not flying and not to_start and (tally.kept() >= tally.need or not tally.in_flight()):
+                    tally.finish(counts_as_kept=finished.teaches or not self._rules.dynamic)
+                counts = tally.counts()
+                wanted = self._num_wanted(tally.need, counts)
+                if not flying and not wanted and (counts.kept >= tally.need or not counts.in_flight):
                     break
         finally:
             for task in flying:
@@ -116,16 +117,32 @@ class Round:
             await asyncio.gather(*flying, return_exceptions=True)
         return sorted(landed, key=lambda finished: finished.group.draw.position), stats
 
-    def _num_wanted(self, need: int, kept: int, in_flight: int, drawn: int) -> int:
+    def _num_wanted(self, need: int, counts: Counts) -> int:
         dynamic = self._rules.dynamic
         return num_to_draw(
             need=need,
-            kept=kept,
-            in_flight=in_flight,
-            drawn=drawn,
+            kept=counts.kept,
+            in_flight=counts.in_flight,
+            drawn=counts.drawn,
             max_draws=need * (self._rules.max_tries if dynamic else 1),
             rate=self.yields.rate if dynamic else 1.0,
         )
+
+    def _claim(self, tally: Tally, wanted: int, num_flying: int) -> int:
+        """How many of the groups wanted by all this rank starts: what fits, less what another was faster to claim.
+
+        Only draws beyond the rank's own first share are contended, so only those are given back.
+        """
+        limit = self._rules.max_in_flight
+        amount = wanted if limit is None else max(0, min(wanted, limit - num_flying))
+        if amount == 0:
+            return 0
+        counts = tally.start(amount)
+        after = self._num_wanted(tally.need, Counts(counts.kept, 0, counts.drawn - counts.in_flight))
+        over = min(amount, max(0, counts.in_flight - after))
+        if over:
+            tally.start(-over)
+        return amount - over
 
     async def _finish(self, draw: Draw, *, step: int, stats: RoundStats) -> Finished:
         group = await self.group(draw, step=step, stats=stats)

@@ -1,53 +1,50 @@
-"""Peers over torch.distributed: counts in its store, groups from rank to rank as bytes.
+"""Peers over torch.distributed: counts and meetings in its store, groups from rank to rank as bytes.
 
 The store is the one that torchrun, accelerate or DeepSpeed have opened already, so nothing new listens.
 
 Not here: what is counted and moved (`peers`).
 """
 
-import math
+import asyncio
 from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
+from ycore.controller.peers import Counts
 from ycore.controller.wire import from_bytes, to_bytes
 from ycore.errors import RunError
 from ycore.sampling.balance import Offer
 from ycore.types import Group
 
-_FAILURE = "failure"
+_FAILURE, _STOP = "failure", "stop"
+_LOOK_EVERY_S = 0.02
+_LISTEN_EVERY_S = 0.5  # to failures, while waiting for others
+_FIELD = 1 << 20  # of a round's three counts, which share one 64-bit number so that one request reads and changes all
 
 
 class TorchTally:
-    """One round's counters in the store. Each is the sum over all ranks."""
+    """One round's counts over all ranks, in the store."""
 
-    def __init__(self, store: dist.Store, number: int, *, need: int, ready: int) -> None:
+    def __init__(self, store: dist.Store, key: str, *, need: int, ready: int) -> None:
         self.need = need
         self._store = store
-        self._prefix = f"round{number}/"
-        self._add("kept", ready)
+        self._key = key
+        self._add(kept=ready)
 
-    def start(self) -> None:
-        self._add("drawn", 1)
-        self._add("in_flight", 1)
+    def counts(self) -> Counts:
+        return self._add()
 
-    def finish(self, *, teaches: bool) -> None:
-        self._add("kept", int(teaches))
-        self._add("in_flight", -1)
+    def start(self, amount: int) -> Counts:
+        return self._add(in_flight=amount, drawn=amount)
 
-    def kept(self) -> int:
-        return self._add("kept", 0)
+    def finish(self, *, counts_as_kept: bool) -> None:
+        self._add(kept=int(counts_as_kept), in_flight=-1)
 
-    def in_flight(self) -> int:
-        return self._add("in_flight", 0)
-
-    def drawn(self) -> int:
-        return self._add("drawn", 0)
-
-    def _add(self, name: str, amount: int) -> int:
-        return int(self._store.add(self._prefix + name, amount))
+    def _add(self, *, kept: int = 0, in_flight: int = 0, drawn: int = 0) -> Counts:
+        total = int(self._store.add(self._key, kept + _FIELD * (in_flight + _FIELD * drawn)))
+        return Counts(total % _FIELD, total // _FIELD % _FIELD, total // _FIELD**2)
 
 
 class TorchPeers:
@@ -61,16 +58,31 @@ class TorchPeers:
         self.bytes_sent = 0
         self._store = dist.PrefixStore("ycore/", _get_default_store())
         self._on_cpu = dist.new_group(backend="gloo")  # groups live in host memory, whatever the devices
-        self._num_rounds = 0
+        self._num_rounds = self._num_meetings = 0
 
     def open_tally(self, *, need: int, ready: int) -> TorchTally:
         self._num_rounds += 1
-        tally = TorchTally(self._store, self._num_rounds, need=need * self.world, ready=ready)
+        if self.rank == 0 and self._num_rounds > 2:
+            self._store.delete_key(f"round{self._num_rounds - 2}")
+        tally = TorchTally(self._store, f"round{self._num_rounds}", need=need * self.world, ready=ready)
         dist.barrier(self._on_cpu)  # nobody judges by counts that another has not yet made
         return tally
 
-    def my_part(self, wanted: int) -> int:
-        return math.ceil(wanted / self.world)
+    async def meet(self, *, stopping: bool) -> bool:
+        self._num_meetings += 1
+        number = self._num_meetings
+        # Both numbers in one: whoever has come has said at the same moment whether it is stopping.
+        told = int(self._store.add(f"meeting{number}", 1 + _FIELD * int(stopping)))
+        looks = 0
+        while told % _FIELD < self.world:
+            if looks % round(_LISTEN_EVERY_S / _LOOK_EVERY_S) == 0:
+                self._check()
+            looks += 1
+            await asyncio.sleep(_LOOK_EVERY_S)
+            told = int(self._store.add(f"meeting{number}", 0))
+        if self.rank == 0 and number > 1:
+            self._store.delete_key(f"meeting{number - 1}")  # all have left it, since all have come to this one
+        return told >= _FIELD
 
     def gather_offers(self, offers: Sequence[Offer]) -> list[Offer]:
         mine = torch.tensor([[o.index, o.position, o.num_tokens, o.teaches] for o in offers], dtype=torch.long)
@@ -96,6 +108,12 @@ class TorchPeers:
                 came[offer.rank, offer.index] = from_bytes(self._receive(offer.rank))
         return came
 
+    def add_up(self, values: Sequence[float]) -> list[float]:
+        total = torch.tensor(list(values), dtype=torch.float64)
+        dist.all_reduce(total, group=self._on_cpu)
+        added: list[float] = total.tolist()
+        return added
+
     def _send(self, data: bytes, receiver: int) -> None:
         dist.send(torch.tensor([len(data)]), receiver, group=self._on_cpu)
         dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), receiver, group=self._on_cpu)
@@ -108,10 +126,17 @@ class TorchPeers:
         dist.recv(data, sender, group=self._on_cpu)
         return bytes(data.numpy())
 
-    def check(self) -> None:
-        if self._store.check([_FAILURE]):
-            raise RunError(f"another rank failed: {self._store.get(_FAILURE).decode()}")
+    def ask_to_stop(self) -> None:
+        self._store.set(_STOP, str(self.rank))
+
+    def stop_asked(self) -> bool:
+        self._check()
+        return bool(self._store.check([_STOP]))
 
     def fail(self, message: str) -> None:
         if not self._store.check([_FAILURE]):
             self._store.set(_FAILURE, f"rank {self.rank}: {message}")
+
+    def _check(self) -> None:
+        if self._store.check([_FAILURE]):
+            raise RunError(f"another rank failed: {self._store.get(_FAILURE).decode()}")

@@ -33,13 +33,20 @@ def fetch_model(plan: ModelPlan, *, log: Path | None = None) -> Path:
     if plan.kind == "builtin":
         return _fetch_builtin(BUILTIN[plan.name], plan, log)
     source = Path(os.path.expanduser(plan.name))
+    if plan.kind == "adapter":
+        return build_once(plan.folder, lambda folder: _in_child("ycore.models.adapter", source, folder, log=log))
     return build_once(plan.folder, lambda folder: convert_gguf(source, folder, log=log))
 
 
 def convert_gguf(source: Path, folder: Path, *, log: Path | None = None) -> None:
-    """Convert in a child process (`gguf`), so that its memory is given back and its modules are not loaded here."""
+    """A whole model's folder from a GGUF file (`gguf`)."""
     read_header(source)
-    command = [sys.executable, "-m", "ycore.models.gguf", str(source.absolute()), str(folder.absolute())]
+    _in_child("ycore.models.gguf", source, folder, log=log)
+
+
+def _in_child(module: str, source: Path, folder: Path, *, log: Path | None) -> None:
+    """Run a conversion in a process of its own: its memory is given back and its modules are not loaded here."""
+    command = [sys.executable, "-m", module, str(source.absolute()), str(folder.absolute())]
     with tempfile.TemporaryFile() if log is None else log.open("ab+") as output:
         begin = output.seek(0, 2)
         try:

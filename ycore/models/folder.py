@@ -66,12 +66,6 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 def _without_config(folder: Path) -> str:
-    if (folder / "adapter_config.json").is_file():
-        base = read_json(folder / "adapter_config.json").get("base_model_name_or_path")
-        return (
-            f"the folder {folder} holds a LoRA adapter of {base}, not a whole model; "
-            "give the merged model (a run with --merge writes it into model/merged)"
-        )
     ggufs = sorted(path.name for path in folder.glob("*.gguf"))
     if ggufs:
         return f"the folder {folder} has no config.json but GGUF files; name one of them: {folder / ggufs[0]}"

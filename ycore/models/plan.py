@@ -5,14 +5,15 @@ Not here: making it real (`fetch`).
 
 import hashlib
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 from ycore.errors import ModelError, nearest
+from ycore.models.adapter import CONFIG, is_adapter
 from ycore.models.builtin import BUILTIN
 from ycore.models.cache import cache_dir
-from ycore.models.folder import context_length, has_chat_template, inspect_folder
+from ycore.models.folder import context_length, has_chat_template, inspect_folder, read_json
 from ycore.models.gguf import check_tokenizer
 from ycore.models.gguf_header import read_header
 from ycore.models.hub import ask_hub, cached_snapshot
@@ -27,7 +28,7 @@ class ModelPlan:
     `folder` is None while only the hub's own cache knows where it will be. `note` tells a person what will happen.
     """
 
-    kind: Literal["hub", "folder", "gguf", "builtin"]
+    kind: Literal["hub", "folder", "gguf", "adapter", "builtin"]
     name: str
     folder: Path | None
     ready: bool
@@ -47,6 +48,8 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelPlan:
         return _builtin(name, trust_remote_code)
     if path.suffix.lower() == ".gguf":
         return _gguf(name, path)
+    if is_adapter(path):
+        return _adapter(name, path, trust_remote_code)
     if os.path.isdir(path):
         return folder_plan("folder", name, path, trust_remote_code=trust_remote_code)
     if os.path.isfile(path):
@@ -66,7 +69,7 @@ def require_chat_template(plan: ModelPlan) -> None:
 
 
 def folder_plan(
-    kind: Literal["hub", "folder", "gguf", "builtin"], name: str, folder: Path, *, trust_remote_code: bool
+    kind: Literal["hub", "folder", "gguf", "adapter", "builtin"], name: str, folder: Path, *, trust_remote_code: bool
 ) -> ModelPlan:
     """The plan of a folder that is there; every check of `inspect_folder` applies."""
     config = inspect_folder(folder, trust_remote_code=trust_remote_code)
@@ -137,9 +140,31 @@ def _gguf(name: str, path: Path) -> ModelPlan:
 
 def gguf_folder(path: Path) -> Path:
     """Where the conversion of the GGUF file `path`, as it is now, lies or will lie."""
+    return cache_dir() / "gguf" / _identity(path)
+
+
+def _adapter(name: str, path: Path, trust_remote_code: bool) -> ModelPlan:
+    weights = path / "adapter_model.safetensors"
+    if not weights.is_file():
+        raise ModelError(f"the adapter folder {name} has no adapter_model.safetensors; save the adapter again")
+    base_name = str(read_json(path / CONFIG).get("base_model_name_or_path"))
+    try:
+        base = resolve_model(base_name, trust_remote_code=trust_remote_code)
+    except ModelError as problem:
+        raise ModelError(f"{name} is an adapter of {base_name}, which is not to be had: {problem}") from None
+    folder = cache_dir() / "adapters" / _identity(weights)
+    if folder.is_dir():
+        return folder_plan("adapter", name, folder, trust_remote_code=trust_remote_code)
+    template = has_chat_template(path) or base.has_chat_template
+    note = f"will be merged with its base {base_name} once, into {folder}"
+    return replace(base, kind="adapter", name=name, folder=folder, ready=False, note=note, has_chat_template=template)
+
+
+def _identity(path: Path) -> str:
+    """A name for what the file `path` holds now: another path, size or time is another content."""
     status = path.stat()
     identity = f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}"
-    return cache_dir() / "gguf" / hashlib.sha256(os.fsencode(identity)).hexdigest()[:24]
+    return hashlib.sha256(os.fsencode(identity)).hexdigest()[:24]
 
 
 def _hub(name: str, trust_remote_code: bool) -> ModelPlan:

@@ -82,7 +82,7 @@ class VllmEngine:
         }
 
     async def load_weights(self, folder: Path, version: int) -> None:
-        reload = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        reload = {"method": "load_policy", "kwargs": {"weights_path": str(folder)}}
         await self._call("POST", "/collective_rpc", reload)
         await self._call("POST", "/reset_prefix_cache")
         await self._call("POST", "/update_weight_version", {"new_version": str(version)})
@@ -105,7 +105,10 @@ class VllmEngine:
             ) from error
         if response.status_code >= 400:
             raise EngineError(f"{self.name}: {path} answered {response.status_code}: {response.text[:300]}")
-        return response.json() if response.content else None
+        try:
+            return response.json() if response.content else None
+        except ValueError:
+            raise EngineError(f"{self.name}: {path} answered {response.text[:300]!r}, which is not JSON") from None
 
     async def close(self) -> None:
         await self._client.aclose()

@@ -9,8 +9,9 @@ from trl.experimental.gmpo import GMPOConfig
 
 from ycore.algorithms.advantages import ESTIMATORS
 from ycore.algorithms.divergence import DIVERGENCES as DIVERGENCE_FUNCTIONS
-from ycore.algorithms.presets import ADVANTAGES, DIVERGENCES, PRESETS, Preset, apply_preset, find_preset
+from ycore.config.overrides import resolve
 from ycore.config.owned import ALIASES, refusal
+from ycore.config.presets import ADVANTAGES, DIVERGENCES, PRESETS, Preset, find_preset, preset_layer, preset_lines
 from ycore.config.trl_fields import coerce, fields_of
 from ycore.errors import ConfigError
 
@@ -85,13 +86,12 @@ PAPERS: dict[str, dict[str, Any]] = {
         "scale_rewards": "batch",
         "epsilon_high": 5.0,
         "beta": 0.0,
-        "cast_lm_head_to_fp32": True,
     },
 }
 RUNS: dict[str, dict[str, Any]] = {
-    "dapo": {"dynamic_sampling": True},
-    "gmpo": {"trainer": "gmpo"},
-    "scalerl": {"advantage": "reinforce++-baseline", "dynamic_sampling": True},
+    "dapo": {"sampling": {"dynamic": True}},
+    "gmpo": {"loss_from": "gmpo"},
+    "scalerl": {"advantage": "reinforce++-baseline", "sampling": {"dynamic": True}},
 }
 # What an algorithm here is made of. The exceptions are losses that do not read the field.
 CORE = {"loss_type", "importance_sampling_level", "scale_rewards", "epsilon", "epsilon_high", "beta"}
@@ -99,9 +99,8 @@ UNREAD = {"cispo": {"epsilon"}, "scalerl": {"epsilon"}, "gmpo": {"loss_type"}}
 
 
 def resolved(preset: Preset, folder: Path, **user_trl: Any) -> GRPOConfig:
-    trl, run, _ = apply_preset(preset, user_trl=user_trl, user_run={}, untied=True)
-    config = GMPOConfig if run.get("trainer") == "gmpo" else GRPOConfig
-    return config(output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", **trl)
+    config = GMPOConfig if preset.run.get("loss_from") == "gmpo" else GRPOConfig
+    return config(output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", **{**preset.trl, **user_trl})
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -114,7 +113,7 @@ def test_the_resolved_trl_config_has_the_papers_numbers(name: str, tmp_path: Pat
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_the_papers_table_covers_all_that_a_preset_sets(name: str) -> None:
     preset = PRESETS[name]
-    assert {*preset.trl, *(preset.when_untied or {})} <= set(PAPERS[name])
+    assert set(preset.trl) <= set(PAPERS[name])
 
 
 @pytest.mark.parametrize("name", sorted(PRESETS))
@@ -125,13 +124,13 @@ def test_a_preset_leaves_no_part_of_its_algorithm_to_a_default(name: str) -> Non
 @pytest.mark.parametrize("name", sorted(PRESETS))
 def test_fields_are_trls_and_the_users_to_set(name: str) -> None:
     fields = fields_of("GRPOConfig")
-    for key, value in {**PRESETS[name].trl, **(PRESETS[name].when_untied or {})}.items():
+    for key, value in PRESETS[name].trl.items():
         assert coerce(fields[key], value) == value
         assert refusal(key) is None and key not in ALIASES
 
 
 def test_run_keys_are_the_three_that_presets_may_set() -> None:
-    assert {key for preset in PRESETS.values() for key in preset.run} <= {"advantage", "dynamic_sampling", "trainer"}
+    assert {key for preset in PRESETS.values() for key in preset.run} <= {"advantage", "sampling", "loss_from"}
     assert all(preset.run.get("advantage", "group") in ESTIMATORS for preset in PRESETS.values())
 
 
@@ -147,53 +146,35 @@ def test_trl_alone_would_cap_cispo_at_a_fifth(tmp_path: Path) -> None:
     assert resolved(PRESETS["cispo"], tmp_path).epsilon_high == 5.0
 
 
-def test_the_users_values_win_and_the_lines_say_so(tmp_path: Path) -> None:
-    user_trl, user_run = {"epsilon_high": 0.3, "beta": 0.0, "top_p": 0.9}, {"dynamic_sampling": False, "steps": 3}
-    trl, run, lines = apply_preset(PRESETS["dapo"], user_trl=user_trl, user_run=user_run)
-    assert trl == {**PRESETS["dapo"].trl, "epsilon_high": 0.3, "top_p": 0.9}
-    assert run == {"dynamic_sampling": False, "steps": 3}
-    assert lines == [
-        "preset dapo: DAPO: clip-higher, dynamic sampling, token loss, overlong filtering "
-        "(arXiv 2503.14476, sections 3 and 4.1)",
-        "  loss_type dapo",
-        "  importance_sampling_level token",
-        "  scale_rewards group",
-        "  epsilon 0.2",
-        "  epsilon_high 0.3, yours; the preset says 0.28",
-        "  beta 0",
-        "  mask_truncated_completions true",
-        "  dynamic_sampling false, yours; the preset says true",
+def test_the_users_values_win_and_the_lines_say_so() -> None:
+    said = {"model": "m", "dataset": "d", "rewards": ["r"], "preset": "dapo"}
+    config = resolve(options={**said, "trl": {"epsilon_high": "0.3"}, "sampling": {"dynamic": False}})
+    assert config.trl == {**PRESETS["dapo"].trl, "epsilon_high": 0.3}
+    assert config.sampling.dynamic is False and config.preset == "dapo"
+    lines = preset_lines(PRESETS["dapo"], trl=config.trl, run=config.model_dump())
+    assert lines[:9] == [
+        "DAPO: clip-higher, dynamic sampling, token loss, overlong filtering (arXiv 2503.14476, sections 3 and 4.1)",
+        "loss_type dapo",
+        "importance_sampling_level token",
+        "scale_rewards group",
+        "epsilon 0.2",
+        "epsilon_high 0.3, yours; the preset says 0.28",
+        "beta 0",
+        "mask_truncated_completions true",
+        "sampling.dynamic false, yours; the preset says true",
     ]
-    assert resolved(PRESETS["dapo"], tmp_path, epsilon_high=0.3).epsilon_high == 0.3
+    assert all(line.startswith("note: ") for line in lines[9:]) and len(lines) > 9
 
 
-def test_every_value_that_a_preset_sets_has_its_line() -> None:
-    for preset in PRESETS.values():
-        _, _, lines = apply_preset(preset, user_trl={}, user_run={}, untied=True)
-        said = [line.split()[0] for line in lines[1:]]
-        assert said == [*preset.trl, *(preset.when_untied or {}), *preset.run]
+def test_a_recipe_lies_on_the_preset_it_names() -> None:
+    recipe = {"model": "m", "dataset": "d", "rewards": ["r"], "preset": "scalerl", "trl": {"beta": 0.1}}
+    config = resolve(recipe=recipe, sets=["advantage=rloo"])
+    assert (config.trl["beta"], config.trl["loss_type"], config.advantage) == (0.1, "cispo", "rloo")
 
 
-def test_a_float32_head_only_for_untied_models() -> None:
-    def apply(**options: Any) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-        return apply_preset(PRESETS["scalerl"], **{"user_trl": {}, "user_run": {}, **options})
-
-    left_out = "  cast_lm_head_to_fp32 is left out: it needs a model whose head is not tied"
-    trl, _, lines = apply()
-    assert "cast_lm_head_to_fp32" not in trl and lines[-1] == left_out
-    trl, _, lines = apply(untied=True)
-    assert trl["cast_lm_head_to_fp32"] is True and left_out not in lines
-    trl, _, lines = apply(user_trl={"cast_lm_head_to_fp32": True})
-    assert trl["cast_lm_head_to_fp32"] is True and left_out not in lines
-
-
-def test_applying_changes_neither_the_preset_nor_what_the_user_said() -> None:
-    before = dict(PRESETS["dapo"].trl)
-    user_trl = {"beta": 0.1}
-    trl, run, _ = apply_preset(PRESETS["dapo"], user_trl=user_trl, user_run={})
-    trl["epsilon"] = run["dynamic_sampling"] = None
-    assert dict(PRESETS["dapo"].trl) == before and PRESETS["dapo"].run == {"dynamic_sampling": True}
-    assert user_trl == {"beta": 0.1}
+def test_the_layer_is_a_copy() -> None:
+    preset_layer(PRESETS["dapo"])["trl"]["beta"] = None
+    assert PRESETS["dapo"].trl["beta"] == 0.0
 
 
 def test_an_unknown_preset_names_the_nearest() -> None:
@@ -203,7 +184,7 @@ def test_an_unknown_preset_names_the_nearest() -> None:
 
 
 def test_the_command_line_can_read_presets_without_torch() -> None:
-    code = "import sys, ycore.algorithms.presets; sys.exit('torch' in sys.modules or 'trl' in sys.modules)"
+    code = "import sys, ycore.config.presets; sys.exit('torch' in sys.modules or 'trl' in sys.modules)"
     root = Path(__file__).parents[2]
     assert subprocess.run([sys.executable, "-c", code], cwd=root, timeout=60).returncode == 0
 

@@ -25,8 +25,7 @@ DIVERGENCES = ("reverse-kl", "forward-kl", "js")
 class Preset:
     """An algorithm's settings.
 
-    `trl` are fields of TRL's config, `run` keys of RunConfig: `advantage`, `dynamic_sampling`, `trainer`.
-    `when_untied` are TRL fields for models whose output head has its own weights.
+    `trl` are fields of TRL's config, `run` keys of RunConfig: `advantage`, `sampling`, `loss_from`.
     `notes` say what of the paper these settings do not do, one line each.
     """
 
@@ -36,7 +35,6 @@ class Preset:
     trl: Mapping[str, Any]
     run: Mapping[str, Any]
     notes: tuple[str, ...] = ()
-    when_untied: Mapping[str, Any] | None = None
 
 
 _ONE_STEP = (
@@ -95,7 +93,7 @@ _DAPO = Preset(
         "beta": 0.0,
         "mask_truncated_completions": True,
     },
-    run={"dynamic_sampling": True},
+    run={"sampling": {"dynamic": True}},
     notes=(
         "the overlong punishment is a reward of its own: add `overlong` with cache_tokens a fifth of max_tokens "
         "(4096 of 20480 in the paper)",
@@ -165,9 +163,9 @@ _GMPO = Preset(
         "epsilon_high": 0.4,
         "beta": 0.0,
     },
-    run={"trainer": "gmpo"},
+    run={"loss_from": "gmpo"},
     notes=(
-        "the loss is TRL's experimental GMPOTrainer, reached by `trainer: gmpo`; it reads no loss_type",
+        "the loss is TRL's experimental GMPOTrainer, reached by `loss_from: gmpo`; it reads no loss_type",
         "there the epsilons are in log space: ratios from exp(-0.4) to exp(0.4)",
         "it does not correct for an engine whose probabilities differ from the trainer's",
         _ONE_STEP,
@@ -185,9 +183,9 @@ _SCALERL = Preset(
         "epsilon_high": 5.0,
         "beta": 0.0,
     },
-    run={"advantage": "reinforce++-baseline", "dynamic_sampling": True},
-    when_untied={"cast_lm_head_to_fp32": True},
+    run={"advantage": "reinforce++-baseline", "sampling": {"dynamic": True}},
     notes=(
+        "the paper's float32 head is `--cast-lm-head-to-fp32`, for models whose head is not tied to their embedding",
         "advantages are divided by their own deviation in the batch; TRL's `scale_rewards=batch` takes the rewards'",
         "the paper averages the loss over prompts; TRL's cispo averages over tokens",
         "the paper leaves groups without spread out; dynamic sampling also draws others in their place",
@@ -207,30 +205,35 @@ def find_preset(name: str) -> Preset:
     return PRESETS[name]
 
 
-def apply_preset(
-    preset: Preset, *, user_trl: Mapping[str, Any], user_run: Mapping[str, Any], untied: bool = False
-) -> tuple[dict[str, Any], dict[str, Any], list[str]]:
-    """TRL fields and RunConfig keys of the preset under the user's own, and lines that say what came from where.
+def preset_layer(preset: Preset) -> dict[str, Any]:
+    """The preset as the lowest layer of a config: whatever a recipe, `--set` or an option says lies on top of it."""
+    return {"trl": dict(preset.trl), **preset.run}
+
+
+def preset_lines(preset: Preset, *, trl: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
+    """What the preset set and what the user changed of it, a line each, for the plan.
 
     Args:
-        user_trl: what the user said, by TRL's names, in the fields' own types.
-        user_run: what the user said, by RunConfig's keys.
-        untied: whether the model's output head is known to have weights of its own.
+        trl: TRL's fields as the run has them; `run`: RunConfig as plain values.
     """
-    lines = [f"preset {preset.name}: {preset.title} ({preset.source})"]
-    ours = {**preset.trl, **((preset.when_untied or {}) if untied else {})}
-    for settings, said in ((ours, user_trl), (preset.run, user_run)):
-        lines += [_line(name, value, said) for name, value in settings.items()]
-    if not untied:
-        left_out = set(preset.when_untied or {}) - set(user_trl)
-        lines += [f"  {name} is left out: it needs a model whose head is not tied" for name in sorted(left_out)]
-    return {**ours, **user_trl}, {**preset.run, **user_run}, lines
+    lines = [f"{preset.title} ({preset.source})"]
+    for settings, resolved in ((preset.trl, trl), (_flat(preset.run), _flat(run))):
+        lines += [_line(name, value, resolved[name]) for name, value in settings.items()]
+    return [*lines, *(f"note: {note}" for note in preset.notes)]
 
 
-def _line(name: str, value: Any, said: Mapping[str, Any]) -> str:
-    if name in said and said[name] != value:
-        return f"  {name} {_shown(said[name])}, yours; the preset says {_shown(value)}"
-    return f"  {name} {_shown(value)}"
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, value in values.items():
+        name = f"{prefix}{key}"
+        flat |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return flat
+
+
+def _line(name: str, preset: Any, resolved: Any) -> str:
+    if resolved != preset:
+        return f"{name} {_shown(resolved)}, yours; the preset says {_shown(preset)}"
+    return f"{name} {_shown(preset)}"
 
 
 def _shown(value: Any) -> str:

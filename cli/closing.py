@@ -1,0 +1,57 @@
+"""The last page of a training run: completions before and after, where things lie, what to try next.
+
+Not here: the run's own closing line with its rewards, which `ycore.launch` says.
+"""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ycore.config.run import RunConfig
+from ycore.run_folder.files import read_json
+from ycore.run_folder.paths import RunFolder
+
+
+def print_closing(config: RunConfig, folder: RunFolder) -> None:
+    """Everything a person wants to know once a run is through."""
+    if folder.samples.is_file():
+        _print_samples(read_json(folder.samples))
+    from ycore_cli.output import print_table
+
+    print_table(
+        [
+            ("model", str(folder.model)),
+            ("curve", str(folder.curve)),
+            ("metrics", str(folder.metrics)),
+            ("try next", eval_command(config, folder)),
+            ("", "ycore grpo --model MODEL --dataset your.jsonl --reward your.py:score"),
+        ]
+    )
+
+
+def eval_command(config: RunConfig, folder: RunFolder) -> str:
+    """The command that measures this run's model, on held-out rows where the dataset has a split of them."""
+    words = ["ycore", "eval", "--model", str(folder.model), "--dataset", config.dataset]
+    if config.dataset.startswith(("task:", "gym:")):
+        words += ["--split", "test"]
+    for reward in config.rewards:
+        words += ["--reward", reward.reward]
+    return shlex.join([*words, "--max-tokens", str(config.max_tokens)])
+
+
+def _print_samples(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table("prompt", "before", "after", show_lines=True)
+    for before, after in zip(samples["before"], samples["after"], strict=True):
+        table.add_row(
+            escape(_text(before["prompt"])), escape(before["completion"].strip()), escape(after["completion"].strip())
+        )
+    Console().print(table)
+
+
+def _text(prompt: str | Sequence[Mapping[str, str]]) -> str:
+    """The prompt as a line: a chat's last turn."""
+    return prompt if isinstance(prompt, str) else prompt[-1]["content"]

@@ -127,5 +127,5 @@ def _machine(machine: Mapping[str, Any]) -> str:
 
 
 def _table(head: str, rows: Sequence[str]) -> str:
-    rule = "|".join("---" for _ in head.split("|"))
+    rule = " | ".join("---" for _ in head.split("|"))
     return "\n".join(f"| {line.strip()} |" for line in (head, rule, *rows))

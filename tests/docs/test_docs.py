@@ -159,15 +159,13 @@ def write_unfinished_run(page: Path, output: str, folder: Path) -> None:
 
 
 def write_stand_in(folder: Path) -> None:
-    """What an earlier run of the page would have left: as much of a model as a dry run looks at."""
+    """What an earlier run of the page would have left: as much of an adapter as a dry run looks at."""
     import numpy
     from safetensors.numpy import save_file
 
     folder.mkdir(parents=True)
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", "max_position_embeddings": 8192}))
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": "{{ messages }}"}))
-    save_file({"weight": numpy.zeros(1)}, folder / "model.safetensors")
+    (folder / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "smollm2-135m"}))
+    save_file({"weight": numpy.zeros(1)}, folder / "adapter_model.safetensors")
 
 
 def needs_hub(line: str) -> bool:

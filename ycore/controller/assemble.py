@@ -3,6 +3,7 @@
 Not here: a trainer (`roles.trainer`) or a table of results (`roles.evaluator`), which both start from these.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,7 +15,6 @@ from ycore.config.run import RunConfig
 from ycore.controller.draws import WHOLE, DrawSource, Shard
 from ycore.controller.round import Rules
 from ycore.data.prompts import PromptSet, load_prompts
-from ycore.errors import RunError
 from ycore.rewards.pool import RewardPool
 from ycore.roles.engine import Engine, Sampling
 from ycore.roles.vllm_engine import VllmEngine
@@ -31,6 +31,11 @@ class EngineList:
     engines: Sequence[str]
     model: Path
     max_model_len: int
+    home: Path | None = None
+    """The whole run's folder, where this one is that of a machine which is not the first."""
+
+    max_num_seqs: int | None = None
+    """Completions that one engine writes at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,6 +47,11 @@ class Assembly:
     started: EngineList
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSet
+
+    @property
+    def home(self) -> RunFolder:
+        """Where checkpoints, metrics and the model go, whichever machine this is."""
+        return self.folder if self.started.home is None else RunFolder(self.started.home)
 
     @property
     def max_prompt_tokens(self) -> int:
@@ -80,15 +90,19 @@ class Assembly:
             shard=shard,
         )
 
-    def rules(self) -> Rules:
-        """How a round decides; an evaluation takes every group as it comes."""
+    def rules(self, *, num_engines: int = 1) -> Rules:
+        """How a round decides, on a rank with so many engines; an evaluation takes every group as it comes."""
         config, evaluates = self.config, self.config.algorithm == "eval"
+        group_size = config.num_samples if evaluates else config.group_size
+        at_once = self.started.max_num_seqs
         return Rules(
-            group_size=config.num_samples if evaluates else config.group_size,
+            group_size=group_size,
             seed=config.seed,
             reward_weights=tuple(reward.weight for reward in config.rewards),
             dynamic=config.sampling.dynamic and not evaluates,
             max_tries=config.sampling.max_tries,
+            # One more than fits, so that no engine waits for the controller to notice that a group has ended.
+            max_in_flight=None if at_once is None else math.ceil(at_once * num_engines / group_size) + 1,
         )
 
     def vllm_engines(self) -> list[Engine]:
@@ -136,8 +150,5 @@ def end_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ..
 
 
 def _started(folder: RunFolder) -> EngineList:
-    try:
-        told = read_json(folder.root / "engines.json")
-    except FileNotFoundError:
-        raise RunError(f"{folder.root} holds no engines.json; a run is started with `ycore grpo`") from None
+    told = read_json(folder.root / "engines.json")
     return EngineList(told["kind"], tuple(told["engines"]), Path(told["model"]), told["max_model_len"])

@@ -6,6 +6,7 @@ Not here: what a round does (`round`), and whose weights they are (`algorithms.w
 import asyncio
 import threading
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,7 +18,7 @@ from ycore.controller.surplus import Surplus
 from ycore.errors import Interrupted, YcoreError
 from ycore.rewards.pool import RewardPool
 from ycore.roles.engine import Engine
-from ycore.sampling.balance import Offer, deal_groups, imbalance
+from ycore.sampling.balance import Deal, Offer, deal_groups, imbalance
 from ycore.types import Completion, Group, Prompt
 
 T = TypeVar("T")
@@ -29,7 +30,8 @@ Record = Callable[[str, float], None]
 
 
 class Rounds:
-    """A `RoundSource`: what the trainer asks for its next groups. `record` receives the step's metrics."""
+    """A `RoundSource`: what the trainer asks for its next groups. `record` receives the step's metrics; `problems` counts what kept
+    rewards of the last round from being given."""
 
     def __init__(
         self,
@@ -44,6 +46,7 @@ class Rounds:
     ) -> None:
         self.stop = threading.Event()
         self.record: Record = lambda name, value: None
+        self.problems: Counter[str] = Counter()
         self.draws = draws
         self.surplus = Surplus(max_age=max_surplus_age)
         self._engines = engines
@@ -52,6 +55,7 @@ class Rounds:
         self.round = Round(engines, rewards, rules, peers)
         self._share_weights = share_weights
         self._synced: int | None = None
+        self._bytes_reported = 0
         self._runner = asyncio.Runner()
 
     def start(self, *, timeout_s: float) -> None:
@@ -64,14 +68,18 @@ class Rounds:
 
     def next_round(self, *, step: int, num_groups: int) -> list[Group]:
         """Sync the engines to the policy of this step, then return that many scored groups for this rank."""
+        started = time.perf_counter()
         self.sync(step)
+        self.record("ycore/time/sync", time.perf_counter() - started)
         started = time.perf_counter()
         ready = self.surplus.take(step)
         work = self.round.run(self.draws.draw, need=num_groups, ready=len(ready), step=step)
         landed, stats = self._run(work)
+        seconds = time.perf_counter() - started
+        groups = self._deal([*ready, *landed], num_groups)
         self.record("ycore/time/round", time.perf_counter() - started)
-        self._report(stats, time.perf_counter() - started)
-        return self._deal([*ready, *landed], num_groups)
+        self._report(stats, seconds)
+        return groups
 
     def _deal(self, finished: list[Finished], num_groups: int) -> list[Group]:
         """The groups this rank trains on; what is not chosen and can teach is kept for the next round."""
@@ -80,23 +88,24 @@ class Rounds:
             Offer(peers.rank, index, item.group.draw.position, item.group.num_tokens, item.teaches)
             for index, item in enumerate(finished)
         ]
-        everyone = peers.gather_offers(offers)
-        deal = deal_groups(everyone, world=peers.world, per_rank=num_groups)
+        deal = deal_groups(peers.gather_offers(offers), world=peers.world, per_rank=num_groups)
         came = peers.exchange(deal.moves, [item.group for item in finished])
-        taken = {(offer.rank, offer.index) for hand in deal.chosen for offer in hand}
+        taken = {_key(offer) for hand in deal.chosen for offer in hand}
         self.surplus.put([item for item, offer in zip(finished, offers, strict=True) if _key(offer) not in taken])
+        self._report_deal(deal)
         mine = deal.chosen[peers.rank]
-        self._report_deal(everyone, deal.chosen)
         return [finished[o.index].group if o.rank == peers.rank else came[_key(o)] for o in mine]
 
     def sync(self, version: int) -> None:
         """Give every engine the policy's weights as this version, unless it has them."""
-        started = time.perf_counter()
         if self._synced != version and self._share_weights is not None:
             folder = self._share_weights(version)
             self._run(self._load(folder, version))
         self._synced = version
-        self.record("ycore/time/sync", time.perf_counter() - started)
+
+    def should_stop(self) -> bool:
+        """Whether any rank was asked to stop; all ranks ask together, and get the same answer."""
+        return self._runner.run(self._peers.meet(stopping=self.stop.is_set()))
 
     async def _load(self, folder: Path, version: int) -> None:
         await asyncio.gather(*(engine.load_weights(folder, version) for engine in self._engines))
@@ -116,20 +125,26 @@ class Rounds:
         return await asyncio.gather(*asked)
 
     def _report(self, stats: RoundStats, seconds: float) -> None:
+        """What the round took: counts over all ranks, times and the yield of this one."""
+        moved = self._peers.bytes_sent - self._bytes_reported
+        self._bytes_reported += moved
+        added = self._peers.add_up([stats.num_tokens, stats.num_masked, stats.drawn, len(self.surplus), moved])
+        num_tokens, num_masked, drawn, surplus, moved_by_all = added
         self.record("ycore/time/generate", stats.generate_s)
-        self.record("ycore/tokens_per_s", stats.num_tokens / seconds)
-        self.record("ycore/masked", float(stats.num_masked))
-        self.record("ycore/sampling/drawn", float(stats.drawn))
+        self.record("ycore/tokens_per_s", num_tokens / seconds)
+        self.record("ycore/masked", num_masked)
+        self.record("ycore/sampling/drawn", drawn)
         self.record("ycore/sampling/yield", self.round.yields.rate)
-        self.record("ycore/sampling/surplus", float(len(self.surplus)))
+        self.record("ycore/sampling/surplus", surplus)
+        self.record("ycore/bytes_moved", moved_by_all)
 
-    def _report_deal(self, everyone: Sequence[Offer], chosen: Sequence[Sequence[Offer]]) -> None:
-        chosen_offers = [offer for hand in chosen for offer in hand]
-        self.record("ycore/sampling/filled", float(sum(not offer.teaches for offer in chosen_offers)))
-        if len(chosen) > 1:
-            before = [sum(o.num_tokens for o in everyone if o.rank == rank) for rank in range(len(chosen))]
+    def _report_deal(self, deal: Deal) -> None:
+        chosen = [offer for hand in deal.chosen for offer in hand]
+        self.record("ycore/sampling/filled", float(sum(not offer.teaches for offer in chosen)))
+        if len(deal.chosen) > 1:
+            before = [sum(o.num_tokens for o in chosen if o.rank == rank) for rank in range(len(deal.chosen))]
             self.record("ycore/balance/before", imbalance(before))
-            self.record("ycore/balance/after", imbalance([sum(o.num_tokens for o in hand) for hand in chosen]))
+            self.record("ycore/balance/after", imbalance([sum(o.num_tokens for o in hand) for hand in deal.chosen]))
 
     def close(self) -> None:
         self._runner.run(self._close())
@@ -139,7 +154,18 @@ class Rounds:
         await asyncio.gather(self._rewards.close(), *(engine.close() for engine in self._engines))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
-        return self._runner.run(_until(work, self.stop, self._peers))
+        return self._runner.run(self._together(work))
+
+    async def _together(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result, once every rank has its own; Interrupted on every rank when any of them was stopped meanwhile."""
+        try:
+            result = await _until(work, self.stop, self._peers)
+        except Interrupted:
+            await self._peers.meet(stopping=True)
+            raise
+        if await self._peers.meet(stopping=False):
+            raise Interrupted("another rank was interrupted; the last finished step stands")
+        return result
 
 
 def _key(offer: Offer) -> tuple[int, int]:
@@ -147,7 +173,7 @@ def _key(offer: Offer) -> tuple[int, int]:
 
 
 async def _until(work: Awaitable[T], stop: threading.Event, peers: Peers) -> T:
-    """The work's result; Interrupted as soon as `stop` is set, RunError as soon as another rank has failed."""
+    """The work's result; Interrupted as soon as any rank is to stop, RunError as soon as another has failed."""
     task = asyncio.ensure_future(work)
     watch = asyncio.ensure_future(_watch(stop, peers))
     try:
@@ -163,8 +189,10 @@ async def _until(work: Awaitable[T], stop: threading.Event, peers: Peers) -> T:
 
 async def _watch(stop: threading.Event, peers: Peers) -> Any:
     while not stop.is_set():
-        peers.check()
+        if peers.stop_asked():
+            stop.set()
         await asyncio.sleep(0.1)
+    peers.ask_to_stop()
     raise Interrupted("interrupted while generating; the last finished step stands")
 
 

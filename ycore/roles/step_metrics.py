@@ -4,12 +4,14 @@ Not here: the file (`telemetry.metrics`) and trackers (TRL's `report_to`, which 
 """
 
 import time
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ycore.telemetry.metrics import MetricsWriter
 
+PROBLEMS = "ycore/reward_problems"
 STEP, TRAIN = "ycore/time/step", "ycore/time/train"
 _NOT_TRAINING = ("ycore/time/sync", "ycore/time/round")
 
@@ -17,8 +19,10 @@ _NOT_TRAINING = ("ycore/time/sync", "ycore/time/round")
 class StepMetrics(TrainerCallback):
     """First among the callbacks: it completes the logs that trackers then see."""
 
-    def __init__(self, writer: MetricsWriter) -> None:
+    def __init__(self, writer: MetricsWriter, problems: Callable[[], Mapping[str, int]]) -> None:
+        """`problems` tells, after a round, what kept rewards from being given, and how often."""
         self._writer = writer
+        self._problems = problems
         self._began = 0.0
         self._took = 0.0
 
@@ -36,4 +40,5 @@ class StepMetrics(TrainerCallback):
         logs[STEP] = self._took
         logs[TRAIN] = self._took - sum(logs.get(name) or 0.0 for name in _NOT_TRAINING)
         if state.is_world_process_zero:
-            self._writer.write({"step": state.global_step, **logs})
+            problems = dict(self._problems())
+            self._writer.write({"step": state.global_step, **logs, **({PROBLEMS: problems} if problems else {})})

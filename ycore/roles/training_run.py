@@ -41,7 +41,7 @@ class TrainingRun:
             parts.folder,
             model=parts.started.model,
             tokenizer=parts.tokenizer,
-            callbacks=[StepMetrics(self._metrics), self._stopping],
+            callbacks=[StepMetrics(self._metrics, lambda: self._rounds.problems), self._stopping],
         )
         self._peers: Peers = TorchPeers() if self._trainer.accelerator.num_processes > 1 else Alone()
         self._rounds = self._make_rounds()
@@ -81,7 +81,8 @@ class TrainingRun:
             writes=accelerator.is_local_main_process,
         )
         accelerator.wait_for_everyone()
-        self._trainer.record("ycore/sync_mb", num_bytes / 1e6)
+        if version > 0:  # the first weights are sent before the first step begins
+            self._trainer.record("ycore/sync_mb", num_bytes / 1e6)
         return folder
 
     def _own_engine(self) -> TransformersEngine:

@@ -73,12 +73,17 @@ class TransformersEngine:
         self._model.eval()
         try:
             # One generator serves the batch: its first seed stands for all of them.
-            with torch.random.fork_rng(), torch.no_grad():
+            with torch.random.fork_rng(), torch.no_grad(), self._autocast():
                 torch.manual_seed(batch[0][1])
                 outputs = self._model.generate(**inputs, **self._arguments())
         finally:
             self._model.train(was_training)
         return [self._completion(row) for row in outputs[:, inputs["input_ids"].size(1) :].tolist()]
+
+    def _autocast(self) -> torch.autocast:
+        """Adapters are kept in float32 beside a bfloat16 base; the trainer's own passes compute them so too."""
+        is_half = self._model.dtype == torch.bfloat16
+        return torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=is_half)
 
     def _arguments(self) -> dict[str, Any]:
         sampling = self._sampling

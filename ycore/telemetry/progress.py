@@ -115,6 +115,7 @@ def describe_step(row: Mapping[str, Any]) -> list[str]:
         _part(row, "ycore/time/train", "train {:.1f} s"),
         _part(row, "ycore/tokens_per_s", "{:.0f} tok/s"),
         _part(row, "ycore/logprob_gap", "gap {:.4f}"),
+        *(f"{count} x {problem}" for problem, count in row.get("ycore/reward_problems", {}).items()),
     ]
     return [part for part in parts if part]
 

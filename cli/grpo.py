@@ -24,6 +24,9 @@ def grpo(
     steps: o.Steps = None,
     lora: o.Lora = None,
     engine: o.EngineKind = None,
+    dynamic_sampling: o.DynamicSampling = None,
+    processes: o.Processes = None,
+    accelerate: o.Accelerate = None,
     merge: o.Merge = None,
     seed: o.Seed = None,
     set_: o.Set = None,
@@ -36,9 +39,7 @@ def grpo(
     """Train a model on a reward with GRPO.
 
     \b
-    Any field of TRL's GRPOConfig is an option too, by its own name:
-    --learning-rate 1e-5, --beta 0.04, --report-to wandb, --loss-type dr_grpo.
-    All of them are in docs/options.md.
+    Any field of TRL's GRPOConfig is an option too, e.g. --learning-rate 1e-5; see docs/options.md.
 
     \b
     ycore grpo --recipe quickstart

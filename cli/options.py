@@ -52,6 +52,24 @@ Merge = Annotated[
     bool | None,
     typer.Option("--merge", help="Also save the model with its adapters merged in."),
 ]
+DynamicSampling = Annotated[
+    bool | None,
+    typer.Option(
+        "--dynamic-sampling/--no-dynamic-sampling",
+        help="Replace groups whose rewards are all equal (the default), or train on what comes.",
+    ),
+]
+Processes = Annotated[
+    str | None,
+    typer.Option(metavar="N", help="Training processes on this machine, one a GPU or an even share of cores; e.g. 2."),
+]
+Accelerate = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME|FILE",
+        help="How they share the work: ddp, zero1, zero2, zero3, fsdp2 or an accelerate config; see docs/parallel.md.",
+    ),
+]
 Seed = Annotated[str | None, typer.Option(metavar="N", help="Fixes the data's order and the sampling; e.g. 0.")]
 Set = Annotated[
     list[str] | None,
@@ -78,9 +96,9 @@ Split = Annotated[str | None, typer.Option(help="Split of the dataset; e.g. test
 
 _TEXTS = (
     "model", "dataset", "output", "merge", "system_prompt", "prompt_column", "answer_column", "trust_remote_code",
-    "split",
+    "split", "accelerate",
 )  # fmt: skip
-_NUMBERS = ("prompts_per_step", "group_size", "max_tokens", "steps", "seed", "num_samples", "limit")
+_NUMBERS = ("prompts_per_step", "group_size", "max_tokens", "steps", "seed", "num_samples", "limit", "processes")
 
 
 def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
@@ -91,6 +109,8 @@ def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
         keys["rewards"] = list(params["reward"])
     if params.get("engine") is not None:
         keys["engine"] = {"kind": params["engine"]}
+    if params.get("dynamic_sampling") is not None:
+        keys["sampling"] = {"dynamic": params["dynamic_sampling"]}
     if params.get("lora") is not None:
         keys["lora"] = {} if params["lora"] else None
     if "output" in keys:

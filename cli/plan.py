@@ -5,7 +5,6 @@ Not here: starting anything. No model is loaded and torch is not imported.
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 from ycore.config.run import RunConfig
@@ -17,8 +16,8 @@ def checked_plan(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
     from ycore.config.batch import derive_batch
     from ycore.config.needs import check_needs
     from ycore.config.trl_arguments import trl_arguments
-    from ycore.launch.engines import choose_kind, is_vllm_installed, this_machine
-    from ycore.run_folder.paths import RunFolder
+    from ycore.launch.engines import choose_kind, is_vllm_installed
+    from ycore.launch.site import site_of
     from ycore.run_folder.prepare import check_claim
     from ycore.run_folder.secrets import redact
 
@@ -26,16 +25,17 @@ def checked_plan(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
     model = _checked_model(config)
     dataset = _checked_dataset(config, model)
     _check_rewards(config, dataset["columns"])
-    machine = this_machine()
-    batch = derive_batch(config, world_size=1, on_cpu=not machine.devices)  # the launcher starts one trainer process
+    site = site_of(config, trains=config.algorithm != "eval")
+    folder, machine = site.folder, site.machine
+    batch = derive_batch(config, world_size=site.layout.world, on_cpu=not machine.devices)
     check_needs(config)
-    folder = RunFolder(Path(config.output))
     check_claim(folder, config, resume=resume)
     return {
         "config": redact(config.model_dump(mode="json")),
         "model": {key: model[key] for key in ("kind", "folder", "ready", "note", "context_length", "chat")},
         "dataset": dataset,
         "devices": {"gpus": len(machine.devices), "cores": len(machine.cores)},
+        "ranks": {"world": site.layout.world, "here": site.layout.local, "machines": site.layout.num_machines},
         "engine": engine,
         "batch": asdict(batch) | {"in_words": str(batch)},
         "trl": redact(trl_arguments(config, batch, folder)),

@@ -1,4 +1,4 @@
-"""The private members of TRL that `trl_seam` and `forward` stand on, as TRL 1.16 has them: fails by name when one moves."""
+"""The private members of TRL that `trl_seam` and `forward` stand on, as TRL 1.16 has them; a test fails by its name."""
 
 import importlib.metadata
 import inspect

@@ -125,14 +125,9 @@ def true_logprobs(model: Any, prompt_ids: list[int], token_ids: list[int]) -> to
 def flat_rows(groups: list[Group]) -> list[dict[str, Any]]:
     """The round as TRL's own trainer is told it: a row a completion, what a reward says in a column."""
     return [
-        {
-            "prompt": group.draw.prompt.content,
-            "index": index * GROUP_SIZE + member,
-            "first": group.scores_GR[member][0].value,
-            "second": group.scores_GR[member][1].value,
-        }
-        for index, group in enumerate(groups)
-        for member in range(GROUP_SIZE)
+        {"prompt": group.draw.prompt.content, "first": first.value, "second": second.value}
+        for group in groups
+        for first, second in group.scores_GR
     ]
 
 
@@ -172,14 +167,13 @@ def build(case: Case, model: Path, groups: list[Group], output: Path) -> tuple[G
         }
 
     completions = [completion for group in groups for completion in group.completions]
+    logprobs = [list(completion.logprobs or ()) for completion in completions]
 
     def play_back(prompts: list[Any], trainer: GRPOTrainer) -> dict[str, Any]:
         return {
             "prompt_ids": [list(group.draw.token_ids) for group in groups for _ in range(GROUP_SIZE)],
             "completion_ids": [list(completion.token_ids) for completion in completions],
-            "logprobs": [list(completion.logprobs or ()) for completion in completions]
-            if case.engine_logprobs
-            else None,
+            "logprobs": logprobs if case.engine_logprobs else None,
         }
 
     plain = GRPOTrainer(reward_funcs=[looks_up(name) for name in NAMES], rollout_func=play_back, **common())

@@ -14,7 +14,8 @@ VISIBLE = {
     "grpo": [
         "--model", "--dataset", "--reward", "--prompt-column", "--answer-column", "--system-prompt",
         "--trust-remote-code", "--prompts-per-step", "--group-size", "--max-tokens", "--steps", "--lora", "--engine",
-        "--merge", "--seed", "--set", "--recipe", "--output", "--dry-run", "--resume", "--json",
+        "--dynamic-sampling", "--processes", "--accelerate", "--merge", "--seed", "--set", "--recipe", "--output",
+        "--dry-run", "--resume", "--json",
     ],
     "eval": [
         "--model", "--dataset", "--reward", "--split", "--prompt-column", "--answer-column", "--system-prompt",

@@ -72,6 +72,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRounds
     (tmp_path / "their_rewards.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
     made: list[Rounds] = []
+    before = set(psutil.Process().children(recursive=True))
 
     def make_rounds(
         *engines: TestEngine,
@@ -106,7 +107,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRounds
     yield make_rounds
     for rounds in made:
         rounds.close()
-    assert psutil.Process().children(recursive=True) == [], "reward workers outlived their round"
+    assert set(psutil.Process().children(recursive=True)) <= before, "reward workers outlived their round"
 
 
 def test_weights_reach_every_engine_before_the_round_and_once_a_version(make: MakeRounds, tmp_path: Path) -> None:

@@ -149,7 +149,8 @@ def test_an_interrupted_run_leaves_a_checkpoint_and_goes_on_from_it(
     ended.append(process)
     deadline = time.monotonic() + 120
     while len(read_metrics(folder.metrics)) < 2:
-        assert process.poll() is None and time.monotonic() < deadline
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
         time.sleep(0.05)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)

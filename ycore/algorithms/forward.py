@@ -104,7 +104,7 @@ def pack(
     completion_width: int,
     device: torch.device,
 ) -> PackedBatch:
-    """Lay the planned rows out as tensors: [prompt but its last token][last prompt token, completion but its last]..."""
+    """Lay the planned rows out: a prompt without its last token, then that token and a completion but its last."""
     shape = (len(rows), max(1, *(row.length for row in rows)))
     ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
     labels, source = torch.full(shape, IGNORE), torch.zeros(shape, dtype=torch.long)

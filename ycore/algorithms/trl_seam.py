@@ -14,18 +14,20 @@ forward over the whole batch would compute the same numbers again.
 Not here: where rounds come from (`controller`) and how a trainer process is set up (`roles.trainer`).
 """
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from accelerate.utils import gather
+from accelerate.utils import gather, set_seed
 from trl import GRPOTrainer
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
 from ycore.algorithms.advantages import Estimator
 from ycore.algorithms.dealing import deal
 from ycore.algorithms.forward import add_compact_head, attention_cost, can_pack, score_completions
+from ycore.algorithms.gathers import texts_stay_local
 from ycore.algorithms.importance import absolute_gap, importance_ratio
 from ycore.types import Group
 
@@ -46,6 +48,7 @@ class _Sequence:
     completion_ids: list[int]
     logprobs: list[float] | None
     rewards: list[float]
+    policy_version: int
 
 
 class SeamGRPOTrainer(GRPOTrainer):
@@ -88,13 +91,20 @@ class SeamGRPOTrainer(GRPOTrainer):
         self._round = [sequence for group in groups for sequence in _sequences(group)]
         self.use_vllm = self._round[0].logprobs is not None
         self._last_loaded_step = step  # the round has just synced; TRL must not ask for it again
-        with self._correcting_later():
+        texts = texts_stay_local(len(self._round), logs_completions=self.log_completions)
+        with self._correcting_later(), texts:
             batch: dict[str, Any] = super()._generate_and_score_completions([seq.row for seq in self._round])
         if self._advantage is not None:
             batch["advantages"] = self._estimated_advantages(self._advantage)
+        batch["is_fresh"] = self._written_by_this_policy()
         if not self._one_step_a_round and "sampling_per_token_logps" in batch:
-            self._record_gap(batch["old_per_token_logps"], batch["sampling_per_token_logps"], batch["completion_mask"])
+            self._record_gap(batch["old_per_token_logps"], batch)
         return batch
+
+    def _written_by_this_policy(self) -> torch.Tensor:
+        """Which sequences are of the round's newest version: what is left over from earlier rounds is not."""
+        versions = torch.tensor([sequence.policy_version for sequence in self._round], device=self.accelerator.device)
+        return versions == versions.max()
 
     @property
     def _one_step_a_round(self) -> bool:
@@ -138,8 +148,17 @@ class SeamGRPOTrainer(GRPOTrainer):
         steps = self.args.steps_per_generation
         if self._step % (steps * self.num_iterations) == 0 or self._buffered_inputs is None:
             batch = self._generate_and_score_completions(generation_batch)
+            self._seed_generators()
             self._buffered_inputs = split_tensor_dict(self._dealt(batch), steps)
         return self._buffered_inputs[self._step % steps]
+
+    def _seed_generators(self) -> None:
+        """Every generator anew for each round, from seed, step and rank: a resumed step finds them as they were.
+
+        Restoring their states is not enough: a data loader that is made again draws from them before the first step.
+        """
+        identity = f"{self.args.seed}/{self.state.global_step}/{self.accelerator.process_index}"
+        set_seed(int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=4).digest(), "big"))
 
     @property
     def _measures_micro_batches(self) -> bool:
@@ -226,10 +245,12 @@ class SeamGRPOTrainer(GRPOTrainer):
             weights = ratio if ratio.size(1) == 1 else ratio[mask.bool()]
             if weights.numel():
                 self.record("sampling/importance_sampling_ratio/mean", weights.mean().item())
-        self._record_gap(logps, sampled, mask)
+        self._record_gap(logps, inputs)
 
-    def _record_gap(self, logps: torch.Tensor, sampled: torch.Tensor, mask: torch.Tensor) -> None:
-        gap = absolute_gap(logps, sampled, mask)
+    def _record_gap(self, logps: torch.Tensor, inputs: dict[str, Any]) -> None:
+        """How far engine and trainer are apart on the same weights, so over fresh sequences alone."""
+        mask = inputs["completion_mask"] * inputs["is_fresh"].unsqueeze(1)
+        gap = absolute_gap(logps, inputs["sampling_per_token_logps"], mask)
         if gap.numel():
             self.record("ycore/logprob_gap", gap.mean().item())
 
@@ -264,6 +285,7 @@ def _sequences(group: Group) -> list[_Sequence]:
             completion_ids=list(completion.token_ids),
             logprobs=None if completion.logprobs is None else list(completion.logprobs),
             rewards=[float("nan") if score.value is None else score.value for score in scores],
+            policy_version=completion.policy_version,
         )
         for completion, scores in zip(group.completions, group.scores_GR, strict=True)
     ]

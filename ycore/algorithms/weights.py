@@ -7,6 +7,7 @@ them together; only the rank that writes keeps any.
 Not here: how they reach the engine (`roles.vllm_engine`).
 """
 
+import json
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
@@ -14,6 +15,7 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
@@ -62,6 +64,22 @@ def write_weights(model: torch.nn.Module, folder: Path, *, dtype: torch.dtype, w
     return num_bytes
 
 
+def save_merged(model: PeftModel, folder: Path, *, dtype: torch.dtype, writes: bool) -> None:
+    """The model with its adapters merged in, as `from_pretrained` reads it; all ranks walk along."""
+    write_weights(model, folder, dtype=dtype, writes=writes)
+    if not writes:
+        return
+    files: dict[str, str] = {}
+    for file in sorted(folder.glob("model-*.safetensors")):
+        with safe_open(file, framework="pt") as opened:
+            files |= dict.fromkeys(opened.keys(), file.name)
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}, indent=2))
+    base = model.get_base_model()
+    base.config.save_pretrained(folder)
+    if base.generation_config is not None:
+        base.generation_config.save_pretrained(folder)
+
+
 def _write(tensors: dict[str, torch.Tensor], folder: Path, number: int) -> None:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     part = folder / f"part-{number}"
@@ -82,7 +100,7 @@ def _whole(parameters: list[torch.nn.Parameter]) -> AbstractContextManager[None]
     sharded = [parameter for parameter in parameters if "ds_id" in vars(parameter)]
     if not sharded:
         return nullcontext()
-    from deepspeed.zero import GatheredParameters
+    from deepspeed.runtime.zero.partition_parameters import GatheredParameters
 
     context: AbstractContextManager[None] = GatheredParameters(sharded)
     return context

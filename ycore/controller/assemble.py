@@ -151,4 +151,12 @@ def end_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ..
 
 def _started(folder: RunFolder) -> EngineList:
     told = read_json(folder.root / "engines.json")
-    return EngineList(told["kind"], tuple(told["engines"]), Path(told["model"]), told["max_model_len"])
+    home = told.get("home")
+    return EngineList(
+        told["kind"],
+        tuple(told["engines"]),
+        Path(told["model"]),
+        told["max_model_len"],
+        home=None if home is None else Path(home),
+        max_num_seqs=told.get("max_num_seqs"),
+    )

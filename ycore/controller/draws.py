@@ -55,7 +55,8 @@ class DrawSource:
         token_ids = self._encode(prompt)
         if not 0 < len(token_ids) <= self._max_prompt_tokens:
             raise DataError(
-                f"row {prompt.row}: the prompt has {len(token_ids)} tokens, between 1 and {self._max_prompt_tokens} fit; "
+                f"row {prompt.row}: the prompt has {len(token_ids)} tokens, "
+                f"between 1 and {self._max_prompt_tokens} fit; "
                 "shorten it, lower --max-tokens, or raise engine.max_model_len"
             )
         self.cursor += 1

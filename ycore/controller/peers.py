@@ -21,6 +21,10 @@ class Counts:
     in_flight: int
     drawn: int
 
+    @property
+    def finished(self) -> int:
+        return self.drawn - self.in_flight
+
 
 class Tally(Protocol):
     """One round's counts over all ranks."""
@@ -44,8 +48,8 @@ class Peers(Protocol):
     world: int
     bytes_sent: int
 
-    def open_tally(self, *, need: int, ready: int) -> Tally:
-        """Begin a round in which every rank needs `need` groups and this one has `ready` already."""
+    def open_tally(self, *, need: int, ready: int, starts: int) -> Tally:
+        """Begin a round in which every rank needs `need` groups; this one has `ready` already and `starts` so many."""
 
     async def meet(self, *, stopping: bool) -> bool:
         """Wait for every rank to come here; whether any of them came because it is stopping. The same on all ranks.
@@ -75,9 +79,9 @@ class Peers(Protocol):
 class LocalTally:
     """Plain counters, for a controller without others."""
 
-    def __init__(self, *, need: int, ready: int) -> None:
+    def __init__(self, *, need: int, ready: int, starts: int) -> None:
         self.need = need
-        self._kept, self._in_flight, self._drawn = ready, 0, 0
+        self._kept, self._in_flight, self._drawn = ready, starts, starts
 
     def counts(self) -> Counts:
         return Counts(self._kept, self._in_flight, self._drawn)
@@ -97,8 +101,8 @@ class Alone:
 
     rank, world, bytes_sent = 0, 1, 0
 
-    def open_tally(self, *, need: int, ready: int) -> LocalTally:
-        return LocalTally(need=need, ready=ready)
+    def open_tally(self, *, need: int, ready: int, starts: int) -> LocalTally:
+        return LocalTally(need=need, ready=ready, starts=starts)
 
     async def meet(self, *, stopping: bool) -> bool:
         return stopping

@@ -5,6 +5,7 @@ the work (`peers`).
 """
 
 import asyncio
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,10 +17,10 @@ from ycore.controller.peers import Counts, Peers, Tally
 from ycore.rewards.pool import RewardPool
 from ycore.roles.engine import Engine
 from ycore.sampling.demand import Yield, num_to_draw
-from ycore.sampling.keep import can_teach
+from ycore.sampling.keep import can_teach, total_reward
 from ycore.types import Completion, Content, Draw, Group, Score
 
-_LISTEN_S = 0.02
+_LISTEN_S = 0.05
 
 DrawNext = Callable[[], Draw]
 
@@ -46,6 +47,8 @@ class RoundStats:
     drawn: int = 0
     num_tokens: int = 0
     num_masked: int = 0
+    num_scored: int = 0
+    reward_sum: float = 0.0
     generate_s: float = 0.0
     problems: Counter[str] = field(default_factory=Counter)
 
@@ -94,28 +97,37 @@ class Round:
             ready: groups this rank has from before, each of which can teach.
         """
         stats = RoundStats()
-        tally = self._peers.open_tally(need=need, ready=ready)
+        to_start = self._room(self._num_wanted(need, Counts(ready, 0, 0)), 0)  # every rank begins with its own share
+        tally = self._peers.open_tally(need=need, ready=ready, starts=to_start)
+        seen = tally.counts()
         flying: set[asyncio.Task[Finished]] = set()
         landed: list[Finished] = []
-        wanted = self._num_wanted(need, Counts(ready, 0, 0))  # every rank begins with its own share
         try:
             while True:
-                for _ in range(self._claim(tally, wanted, len(flying))):
+                for _ in range(to_start):
                     flying.add(asyncio.create_task(self._finish(draw(), step=step, stats=stats)))
                     stats.drawn += 1
                 for finished in await _next_finished(flying):
                     landed.append(finished)
-                    self.yields.observe(taught=finished.teaches)
                     tally.finish(counts_as_kept=finished.teaches or not self._rules.dynamic)
                 counts = tally.counts()
+                self._observe(seen, counts)
+                seen = counts
                 wanted = self._num_wanted(tally.need, counts)
                 if not flying and not wanted and (counts.kept >= tally.need or not counts.in_flight):
                     break
+                to_start = self._claim(tally, wanted, len(flying))
         finally:
             for task in flying:
                 task.cancel()
             await asyncio.gather(*flying, return_exceptions=True)
         return sorted(landed, key=lambda finished: finished.group.draw.position), stats
+
+    def _observe(self, before: Counts, now: Counts) -> None:
+        """The yield follows the groups of all ranks, so that all want the same number."""
+        num_taught = now.kept - before.kept
+        for index in range(now.finished - before.finished):
+            self.yields.observe(taught=index < num_taught)
 
     def _num_wanted(self, need: int, counts: Counts) -> int:
         dynamic = self._rules.dynamic
@@ -129,20 +141,20 @@ class Round:
         )
 
     def _claim(self, tally: Tally, wanted: int, num_flying: int) -> int:
-        """How many of the groups wanted by all this rank starts: what fits, less what another was faster to claim.
-
-        Only draws beyond the rank's own first share are contended, so only those are given back.
-        """
-        limit = self._rules.max_in_flight
-        amount = wanted if limit is None else max(0, min(wanted, limit - num_flying))
+        """How many of the groups that all ranks want this one starts: its part, less what others were faster with."""
+        amount = self._room(math.ceil(wanted / self._peers.world), num_flying)
         if amount == 0:
             return 0
         counts = tally.start(amount)
-        after = self._num_wanted(tally.need, Counts(counts.kept, 0, counts.drawn - counts.in_flight))
-        over = min(amount, max(0, counts.in_flight - after))
+        all_wanted = self._num_wanted(tally.need, Counts(counts.kept, 0, counts.finished))
+        over = min(amount, max(0, counts.in_flight - all_wanted))
         if over:
             tally.start(-over)
         return amount - over
+
+    def _room(self, amount: int, num_flying: int) -> int:
+        limit = self._rules.max_in_flight
+        return amount if limit is None else max(0, min(amount, limit - num_flying))
 
     async def _finish(self, draw: Draw, *, step: int, stats: RoundStats) -> Finished:
         group = await self.group(draw, step=step, stats=stats)
@@ -156,7 +168,10 @@ class Round:
         stats.generate_s = max(stats.generate_s, time.perf_counter() - started)
         scores = await self._score(draw, completions, step=step)
         stats.num_tokens += sum(len(completion.token_ids) for completion in completions)
-        stats.num_masked += sum(all(score.value is None for score in row) for row in scores)
+        totals = [total_reward(row, self._rules.reward_weights) for row in scores]
+        stats.num_masked += totals.count(None)
+        stats.num_scored += len(totals) - totals.count(None)
+        stats.reward_sum += sum(total for total in totals if total is not None)
         stats.problems.update(score.problem for row in scores for score in row if score.problem)
         return Group(draw, tuple(completions), tuple(tuple(row) for row in scores))
 
@@ -180,7 +195,7 @@ async def _next_finished(flying: set[asyncio.Task[Finished]]) -> list[Finished]:
     if not flying:
         await asyncio.sleep(_LISTEN_S)
         return []
-    done, _ = await asyncio.wait(flying, return_when=asyncio.FIRST_COMPLETED, timeout=10 * _LISTEN_S)
+    done, _ = await asyncio.wait(flying, return_when=asyncio.FIRST_COMPLETED, timeout=4 * _LISTEN_S)
     flying -= done
     errors = [error for task in done if (error := task.exception()) is not None]
     if errors:  # of several at once, all are looked at and one is told

@@ -55,7 +55,8 @@ class Rounds:
         self.round = Round(engines, rewards, rules, peers)
         self._share_weights = share_weights
         self._synced: int | None = None
-        self._bytes_reported = 0
+        self._seconds = 0.0
+        self._bytes_reported = peers.bytes_sent
         self._runner = asyncio.Runner()
 
     def start(self, *, timeout_s: float) -> None:
@@ -71,6 +72,7 @@ class Rounds:
         started = time.perf_counter()
         self.sync(step)
         self.record("ycore/time/sync", time.perf_counter() - started)
+        self._seconds += time.perf_counter() - started
         started = time.perf_counter()
         ready = self.surplus.take(step)
         work = self.round.run(self.draws.draw, need=num_groups, ready=len(ready), step=step)
@@ -78,8 +80,14 @@ class Rounds:
         seconds = time.perf_counter() - started
         groups = self._deal([*ready, *landed], num_groups)
         self.record("ycore/time/round", time.perf_counter() - started)
+        self._seconds += time.perf_counter() - started
         self._report(stats, seconds)
         return groups
+
+    def take_seconds(self) -> float:
+        """Seconds spent on syncs and rounds since this was last asked."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
 
     def _deal(self, finished: list[Finished], num_groups: int) -> list[Group]:
         """The groups this rank trains on; what is not chosen and can teach is kept for the next round."""
@@ -128,8 +136,12 @@ class Rounds:
         """What the round took: counts over all ranks, times and the yield of this one."""
         moved = self._peers.bytes_sent - self._bytes_reported
         self._bytes_reported += moved
-        added = self._peers.add_up([stats.num_tokens, stats.num_masked, stats.drawn, len(self.surplus), moved])
-        num_tokens, num_masked, drawn, surplus, moved_by_all = added
+        rewards = [stats.reward_sum, stats.num_scored]
+        counts = [stats.num_tokens, stats.num_masked, stats.drawn, len(self.surplus), moved]
+        added = self._peers.add_up([*rewards, *counts])
+        reward_sum, num_scored, num_tokens, num_masked, drawn, surplus, moved_by_all = added
+        if num_scored:
+            self.record("ycore/reward", reward_sum / num_scored)
         self.record("ycore/time/generate", stats.generate_s)
         self.record("ycore/tokens_per_s", num_tokens / seconds)
         self.record("ycore/masked", num_masked)

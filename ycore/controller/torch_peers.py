@@ -6,6 +6,7 @@ Not here: what is counted and moved (`peers`).
 """
 
 import asyncio
+import time
 from collections.abc import Sequence
 
 import torch
@@ -19,19 +20,19 @@ from ycore.sampling.balance import Offer
 from ycore.types import Group
 
 _FAILURE, _STOP = "failure", "stop"
-_LOOK_EVERY_S = 0.02
-_LISTEN_EVERY_S = 0.5  # to failures, while waiting for others
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.2
+_PATIENCE = 0.05  # of the time waited so far, to the next look: waiting long costs little, waiting short ends soon
 _FIELD = 1 << 20  # of a round's three counts, which share one 64-bit number so that one request reads and changes all
 
 
 class TorchTally:
     """One round's counts over all ranks, in the store."""
 
-    def __init__(self, store: dist.Store, key: str, *, need: int, ready: int) -> None:
+    def __init__(self, store: dist.Store, key: str, *, need: int, ready: int, starts: int) -> None:
         self.need = need
         self._store = store
         self._key = key
-        self._add(kept=ready)
+        self._add(kept=ready, in_flight=starts, drawn=starts)
 
     def counts(self) -> Counts:
         return self._add()
@@ -50,21 +51,22 @@ class TorchTally:
 class TorchPeers:
     """All ranks of the run, meeting in the process group that training uses.
 
-    `bytes_sent` counts what this rank has given to others.
+    `bytes_sent` counts what this rank has given to others, `bytes_received` what it got.
     """
 
     def __init__(self) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
-        self.bytes_sent = 0
+        self.bytes_sent = self.bytes_received = 0
         self._store = dist.PrefixStore("ycore/", _get_default_store())
         self._on_cpu = dist.new_group(backend="gloo")  # groups live in host memory, whatever the devices
         self._num_rounds = self._num_meetings = 0
 
-    def open_tally(self, *, need: int, ready: int) -> TorchTally:
+    def open_tally(self, *, need: int, ready: int, starts: int) -> TorchTally:
         self._num_rounds += 1
         if self.rank == 0 and self._num_rounds > 2:
             self._store.delete_key(f"round{self._num_rounds - 2}")
-        tally = TorchTally(self._store, f"round{self._num_rounds}", need=need * self.world, ready=ready)
+        all_need = need * self.world
+        tally = TorchTally(self._store, f"round{self._num_rounds}", need=all_need, ready=ready, starts=starts)
         dist.barrier(self._on_cpu)  # nobody judges by counts that another has not yet made
         return tally
 
@@ -73,12 +75,10 @@ class TorchPeers:
         number = self._num_meetings
         # Both numbers in one: whoever has come has said at the same moment whether it is stopping.
         told = int(self._store.add(f"meeting{number}", 1 + _FIELD * int(stopping)))
-        looks = 0
+        began = time.monotonic()
         while told % _FIELD < self.world:
-            if looks % round(_LISTEN_EVERY_S / _LOOK_EVERY_S) == 0:
-                self._check()
-            looks += 1
-            await asyncio.sleep(_LOOK_EVERY_S)
+            self._check()
+            await asyncio.sleep(min(_LAST_LOOK_S, max(_FIRST_LOOK_S, _PATIENCE * (time.monotonic() - began))))
             told = int(self._store.add(f"meeting{number}", 0))
         if self.rank == 0 and number > 1:
             self._store.delete_key(f"meeting{number - 1}")  # all have left it, since all have come to this one
@@ -124,6 +124,7 @@ class TorchPeers:
         dist.recv(size, sender, group=self._on_cpu)
         data = torch.zeros(int(size), dtype=torch.uint8)
         dist.recv(data, sender, group=self._on_cpu)
+        self.bytes_received += len(data)
         return bytes(data.numpy())
 
     def ask_to_stop(self) -> None:

@@ -23,18 +23,25 @@ def to_bytes(group: Group) -> bytes:
 
 def from_bytes(data: bytes) -> Group:
     """The group that `to_bytes` was given."""
-    return _group(json.loads(data))
+    return group_from_json(json.loads(data))
+
+
+def group_to_json(group: Group) -> dict[str, Any]:
+    """As `to_bytes`, for a file that holds more than the group."""
+    told: dict[str, Any] = json.loads(to_bytes(group))
+    return told
 
 
 def finished_to_json(item: Finished) -> dict[str, Any]:
-    return {"group": json.loads(to_bytes(item.group)), "teaches": item.teaches}
+    return {"group": group_to_json(item.group), "teaches": item.teaches}
 
 
 def finished_from_json(told: dict[str, Any]) -> Finished:
-    return Finished(_group(told["group"]), told["teaches"])
+    return Finished(group_from_json(told["group"]), told["teaches"])
 
 
-def _group(told: dict[str, Any]) -> Group:
+def group_from_json(told: dict[str, Any]) -> Group:
+    """The group that `group_to_json` was given."""
     draw = told["draw"]
     return Group(
         draw=Draw(draw["position"], Prompt(**draw["prompt"]), tuple(draw["token_ids"])),

@@ -15,6 +15,7 @@ from typing import Any, Literal
 from ycore.config.devices import num_gpus
 from ycore.config.run import RunConfig
 from ycore.errors import ConfigError
+from ycore.launch.layout import ONE_RANK, Layout
 from ycore.models.folder import context_length
 from ycore.roles.rollout import RolloutEngine, kv_cache_gib
 from ycore.run_folder.paths import RunFolder
@@ -26,6 +27,7 @@ _MOST_ON_CPU = 2
 _LONGEST = 4096  # tokens, where neither the run nor the model asks for less
 _PROMPT_ALLOWANCE = 512  # tokens of KV cache kept for a sequence's prompt; more prompts than fit wait their turn
 _MOST_SEQUENCES = 256
+_WAY_TO_VLLM = "pip install 'ycore[cpu]' (or 'ycore[gpu]')"
 _BYTES = {"bfloat16": 2, "float32": 4}
 
 
@@ -58,7 +60,7 @@ def this_machine() -> Machine:
 
 def choose_kind(requested: str, *, vllm_installed: bool) -> tuple[Kind, str]:
     """The kind of engine that `engine.kind` means here, and what to tell about it."""
-    way_out = "pip install 'ycore[cpu]' (or 'ycore[gpu]')"
+    way_out = _WAY_TO_VLLM
     if requested == "transformers":
         return "transformers", "generating with transformers in the trainer's process, as asked"
     if vllm_installed:
@@ -80,14 +82,20 @@ def plan_engines(
     model_config: Mapping[str, Any],
     machine: Machine,
     vllm_installed: bool,
+    layout: Layout = ONE_RANK,
 ) -> EnginePlan:
-    """The run's engines: on CPU one a core, two at most; else one a device."""
+    """The run's engines here: on CPU one a core, two at most; else one a device; and always one or more a rank."""
     kind, note = choose_kind(config.engine.kind, vllm_installed=vllm_installed)
     max_model_len = longest_sequence(config, model_config)
     if kind == "transformers":
+        if layout.shards_weights:
+            raise ConfigError(
+                "transformers generates with the trainer's own weights, which no rank has whole under zero3 or fsdp2; "
+                f"install vLLM ({_WAY_TO_VLLM}), or take --accelerate zero2"
+            )
         return EnginePlan(kind=kind, note=note, max_model_len=max_model_len, engines=())
-    slots = _slots(config.engine.count, machine)
-    max_num_seqs = _sequences_at_once(config, len(slots))
+    slots = _slots(config.engine.count, machine, least=layout.local)
+    max_num_seqs = _sequences_at_once(config, len(slots) * layout.num_machines)
     dtype: Literal["bfloat16", "float32"] = "float32" if config.dtype == "float32" else "bfloat16"
     engines = tuple(
         RolloutEngine(
@@ -123,14 +131,16 @@ def longest_sequence(config: RunConfig, model_config: Mapping[str, Any]) -> int:
     return config.engine.max_model_len
 
 
-def _slots(count: int | Literal["auto"], machine: Machine) -> list[Machine]:
-    """The machine, divided: `count` devices, or `count` even shares of the cores."""
+def _slots(count: int | Literal["auto"], machine: Machine, *, least: int) -> list[Machine]:
+    """The machine, divided: `count` devices, or `count` even shares of the cores; slot k is rank k's."""
+    if count != "auto" and count < least:
+        raise ConfigError(f"engine.count {count} is less than the {least} ranks here, which need one each; raise it")
     if machine.devices:
-        number = len(machine.devices) if count == "auto" else count
+        number = max(least, len(machine.devices)) if count == "auto" else count
         if number > len(machine.devices):
             raise ConfigError(f"engine.count {number} is more than the {len(machine.devices)} devices here; lower it")
         return [Machine(cores=(), devices=(device,)) for device in machine.devices[:number]]
-    number = min(len(machine.cores), _MOST_ON_CPU) if count == "auto" else count
+    number = max(least, min(len(machine.cores), _MOST_ON_CPU)) if count == "auto" else count
     if number > len(machine.cores):
         raise ConfigError(f"engine.count {number} is more than the {len(machine.cores)} cores here; lower it")
     bounds = [len(machine.cores) * share // number for share in range(number + 1)]

@@ -12,11 +12,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
+import yaml
+
 from ycore.config.run import RunConfig
 from ycore.errors import Interrupted
-from ycore.launch.engines import EnginePlan, is_vllm_installed, plan_engines, this_machine
+from ycore.launch.engines import EnginePlan, is_vllm_installed, plan_engines
 from ycore.launch.guarding import guarded
 from ycore.launch.processes import ManagedProcess
+from ycore.launch.ranks import RankedTrainer
+from ycore.launch.site import Site, rank_cores, site_of
 from ycore.launch.stopping import StopRequests
 from ycore.launch.supervise import Supervisor
 from ycore.roles import RUN_MARKER
@@ -62,24 +66,26 @@ def run_evaluation(config: RunConfig, *, stream: TextIO | None = None) -> dict[s
 def run_worker(worker: Worker, config: RunConfig, *, resume: bool, stream: TextIO | None) -> dict[str, Any]:
     """Run one worker with its engines; however it ends, nothing is left running and summary.json says how."""
     began = time.monotonic()
-    folder = RunFolder(Path(config.output))
+    site = site_of(config, trains=worker.trains)
+    folder = site.folder
     held = claim(folder, config, resume=resume)
     progress = open_progress(config.steps, stream=stream) if worker.trains else _count_prompts(stream)
     try:
         with StopRequests() as stops, guarded(folder, held):
-            _work(worker, config, folder, progress=progress, stops=stops)
+            _work(worker, config, site, progress=progress, stops=stops)
     except BaseException as error:
         status: Status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
-        _sum_up(worker, config, folder, progress, status=status, began=began, error=error)
+        _sum_up(worker, config, site, progress, status=status, began=began, error=error)
         raise
     else:
-        return _sum_up(worker, config, folder, progress, status="finished", began=began)
+        return _sum_up(worker, config, site, progress, status="finished", began=began)
     finally:
         progress.close()
         held.release()
 
 
-def _work(worker: Worker, config: RunConfig, folder: RunFolder, *, progress: RunProgress, stops: StopRequests) -> None:
+def _work(worker: Worker, config: RunConfig, site: Site, *, progress: RunProgress, stops: StopRequests) -> None:
+    folder, layout = site.folder, site.layout
     with stops.at_once():
         model = _fetch(config, folder, progress)
         plan = plan_engines(
@@ -87,14 +93,15 @@ def _work(worker: Worker, config: RunConfig, folder: RunFolder, *, progress: Run
             folder,
             model,
             model_config=read_json(model / "config.json"),
-            machine=this_machine(),
+            machine=site.machine,
             vllm_installed=is_vllm_installed(),
+            layout=layout,
         )
         progress.say(plan.note + (", starting ..." if plan.engines else ""))
-        _write_engines(folder, plan, model)
+        _write_engines(site, plan, model, home=Path(config.output))
     engines = [_start_engine(plan, number, folder) for number in range(len(plan.engines))]
     Supervisor(
-        _start_worker(worker, folder),
+        _start_worker(worker, folder) if layout.accelerate is None else _start_ranks(worker, site),
         [(process, engine.socket) for process, engine in zip(engines, plan.engines, strict=True)],
         follower=MetricsFollower(folder.metrics),
         progress=progress,
@@ -117,14 +124,18 @@ def _fetch(config: RunConfig, folder: RunFolder, progress: RunProgress) -> Path:
         os.environ.pop(RUN_MARKER, None)
 
 
-def _write_engines(folder: RunFolder, plan: EnginePlan, model: Path) -> None:
+def _write_engines(site: Site, plan: EnginePlan, model: Path, *, home: Path) -> None:
+    """What the trainer must know of how it was started."""
     told = {
         "kind": plan.kind,
         "engines": [engine.name for engine in plan.engines],
         "model": str(model.resolve()),
         "max_model_len": plan.max_model_len,
+        "max_num_seqs": plan.engines[0].max_num_seqs if plan.engines else None,
+        "home": str(home.resolve()),
+        "cores": rank_cores(site.machine, site.layout),
     }
-    write_json_atomic(folder.root / "engines.json", told)
+    write_json_atomic(site.folder.root / "engines.json", told)
 
 
 def _start_engine(plan: EnginePlan, number: int, folder: RunFolder) -> ManagedProcess:
@@ -139,11 +150,32 @@ def _start_engine(plan: EnginePlan, number: int, folder: RunFolder) -> ManagedPr
     )
 
 
+def _start_ranks(worker: Worker, site: Site) -> RankedTrainer:
+    """accelerate's own launcher, with the worker as its module; every rank has its share of the threads."""
+    folder = site.folder
+    settings = folder.root / "accelerate.yaml"
+    settings.write_text(yaml.safe_dump(dict(site.layout.accelerate or {})), encoding="utf-8")
+    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file", str(settings.resolve())]
+    threads = max(1, len(site.machine.cores) // site.layout.local)
+    process = ManagedProcess.start(
+        worker.name,
+        [*launch, "-m", worker.module, str(folder.root.resolve())],
+        environment={**_worker_environment(), "OMP_NUM_THREADS": str(threads)},
+        run_id=folder.run_id,
+        log=folder.log(worker.name),
+    )
+    return RankedTrainer(process, folder, num_ranks=site.layout.local)
+
+
+def _worker_environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"}
+
+
 def _start_worker(worker: Worker, folder: RunFolder) -> ManagedProcess:
     return ManagedProcess.start(
         worker.name,
         [sys.executable, "-m", worker.module, str(folder.root.resolve())],
-        environment={**os.environ, "PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"},
+        environment=_worker_environment(),
         run_id=folder.run_id,
         log=folder.log(worker.name),
     )
@@ -152,22 +184,24 @@ def _start_worker(worker: Worker, folder: RunFolder) -> ManagedProcess:
 def _sum_up(
     worker: Worker,
     config: RunConfig,
-    folder: RunFolder,
+    site: Site,
     progress: RunProgress,
     *,
     status: Status,
     began: float,
     error: BaseException | None = None,
 ) -> dict[str, Any]:
-    """Write summary.json and curve.png, and tell the end in a line."""
+    """Write summary.json and curve.png, and tell the end in a line; the figures of a run are the first machine's."""
+    folder, has_steps = site.folder, worker.trains and site.layout.machine_rank == 0
     metrics = read_metrics(folder.metrics)
     what = None if error is None else redact(str(error) or type(error).__name__)
     summary = summarise(metrics, status, time.monotonic() - began, error=what)
-    if worker.result is not None:
+    if not has_steps:
         summary = {key: summary[key] for key in ("status", "wall_s", "error") if key in summary}
-        summary |= read_json(folder.root / worker.result) if status == "finished" else {}
+    if worker.result is not None and status == "finished":
+        summary |= read_json(folder.root / worker.result)
     write_json_atomic(folder.summary, summary)
-    if worker.trains:
+    if has_steps:
         _draw(folder, metrics, f"{config.algorithm}: {config.model} on {config.dataset}", progress)
         progress.say(_closing(summary, folder))
     return summary

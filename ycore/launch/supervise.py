@@ -13,6 +13,7 @@ import psutil
 from ycore.errors import EngineError, Interrupted, TrainerError, UserError
 from ycore.launch.health import is_healthy
 from ycore.launch.processes import ManagedProcess, is_alive
+from ycore.launch.ranks import RankedTrainer
 from ycore.launch.stopping import StopRequests
 from ycore.telemetry.follow import MetricsFollower
 from ycore.telemetry.progress import RunProgress
@@ -28,7 +29,7 @@ class Supervisor:
 
     def __init__(
         self,
-        trainer: ManagedProcess,
+        trainer: ManagedProcess | RankedTrainer,
         engines: Sequence[tuple[ManagedProcess, Path]],
         *,
         follower: MetricsFollower,
@@ -131,7 +132,7 @@ class Supervisor:
             time.sleep(_LOOK_EVERY_S)
 
 
-def _ended(process: ManagedProcess) -> str:
+def _ended(process: ManagedProcess | RankedTrainer) -> str:
     line = process.last_line()
     return (
         f"{process.name} ended with {process.how_it_ended()}" + (f": {line}" if line else "") + f" (see {process.log})"

@@ -45,11 +45,12 @@ def _evaluate(root: Path) -> None:
     from ycore.run_folder.files import write_json_atomic
 
     parts = assemble(root)
+    engines = parts.vllm_engines() if parts.started.kind == "vllm" else [_own_engine(parts)]
     rounds = Rounds(
-        engines=parts.vllm_engines() if parts.started.kind == "vllm" else [_own_engine(parts)],
+        engines=engines,
         rewards=parts.reward_pool(),
         draws=parts.draws(),
-        rules=parts.rules(),
+        rules=parts.rules(num_engines=len(engines)),
         peers=Alone(),
         share_weights=None,
     )

@@ -1,44 +1,45 @@
-"""What a step logs, as a row of metrics.jsonl: TRL's own numbers, and where the step's time went.
+"""Where a step's time went, and its row in metrics.jsonl: TRL's own numbers and ours.
 
 Not here: the file (`telemetry.metrics`) and trackers (TRL's `report_to`, which receive the same numbers).
 """
 
 import time
-from collections.abc import Callable, Mapping
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ycore.controller.source import Rounds
 from ycore.telemetry.metrics import MetricsWriter
 
 PROBLEMS = "ycore/reward_problems"
-STEP, TRAIN = "ycore/time/step", "ycore/time/train"
-_NOT_TRAINING = ("ycore/time/sync", "ycore/time/round")
 
 
 class StepMetrics(TrainerCallback):
-    """First among the callbacks: it completes the logs that trackers then see."""
+    """Times are told to TRL at a step's end, before it logs, so that trackers and metrics.jsonl have them alike."""
 
-    def __init__(self, writer: MetricsWriter, problems: Callable[[], Mapping[str, int]]) -> None:
-        """`problems` tells, after a round, what kept rewards from being given, and how often."""
+    def __init__(self, writer: MetricsWriter) -> None:
         self._writer = writer
-        self._problems = problems
+        self._rounds: Rounds | None = None
         self._began = 0.0
-        self._took = 0.0
+
+    def watch(self, rounds: Rounds) -> None:
+        """The rounds of this run: they tell what of a step was not training, and what kept rewards from being given."""
+        self._rounds = rounds
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._began = time.perf_counter()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._took = time.perf_counter() - self._began
+        assert self._rounds is not None
+        took = time.perf_counter() - self._began
+        self._rounds.record("ycore/time/step", took)
+        self._rounds.record("ycore/time/train", took - self._rounds.take_seconds())
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
     ) -> None:
-        if "reward" not in logs:
-            return  # the totals at the end of training
-        logs[STEP] = self._took
-        logs[TRAIN] = self._took - sum(logs.get(name) or 0.0 for name in _NOT_TRAINING)
-        if state.is_world_process_zero:
-            problems = dict(self._problems())
-            self._writer.write({"step": state.global_step, **logs, **({PROBLEMS: problems} if problems else {})})
+        if "reward" not in logs or not state.is_world_process_zero:
+            return  # the totals at the end of training, or another rank
+        assert self._rounds is not None
+        problems = dict(self._rounds.problems)
+        self._writer.write({"step": state.global_step, **logs, **({PROBLEMS: problems} if problems else {})})

@@ -8,11 +8,15 @@ Not here: starting engines and watching processes (`launch`), and what a step co
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 from ycore.errors import Interrupted, UserError, YcoreError
+from ycore.roles.ranks import Rank, report_end, take_place, this_rank, was_launched
+from ycore.run_folder.files import read_json
+from ycore.run_folder.paths import RunFolder
 
 
 def main() -> int:
@@ -20,16 +24,55 @@ def main() -> int:
     if len(sys.argv) != 2:
         print("usage: python -m ycore.roles.trainer RUN_FOLDER", file=sys.stderr)
         return 2
+    # Threads that wait for each other by spinning take ten times as long where another process wants a core too.
+    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func is used knowingly
+    folder, rank = RunFolder(Path(sys.argv[1])), this_rank()
+    if was_launched():
+        return _train_as_rank(folder, rank)
+    return _train_and_tell(folder, lambda error: None)
+
+
+def _train_as_rank(folder: RunFolder, rank: Rank) -> int:
+    """As above, with the end told to ycore's launcher; torchrun hears of failures only, which end the other ranks."""
+    cores = read_json(folder.root / "engines.json").get("cores")
+    take_place(folder, rank, cores=cores[rank.local] if cores else None)
+    told: list[int] = []
+
+    def tell(error: BaseException) -> None:
+        if not told:
+            told.append(1)
+            report_end(folder, rank, *_how(error), expected=isinstance(error, YcoreError))
+
     try:
-        return _train(Path(sys.argv[1]))
+        code = _train_and_tell(folder, tell)
+    except BaseException as error:
+        tell(error)
+        raise
+    if not told:
+        report_end(folder, rank, code)
+    return 0 if code == Interrupted.exit_code else code
+
+
+def _how(error: BaseException) -> tuple[int, str]:
+    """Exit status and message of an error."""
+    if isinstance(error, YcoreError):
+        return error.exit_code, str(error)
+    code = Interrupted.exit_code if isinstance(error, KeyboardInterrupt) else 1
+    return code, f"{type(error).__name__}: {error}"[:500]
+
+
+def _train_and_tell(folder: RunFolder, tell: Callable[[BaseException], None]) -> int:
+    try:
+        return _train(folder.root, tell)
     except YcoreError as error:
+        tell(error)
         prefix = "error" if isinstance(error, UserError) else "failed"
         print(f"{prefix}: {error}", file=sys.stderr)
         return error.exit_code
 
 
-def _train(root: Path) -> int:
+def _train(root: Path, tell: Callable[[BaseException], None]) -> int:
     from ycore.controller.assemble import assemble
     from ycore.roles.training_run import TrainingRun
 
@@ -47,6 +90,7 @@ def _train(root: Path) -> int:
         print(f"interrupted: {stopped}", file=sys.stderr)
         return stopped.exit_code
     except Exception as error:
+        tell(error)  # the launcher first: what the others then fail with is not the cause
         run.tell_others(error)
         raise
     finally:

@@ -3,8 +3,8 @@
 Not here: the process and its signals (`trainer`).
 """
 
-import os
 import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,15 +12,23 @@ from peft.helpers import disable_input_dtype_casting
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ycore.algorithms.grpo import build_trainer, compute_dtype
-from ycore.algorithms.weights import write_weights
+from ycore.algorithms.weights import save_merged, write_weights
 from ycore.controller.assemble import Assembly
 from ycore.controller.draws import Shard
+from ycore.controller.journal import Journal, JournaledRounds
 from ycore.controller.peers import Alone, Peers
 from ycore.controller.source import Rounds
 from ycore.controller.torch_peers import TorchPeers
 from ycore.errors import Interrupted
-from ycore.roles.checkpoints import ControllerState, newest_checkpoint, step_of
+from ycore.roles.checkpoints import (
+    ControllerState,
+    accept_numbered_cpus,
+    checkpoint_of,
+    newest_checkpoint,
+    step_of,
+)
 from ycore.roles.engine import Engine
+from ycore.roles.ranks import this_rank
 from ycore.roles.step_metrics import StepMetrics
 from ycore.roles.transformers_engine import TransformersEngine
 from ycore.run_folder.files import write_json_atomic
@@ -34,41 +42,50 @@ class TrainingRun:
 
     def __init__(self, parts: Assembly) -> None:
         self._parts = parts
-        self._stopping = StopBetweenSteps()
-        self._metrics = MetricsWriter(parts.folder.metrics)
+        self._rank = this_rank()
+        self._stopping = StopBetweenSteps(self._any_rank_stops)
+        self._metrics = MetricsWriter(parts.home.metrics)
+        step_metrics = StepMetrics(self._metrics)
         self._trainer = build_trainer(
             parts.config,
-            parts.folder,
+            parts.home,
             model=parts.started.model,
             tokenizer=parts.tokenizer,
-            callbacks=[StepMetrics(self._metrics, lambda: self._rounds.problems), self._stopping],
+            callbacks=[step_metrics, self._stopping],
+            world_size=self._rank.world,
         )
         self._peers: Peers = TorchPeers() if self._trainer.accelerator.num_processes > 1 else Alone()
         self._rounds = self._make_rounds()
-        self._trainer.rounds = self._rounds
-        self._controller = ControllerState(self._rounds, rank=self._peers.rank)
+        step_metrics.watch(self._rounds)
+        journal = Journal(parts.home.journal, rank=self._peers.rank)
+        self._trainer.rounds = JournaledRounds(self._rounds, journal, self._peers, self._trainer.record)
+        self._controller = ControllerState(self._rounds, journal, rank=self._peers.rank)
         self._trainer.add_callback(self._controller)
 
     def _make_rounds(self) -> Rounds:
-        parts = self._parts
+        parts, engines = self._parts, self._engines()
         rounds = Rounds(
-            engines=self._engines(),
+            engines=engines,
             rewards=parts.reward_pool(),
             draws=parts.draws(Shard(self._peers.rank, self._peers.world)),
-            rules=parts.rules(),
+            rules=parts.rules(num_engines=len(engines)),
             peers=self._peers,
-            share_weights=self._share_weights if parts.config.sync_weights else None,
+            share_weights=self._share_weights if self._sends_weights else None,
             max_surplus_age=parts.config.sampling.max_age,
         )
         rounds.record = self._trainer.record
         return rounds
 
+    @property
+    def _sends_weights(self) -> bool:
+        """Not where the engine is the trainer's own model, nor where a control wants it frozen."""
+        return self._parts.started.kind == "vllm" and self._parts.config.sync_weights
+
     def _engines(self) -> list[Engine]:
         """This rank's: the node's engines in turn, so that every rank has as many as any other."""
         if self._parts.started.kind != "vllm":
             return [self._own_engine()]
-        state = self._trainer.accelerator
-        return self._parts.vllm_engines()[state.local_process_index :: max(1, _local_world())]
+        return self._parts.vllm_engines()[self._rank.local :: self._rank.local_world]
 
     def _share_weights(self, version: int) -> Path:
         """The first rank of each node writes; nobody reads before it has."""
@@ -90,15 +107,19 @@ class TrainingRun:
 
     def ask_to_stop(self) -> None:
         """At once while generating, else after the step that is being computed."""
-        self._stopping.asked = True
         self._rounds.stop.set()
+
+    def _any_rank_stops(self) -> bool:
+        return self._rounds.should_stop()
 
     def train(self) -> None:
         """All steps, from the newest checkpoint where there is one; Interrupted when asked to stop before the last."""
-        resume_from = newest_checkpoint(self._parts.folder.checkpoints)
+        resume_from = self._checkpoint_to_go_on_from()
+        accept_numbered_cpus()
         if resume_from is not None:
             self._controller.restore(resume_from)
-            self._metrics.forget_after(step_of(resume_from))
+            if self._peers.rank == 0:
+                self._metrics.forget_after(step_of(resume_from))
         self._rounds.start(timeout_s=self._parts.config.engine.start_timeout_s)
         before = self._sample(version=0)
         with disable_input_dtype_casting(self._trainer.bare_model):
@@ -107,7 +128,14 @@ class TrainingRun:
             raise Interrupted(f"stopped after step {self._trainer.state.global_step}")
         after = self._sample(version=self._trainer.state.global_step)
         if self._peers.rank == 0:
-            write_json_atomic(self._parts.folder.samples, {"before": before, "after": after})
+            write_json_atomic(self._parts.home.samples, {"before": before, "after": after})
+
+    def _checkpoint_to_go_on_from(self) -> Path | None:
+        """The first rank looks, so that all take the same one."""
+        folder = self._parts.home.checkpoints
+        newest = newest_checkpoint(folder, num_ranks=self._rank.local_world) if self._peers.rank == 0 else None
+        (step,) = self._peers.add_up([0 if newest is None else step_of(newest)])
+        return None if step == 0 else checkpoint_of(folder, int(step))
 
     def _sample(self, *, version: int) -> list[dict[str, Any]]:
         """One completion to each of the same few prompts, with the same seeds whenever it is asked."""
@@ -117,23 +145,24 @@ class TrainingRun:
 
     def save(self) -> None:
         """The model under `model/`: whole, or the adapter and, where asked, the merged model."""
-        folder = self._parts.folder.model
+        folder, writes = self._parts.home.model, self._peers.rank == 0
         self._trainer.save_model(str(folder))
-        if self._peers.rank > 0:
-            return
-        self._parts.tokenizer.save_pretrained(folder)
         if self._parts.config.merge and self._parts.config.lora is not None:
-            merged = self._trainer.bare_model.merge_and_unload()
-            merged.save_pretrained(folder / "merged")
-            self._parts.tokenizer.save_pretrained(folder / "merged")
+            dtype = compute_dtype(self._parts.config)
+            save_merged(self._trainer.bare_model, folder / "merged", dtype=dtype, writes=writes)
+            if writes:
+                self._parts.tokenizer.save_pretrained(folder / "merged")
+        if writes:
+            self._parts.tokenizer.save_pretrained(folder)
+        self._trainer.accelerator.wait_for_everyone()
 
     def save_checkpoint(self) -> None:
         """A checkpoint of the last finished step, unless it has one."""
         step = self._trainer.state.global_step
-        newest = newest_checkpoint(self._parts.folder.checkpoints)
-        if step > 0 and (newest is None or step_of(newest) < step):
+        if step > self._controller.saved_step:
             self._trainer.save_checkpoint()
-            self._controller.write(self._parts.folder.checkpoints / f"checkpoint-{step}")
+            self._controller.write(checkpoint_of(self._parts.home.checkpoints, step))
+        self._trainer.accelerator.wait_for_everyone()  # a rank that ends early would take the others with it
 
     def tell_others(self, error: BaseException) -> None:
         """The other ranks stop too, at once rather than at a collective's timeout."""
@@ -144,19 +173,14 @@ class TrainingRun:
         self._metrics.close()
 
 
-def _local_world() -> int:
-    """Ranks on this node, as torchrun tells them."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
 class StopBetweenSteps(TrainerCallback):
-    """Ends training after the step in which it was asked to."""
+    """Ends training after the step in which any rank was asked to, on all ranks."""
 
-    def __init__(self) -> None:
-        self.asked = False
+    def __init__(self, asked: Callable[[], bool]) -> None:
+        self._asked = asked
 
     def on_step_end(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> TrainerControl:
-        control.should_training_stop = control.should_training_stop or self.asked
+        control.should_training_stop = self._asked() or control.should_training_stop
         return control

@@ -41,6 +41,11 @@ class RunFolder:
         return self.root / "checkpoints"
 
     @property
+    def journal(self) -> Path:
+        """The rounds since the oldest checkpoint that is kept."""
+        return self.root / "journal"
+
+    @property
     def model(self) -> Path:
         return self.root / "model"
 

@@ -69,7 +69,8 @@ def check_claim(folder: RunFolder, config: BaseModel, *, resume: bool) -> None:
         return
     if resume:
         raise RunFolderError(f"--resume needs the folder of a run, and {folder.root} holds no run.json; leave it out")
-    foreign = sorted(set(_names(folder.root)) - _OURS_BEFORE_THE_CLAIM)
+    other_nodes = {name for name in _names(folder.root) if name.startswith("node-")}  # they may have been faster
+    foreign = sorted(set(_names(folder.root)) - _OURS_BEFORE_THE_CLAIM - other_nodes)
     if foreign:
         listed = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
         raise RunFolderError(

@@ -5,7 +5,7 @@ Not here: reading the metrics (`telemetry.metrics`), and writing the file (`file
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, TypeGuard
 
 Status = Literal["finished", "interrupted", "failed"]
 
@@ -15,8 +15,13 @@ _WINDOW = 5  # steps at either end; one step's reward says little
 def summarise(
     metrics: Sequence[Mapping[str, Any]], status: Status, wall_s: float, *, error: str | None = None
 ) -> dict[str, Any]:
-    """The summary of a run; rewards are means over the first and the last five steps."""
-    rewards = [float(row["reward"]) for row in metrics if _is_finite(row.get("reward"))]
+    """The summary of a run; rewards are means over the first and the last five steps.
+
+    They are of every completion that was drawn, where a run tells that: dynamic sampling trains on some of them, and
+    those, neither all right nor all wrong, tell less and less of how good the policy has become.
+    """
+    told = [row.get("ycore/reward", row.get("reward")) for row in metrics]
+    rewards = [float(reward) for reward in told if _is_finite(reward)]
     summary: dict[str, Any] = {
         "status": status,
         "steps": num_steps(metrics),
@@ -36,5 +41,5 @@ def _mean(values: Sequence[float]) -> float | None:
     return round(math.fsum(values) / len(values), 6) if values else None
 
 
-def _is_finite(value: object) -> bool:
+def _is_finite(value: object) -> TypeGuard[float]:
     return isinstance(value, int | float) and math.isfinite(value)

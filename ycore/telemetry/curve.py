@@ -20,7 +20,8 @@ _PHASES = (
 
 def draw_curve(metrics: Sequence[Mapping[str, Any]], path: Path, title: str) -> bool:
     """Draw 1200 x 700 pixels to `path`; False, and no file, when no step has a reward yet."""
-    reward = points(metrics, "reward")
+    drawn = points(metrics, "ycore/reward")
+    reward = drawn if drawn[0] else points(metrics, "reward")
     if not reward[0]:
         return False
     from matplotlib.backends.backend_agg import FigureCanvasAgg

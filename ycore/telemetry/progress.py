@@ -107,9 +107,10 @@ class TimeLeft:
 def describe_step(row: Mapping[str, Any]) -> list[str]:
     """The numbers of one step that a person watches; a number that the row has not is left out."""
     parts = [
-        _part(row, "reward", "reward {:.3f}"),
+        _part(row, "ycore/reward" if "ycore/reward" in row else "reward", "reward {:.3f}"),
         _part(row, "completions/mean_length", "length {:.0f}"),
         _part(row, "frac_reward_zero_std", "zero-variance {:.0%}"),
+        _part(row, "ycore/sampling/yield", "yield {:.0%}"),
         _part(row, "ycore/time/sync", "sync {:.1f} s"),
         _part(row, "ycore/time/round", "round {:.1f} s"),
         _part(row, "ycore/time/train", "train {:.1f} s"),

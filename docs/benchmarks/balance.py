@@ -1,0 +1,62 @@
+"""How even the ranks' tokens are before and after groups are dealt, over long-tailed lengths. Pure, a few seconds.
+
+    python docs/benchmarks/balance.py
+
+A completion has lognormal(5, 1) tokens, at most 4096 (median 148, mean about 240); a group has eight of them.
+
+Not here: what a deal costs on the wire (`coordination`).
+"""
+
+import argparse
+import random
+from dataclasses import dataclass
+from statistics import mean
+
+from ycore.sampling.balance import Deal, Offer, deal_groups, imbalance
+
+GROUP_SIZE = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Dealt:
+    """One seed's table: imbalance before and after, and the share of groups that changed ranks."""
+
+    before: float
+    after: float
+    moved: float
+
+
+def deal_once(seed: int, *, world: int, per_rank: int) -> Dealt:
+    dice = random.Random(seed)
+    offers = [Offer(n % world, n // world, n, _group(dice), True) for n in range(world * per_rank)]
+    deal = deal_groups(offers, world=world, per_rank=per_rank)
+    before = [sum(offer.num_tokens for offer in offers if offer.rank == rank) for rank in range(world)]
+    return Dealt(imbalance(before), imbalance(_loads(deal)), len(deal.moves) / len(offers))
+
+
+def _group(dice: random.Random) -> int:
+    return sum(min(4096, 1 + int(dice.lognormvariate(5, 1))) for _ in range(GROUP_SIZE))
+
+
+def _loads(deal: Deal) -> list[int]:
+    return [sum(offer.num_tokens for offer in hand) for hand in deal.chosen]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--seeds", type=int, default=100)
+    parser.add_argument("--world", type=int, nargs="+", default=[2, 4, 8, 16, 32, 64])
+    parser.add_argument("--per-rank", type=int, nargs="+", default=[4, 8, 16])
+    told = parser.parse_args()
+    print("| ranks | groups a rank | before, mean | before, worst | after, mean | after, worst | groups moved |")
+    print("| --- | --- | --- | --- | --- | --- | --- |")
+    for world in told.world:
+        for per_rank in told.per_rank:
+            seen = [deal_once(seed, world=world, per_rank=per_rank) for seed in range(told.seeds)]
+            before, after = [one.before for one in seen], [one.after for one in seen]
+            figures = f"{mean(before):.3f} | {max(before):.3f} | {mean(after):.3f} | **{max(after):.3f}**"
+            print(f"| {world} | {per_rank} | {figures} | {mean(one.moved for one in seen):.0%} |")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,171 @@
+"""What coordination costs as controllers grow: N parallel controllers against one central one doing the same work.
+
+    python docs/benchmarks/coordination.py --output runs/coordination
+
+Real: the controllers (`Round`, its tally, its meetings, the deal, the exchange of groups), their processes, the process
+group, the unix sockets, the client that speaks to the engines, a megabyte of prompt in every request. Stubs: the
+engines, processes that read a request to its end and answer at once with a made-up completion, and the rewards, which
+are made up in the controller. So what is measured is moving and deciding, not generating.
+
+The parallel way has N controllers with an engine each; the central way has one controller with N engines, and N times
+the groups. Wall time says nothing with more processes than cores, so processor seconds and bytes are counted, by
+process. Needs `fork`.
+
+Not here: balance alone (`balance`).
+"""
+
+import argparse
+import json
+import multiprocessing
+import random
+import resource
+import tempfile
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from coordination_engine import serve
+from coordination_report import as_markdown, draw
+from machine import describe_machine
+
+from ycore.controller.draws import DrawSource, Shard
+from ycore.controller.peers import Alone
+from ycore.controller.round import Rules
+from ycore.controller.source import Rounds
+from ycore.controller.torch_peers import TorchPeers
+from ycore.rewards.pool import RewardPool
+from ycore.roles.engine import Sampling
+from ycore.roles.vllm_engine import VllmEngine
+from ycore.types import Prompt, Score
+
+Job = dict[str, Any]
+FORK = multiprocessing.get_context("fork")  # torch is imported once, and shared
+
+
+class MadeUpRewards(RewardPool):
+    """Scores that differ within a group, made up on the spot."""
+
+    def __init__(self) -> None:
+        pass
+
+    async def start(self) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    async def score(self, prompts: Sequence[Any], *told: Any, **more: Any) -> list[list[Score]]:
+        return [[Score(float(index))] for index in range(len(prompts))]
+
+
+def control(rank: int, world: int, engines: Sequence[Path], job: Job, answer: Path) -> None:
+    """One controller, from its first round to its last; its processor seconds and bytes go to `answer`."""
+    peers: Alone | TorchPeers = Alone()
+    if world > 1:
+        dist.init_process_group("gloo", init_method=f"file://{job['meeting']}", rank=rank, world_size=world)
+        peers = TorchPeers()
+    payload = tuple(random.Random(rank).randrange(10_000, 100_000) for _ in range(job["payload_bytes"] // 6))
+    sampling = Sampling(max_tokens=64)
+    rounds = Rounds(
+        engines=[VllmEngine(path.name, path, sampling, request_timeout_s=600) for path in engines],
+        rewards=MadeUpRewards(),
+        draws=DrawSource(
+            [Prompt(row, "") for row in range(64)],
+            seed=0,
+            encode=lambda prompt: payload,
+            max_prompt_tokens=len(payload),
+            shard=Shard(rank, world),
+        ),
+        rules=Rules(group_size=job["group_size"], seed=0, reward_weights=(1.0,), dynamic=True, max_in_flight=2),
+        peers=peers,
+        share_weights=None,
+    )
+    rounds.start(timeout_s=120)
+    groups = job["groups"] * (len(engines) if world == 1 else 1)
+    rounds.next_round(step=0, num_groups=groups)  # warms up: connections, buffers
+    before, moved = _used(), _moved(peers)
+    began = time.perf_counter()
+    for step in range(1, job["rounds"] + 1):
+        rounds.next_round(step=step, num_groups=groups)
+    told = {"cpu_s": _used() - before, "wall_s": time.perf_counter() - began, "peer_bytes": _moved(peers) - moved}
+    answer.write_text(json.dumps(told))
+    rounds.close()
+    if world > 1:
+        dist.barrier()
+        dist.destroy_process_group()
+
+
+def _used() -> float:
+    usage = resource.getrusage(resource.RUSAGE_SELF)
+    return usage.ru_utime + usage.ru_stime
+
+
+def _moved(peers: Alone | TorchPeers) -> int:
+    return peers.bytes_sent + (peers.bytes_received if isinstance(peers, TorchPeers) else 0)
+
+
+def measure(world: int, num_engines: int, job: Job) -> dict[str, Any]:
+    """`world` controllers over `num_engines` engines, in processes of their own; nothing is left of them."""
+    with tempfile.TemporaryDirectory() as place:
+        folder = Path(place)
+        job = job | {"meeting": str(folder / "meeting")}
+        sockets = [folder / f"engine-{number}" for number in range(num_engines)]
+        answers = [folder / f"controller-{rank}.json" for rank in range(world)]
+        engines = [_start(serve, path, job["rounds"]) for path in sockets]
+        controllers = [
+            _start(control, rank, world, sockets[rank::world], job, answer) for rank, answer in enumerate(answers)
+        ]
+        try:
+            for process in controllers:
+                process.join(job["timeout_s"])
+                if process.exitcode != 0:
+                    raise RuntimeError(f"a controller of {world} ended with {process.exitcode}")
+            told = [json.loads(answer.read_text()) for answer in answers]
+        finally:
+            for process in (*controllers, *engines):
+                process.kill()
+                process.join()
+    # Every request carries the payload; every controller makes group_size requests a group.
+    through_engines = job["rounds"] * job["groups"] * num_engines // world * job["group_size"] * job["payload_bytes"]
+    return {
+        "controllers": world,
+        "engines": num_engines,
+        "cpu_s_mean": sum(one["cpu_s"] for one in told) / world,
+        "cpu_s_busiest": max(one["cpu_s"] for one in told),
+        "bytes_busiest": through_engines + max(one["peer_bytes"] for one in told),
+        "wall_s": max(one["wall_s"] for one in told),
+    }
+
+
+def _start(work: Callable[..., None], *arguments: Any) -> Any:
+    process = FORK.Process(target=work, args=arguments, daemon=True)
+    process.start()
+    return process
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--controllers", type=int, nargs="+", default=[1, 2, 4, 8, 16, 32, 64])
+    parser.add_argument("--groups", type=int, default=4, help="groups a controller and round")
+    parser.add_argument("--group-size", type=int, default=2)
+    parser.add_argument("--rounds", type=int, default=2, help="counted rounds, after one that warms up")
+    parser.add_argument("--payload-mb", type=float, default=1.0, help="megabytes of a prompt, as the engine gets it")
+    parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one row of the table")
+    parser.add_argument("--output", type=Path, default=Path("runs/coordination"))
+    told = parser.parse_args()
+    job: Job = {"groups": told.groups, "group_size": told.group_size, "rounds": told.rounds}
+    job |= {"payload_bytes": int(told.payload_mb * 1e6), "timeout_s": told.timeout}
+    told.output.mkdir(parents=True, exist_ok=True)
+    results: dict[str, Any] = {"job": job, "machine": describe_machine(), "parallel": [], "central": []}
+    for number in told.controllers:
+        results["parallel"].append(measure(number, number, job))
+        results["central"].append(measure(1, number, job))
+        (told.output / "results.json").write_text(json.dumps(results, indent=2))
+    print(as_markdown(results))
+    draw(results, told.output / "coordination.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,116 @@
+"""Groups that teach, an hour, with dynamic sampling and without it, one after the other, on real engines.
+
+    python docs/benchmarks/dynamic_sampling.py --output runs/dynamic --repeats 3
+
+The task: one-digit additions of which two thirds pay the same reward whatever is written, so that two thirds of the
+groups have no variance; the reward of the others differs with every completion. Both sides run `ycore grpo` with the
+same seed and sizes, and differ in `--no-dynamic-sampling` alone.
+
+Not here: whether more such groups teach better (they are the ones with a gradient).
+"""
+
+import argparse
+import json
+import sys
+import threading
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import mean, median
+from typing import Any
+
+from bounded import run_bounded
+from machine import busy_share, describe_machine
+
+from ycore.telemetry.metrics import read_metrics
+
+REWARD = '''
+def sometimes(completion_ids, flat, **columns):
+    """The same for every completion of a flat row; for the others what the token ids happen to add up to."""
+    return [0.5 if is_flat else sum(ids) % 97 / 97 for ids, is_flat in zip(completion_ids, flat)]
+'''
+SIDES = {"without": ["--no-dynamic-sampling"], "dynamic": ["--dynamic-sampling"]}
+EXPECTED = 1.5
+
+
+def rows(number: int = 300) -> list[dict[str, Any]]:
+    """Two of three rows are flat; the run's own order mixes them."""
+    asked = [(n % 10, n // 10 % 10) for n in range(number)]
+    return [{"prompt": f"What is {a} + {b}?", "flat": n % 3 != 0} for n, (a, b) in enumerate(asked)]
+
+
+def command(told: argparse.Namespace, output: Path, side: str) -> list[str]:
+    sizes = {"--prompts-per-step": told.prompts, "--group-size": told.group_size, "--max-tokens": told.tokens}
+    options: dict[str, Any] = {"--model": told.model, "--dataset": "rows.jsonl", "--reward": "sometimes.py:sometimes"}
+    options |= {**sizes, "--steps": told.steps, "--seed": 0, "--engine": told.engine, "--output": output}
+    words = [str(word) for pair in options.items() for word in pair]
+    return [sys.executable, "-c", "from ycore_cli.main import main; main()", "grpo", *words, *SIDES[side], *told.more]
+
+
+def figures(metrics: Sequence[Mapping[str, Any]], *, prompts: int) -> dict[str, float]:
+    """Of the counted steps: all but the first, which warms up."""
+    counted = list(metrics)[1:] or list(metrics)
+    seconds = sum(row["ycore/time/step"] for row in counted)
+    informative = sum(prompts * (1 - row["frac_reward_zero_std"]) for row in counted)
+    return {
+        "per_hour": 3600 * informative / seconds,
+        "zero_std": mean(row["frac_reward_zero_std"] for row in counted),
+        "drawn": mean(row["ycore/sampling/drawn"] for row in counted),
+        "step_s": seconds / len(counted),
+        "round_s": mean(row["ycore/time/round"] for row in counted),
+        "train_s": mean(row["ycore/time/train"] for row in counted),
+        "yield": counted[-1]["ycore/sampling/yield"],
+    }
+
+
+def as_markdown(results: Mapping[str, Any]) -> str:
+    head = (
+        "side | groups that teach, an hour | trained without variance | groups drawn a step | s a step | round | train"
+    )
+    lines = [f"| {head} |", "| " + " | ".join("---" for _ in head.split("|")) + " |"]
+    for side in SIDES:
+        one = {name: median(run[name] for run in results["runs"][side]) for name in results["runs"][side][0]}
+        seconds = f"{one['step_s']:.1f} | {one['round_s']:.1f} | {one['train_s']:.1f}"
+        lines.append(f"| {side} | {one['per_hour']:.0f} | {one['zero_std']:.0%} | {one['drawn']:.1f} | {seconds} |")
+    pairs = zip(results["runs"]["dynamic"], results["runs"]["without"], strict=True)
+    ratios = [dynamic["per_hour"] / without["per_hour"] for dynamic, without in pairs]
+    held = "holds" if median(ratios) >= EXPECTED else "misses"
+    lines += ["", f"Dynamic over without: **{median(ratios):.2f}** ({min(ratios):.2f} to {max(ratios):.2f}), "]
+    lines[-1] += f"{held} >= {EXPECTED:g}. {results['told']}."
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--engine", default="vllm")
+    parser.add_argument("--prompts", type=int, default=8)
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--steps", type=int, default=6)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--timeout", type=float, default=1800.0)
+    parser.add_argument("--output", type=Path, default=Path("runs/dynamic_sampling"))
+    told, told.more = parser.parse_known_args()
+    told.output.mkdir(parents=True)
+    (told.output / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows()))
+    (told.output / "sometimes.py").write_text(REWARD)
+    if Path(told.model).is_dir():
+        told.model = str(Path(told.model).resolve())
+    sizes = f"{told.model}, {told.prompts} prompts x {told.group_size} completions of at most {told.tokens} tokens"
+    results: dict[str, Any] = {"told": f"{sizes}, {told.steps} steps a run", "machine": describe_machine(), "busy": []}
+    results["runs"] = {side: [] for side in SIDES}
+    for repeat in range(told.repeats):
+        for side in SIDES:  # in turn
+            results["busy"].append(busy_share())
+            name = Path(f"{side}-{repeat}")
+            stop = threading.Event()
+            words = command(told, name, side)
+            run_bounded(words, folder=told.output, environment={}, timeout_s=told.timeout, stop=stop)
+            metrics = read_metrics(told.output / name / "metrics.jsonl")
+            results["runs"][side].append(figures(metrics, prompts=told.prompts))
+            (told.output / "results.json").write_text(json.dumps(results, indent=2))
+    print(as_markdown(results))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,123 @@
+"""Two controllers, two processes, a real process group: help, dealing, stops and failures between them."""
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+WORKER = Path(__file__).with_name("rank_of_two.py")
+REWARD = """
+def digit(completions, flat, **columns):
+    return [1.0 if is_flat else float(text) for text, is_flat in zip(completions, flat)]
+"""
+WITHIN_S = 90
+
+Seen = dict[str, list[dict[str, Any]]]
+
+
+def run(folder: Path, *scenarios: str) -> Seen:
+    """What each rank saw of each scenario."""
+    (folder / "their_rewards.py").write_text(REWARD)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, str(WORKER), ",".join(scenarios), str(folder)],
+            env={**os.environ, **common, "RANK": str(rank), "CUDA_VISIBLE_DEVICES": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+    try:
+        said = [rank.communicate(timeout=WITHIN_S)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+    assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
+    return {name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in (0, 1)] for name in scenarios}
+
+
+@pytest.fixture(scope="module")
+def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
+    scenarios = ("plain", "dynamic", "slow_and_fast", "exchange")
+    return run(tmp_path_factory.mktemp("two"), *scenarios)
+
+
+def positions(ranks: list[dict[str, Any]]) -> list[int]:
+    return sorted(group["position"] for rank in ranks for group in rank["groups"])
+
+
+def test_without_dynamic_sampling_every_rank_draws_its_share(seen: Seen) -> None:
+    ranks = seen["plain"]
+    assert [rank["drawn"] for rank in ranks] == [4, 4]
+    assert positions(ranks) == list(range(8))
+    assert [len(rank["groups"]) for rank in ranks] == [4, 4]
+
+
+def test_dealing_evens_out_the_tokens_and_says_what_it_moved(seen: Seen) -> None:
+    ranks = seen["plain"]
+    metrics = [rank["metrics"] for rank in ranks]
+    loads = [sum(group["tokens"] for group in rank["groups"]) for rank in ranks]
+    for told in metrics:
+        assert told["ycore/balance/after"] == pytest.approx(max(loads) * 2 / sum(loads))
+        assert 1.0 <= told["ycore/balance/after"] <= told["ycore/balance/before"]
+    foreign = [sum(group["position"] % 2 != rank for group in seen["plain"][rank]["groups"]) for rank in (0, 1)]
+    assert (metrics[0]["ycore/bytes_moved"] > 0) == (sum(foreign) > 0)
+    assert metrics[0]["ycore/bytes_moved"] == metrics[1]["ycore/bytes_moved"]
+
+
+def test_a_rank_whose_groups_teach_helps_one_whose_groups_do_not(seen: Seen) -> None:
+    """Rank 1 keeps one group in four: alone it would have to draw sixteen for its four."""
+    ranks = seen["dynamic"]
+    rows = [group["row"] for rank in ranks for group in rank["groups"]]
+    assert len(rows) == 8 and all(row % 2 == 0 or row % 8 == 1 for row in rows), "a group that cannot teach was taken"
+    assert ranks[0]["drawn"] > 4, "rank 0 did not help"
+    assert ranks[1]["drawn"] < 16
+    assert [len(rank["groups"]) for rank in ranks] == [4, 4]
+    assert any(group["position"] % 2 == 0 for group in ranks[1]["groups"]), "no whole group was dealt to the late rank"
+    assert ranks[0]["metrics"]["ycore/sampling/filled"] == 0.0
+    assert ranks[0]["metrics"]["ycore/sampling/drawn"] == sum(rank["drawn"] for rank in ranks)
+
+
+def test_a_free_engine_takes_what_a_busy_one_has_not_begun(seen: Seen) -> None:
+    ranks = seen["slow_and_fast"]
+    assert ranks[0]["drawn"] > ranks[1]["drawn"] >= 1
+    assert sum(rank["drawn"] for rank in ranks) == 12
+    assert [len(rank["groups"]) for rank in ranks] == [6, 6]
+
+
+def test_a_controllers_state_comes_back_exactly(seen: Seen) -> None:
+    for name in ("plain", "dynamic"):
+        assert [rank["restored"] for rank in seen[name]] == [True, True]
+    assert [rank["state"]["cursor"] for rank in seen["dynamic"]] == [rank["drawn"] for rank in seen["dynamic"]]
+
+
+def test_groups_pass_whole_and_sums_are_everybodys(seen: Seen) -> None:
+    ranks = seen["exchange"]
+    assert [rank["sums"] for rank in ranks] == [[3.0, 20.0]] * 2
+    assert [rank["empty"] for rank in ranks] == [0, 0]
+    assert positions(ranks) == list(range(6))
+
+
+@pytest.mark.parametrize("scenario", ["stopped", "stopped_while_waited_for"])
+def test_a_stop_on_one_rank_stops_both(tmp_path: Path, scenario: str) -> None:
+    for rank in run(tmp_path, scenario)[scenario]:
+        assert rank["error"] == "Interrupted"
+        assert rank["after_s"] < 5
+
+
+def test_a_failure_on_one_rank_ends_the_other_within_seconds(tmp_path: Path) -> None:
+    waiting, failed = run(tmp_path, "broken")["broken"]
+    assert (failed["error"], failed["message"]) == ("EngineError", "scripted: gone")
+    assert waiting["error"] == "RunError"
+    assert waiting["message"] == "another rank failed: rank 1: EngineError: scripted: gone"
+    assert waiting["after_s"] < failed["after_s"] + 5

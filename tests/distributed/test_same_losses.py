@@ -1,0 +1,109 @@
+"""Two real ranks learn from the same rounds what one rank learns, under DDP, ZeRO-2 and ZeRO-3, to float32 rounding."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+
+from ycore.config.run import LoraSettings, RewardConfig, RunConfig
+from ycore.launch.accelerate_config import accelerate_config
+from ycore.models.tiny import write_tiny_model
+from ycore.telemetry.metrics import read_metrics
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+
+WORKER = Path(__file__).with_name("recorded_run.py")
+STEPS = 3
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("same")
+    write_tiny_model(root / "model")
+    return root
+
+
+def run(place: Path, name: str | None, *, lora: bool) -> Path:
+    """Train by `name` over two ranks, or over one without accelerate; the folder with what came of it."""
+    output = place / f"{name or 'alone'}-{'lora' if lora else 'full'}"
+    if output.exists():
+        return output
+    config = RunConfig(
+        model=str(place / "model"),
+        dataset="none",
+        rewards=[RewardConfig(reward="made_up")],
+        output=str(output),
+        prompts_per_step=4,
+        group_size=4,
+        max_tokens=9,
+        steps=STEPS,
+        dtype="float32",
+        lora=LoraSettings(r=4) if lora else None,
+        # A large epsilon: where a gradient is nothing but rounding, Adam would make a whole step of its sign.
+        trl={"learning_rate": 1e-2, "adam_epsilon": 1e-3, "per_device_train_batch_size": 4},
+    )
+    job = place / f"{output.name}.json"
+    job.write_text(json.dumps({"config": config.model_dump(mode="json"), "output": str(output)}))
+    launch: list[str] = []
+    if name is not None:
+        told = accelerate_config(name, processes=2, on_cpu=True, dtype="float32")  # type: ignore[arg-type]
+        (place / f"{name}.yaml").write_text(yaml.safe_dump(told))
+        launch = ["-m", "accelerate.commands.launch", "--config_file", str(place / f"{name}.yaml")]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+    done = subprocess.run(
+        [sys.executable, *launch, str(WORKER), str(job)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=200,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-4000:]
+    return output
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("name", ["ddp", "zero2", "zero3"])
+def test_two_ranks_learn_what_one_learns(place: Path, name: str, lora: bool) -> None:
+    one, two = run(place, None, lora=lora), run(place, name, lora=lora)
+    first, second = (read_metrics(folder / "metrics.jsonl") for folder in (one, two))
+    assert [row["step"] for row in second] == [row["step"] for row in first] == list(range(1, STEPS + 1))
+    for expected, row in zip(first, second, strict=True):
+        for key in ("loss", "grad_norm", "reward"):
+            assert row[key] == pytest.approx(expected[key], rel=2e-5, abs=2e-6), (row["step"], key)
+    assert same(weights(one / "before"), weights(two / "before"), atol=0.0), "the engines' first weights differ"
+    assert same(weights(one / "after"), weights(two / "after"), atol=2e-5)
+    assert not same(weights(one / "before"), weights(one / "after"), atol=1e-3), "nothing was learned"
+
+
+def same(expected: dict[str, torch.Tensor], seen: dict[str, torch.Tensor], *, atol: float) -> bool:
+    assert seen.keys() == expected.keys()
+    return all(torch.allclose(seen[name], expected[name], rtol=0.0, atol=atol) for name in expected)
+
+
+def test_what_is_saved_is_what_the_engines_had(place: Path) -> None:
+    two = run(place, "zero3", lora=False)
+    saved, last = weights(two / "model"), weights(two / "after")
+    assert last.keys() <= saved.keys()
+    assert same(last, {name: saved[name] for name in last}, atol=0.0)
+
+
+def test_no_rank_holds_the_prompts_of_another(place: Path) -> None:
+    two = run(place, "ddp", lora=True)
+    told: list[dict[str, Any]] = [json.loads((two / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
+    assert [rank["prompts_gathered"] for rank in told] == [0, 0]
+    for rank, mine in enumerate(told):
+        own = {f"step {step} group {group}" for step in range(STEPS) for group in (rank, rank + 2)}
+        assert mine["prompts_held"] and set(mine["prompts_held"]) <= own

@@ -1,0 +1,122 @@
+"""Two launchers as two machines on loopback, each with the same command: one run, one model, one end.
+
+Both live on this machine; what is not shown is a network between them.
+"""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from ycore.models.tiny import write_tiny_model
+from ycore.run_folder.paths import RunFolder
+from ycore.telemetry.metrics import read_metrics
+
+pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+
+REWARD = "def spread(completion_ids, **columns):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
+COMMON = (
+    "--model model --dataset rows.jsonl --reward their_rewards.py:spread --max-tokens 8 --engine transformers "
+    "--prompts-per-step 4 --group-size 4 --set dtype=float32 --accelerate nodes.yaml"
+)
+NODES = """
+compute_environment: LOCAL_MACHINE
+distributed_type: MULTI_GPU
+num_machines: 2
+num_processes: 2
+machine_rank: $NODE
+main_process_ip: 127.0.0.1
+main_process_port: {port}
+rdzv_backend: static
+same_network: true
+use_cpu: true
+"""
+WITHIN_S = 120
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Iterator[Path]:
+    write_tiny_model(tmp_path / "model")
+    (tmp_path / "their_rewards.py").write_text(REWARD)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        (tmp_path / "nodes.yaml").write_text(NODES.format(port=free.getsockname()[1]))
+    yield tmp_path
+
+
+def run(
+    place: Path, outputs: list[str], asked: list[str], *, steps: int = 3, interrupt_after: int | None = None
+) -> list[tuple[int, str]]:
+    """Exit status and standard error of each machine's command; the second may get a Ctrl-C after so many steps."""
+    (place / "rows.jsonl").write_text("".join(json.dumps({"prompt": ask}) + "\n" for ask in asked))
+    nodes = []
+    for number, output in enumerate(outputs):
+        command = [sys.executable, "-c", "from ycore_cli.main import main; main()", "grpo", *COMMON.split()]
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": "", "NODE": str(number)}
+        node = subprocess.Popen(
+            [*command, "--output", output, "--steps", str(steps)],
+            cwd=place,
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,
+        )
+        nodes.append(node)
+    try:
+        if interrupt_after is not None:
+            wait_for_steps(place / outputs[0] / "metrics.jsonl", interrupt_after)
+            nodes[1].send_signal(signal.SIGINT)
+        said = [node.communicate(timeout=WITHIN_S)[1] for node in nodes]
+    finally:
+        for node in nodes:
+            node.kill()
+    return [(node.returncode, text) for node, text in zip(nodes, said, strict=True)]
+
+
+def wait_for_steps(metrics: Path, number: int) -> None:
+    deadline = time.monotonic() + WITHIN_S
+    while len(read_metrics(metrics)) < number:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+
+
+def test_an_interrupt_of_one_machine_stops_both(place: Path) -> None:
+    asked = [f"{n} + 1 =" for n in range(16)]
+    ends = run(place, ["run", "run"], asked, steps=2000, interrupt_after=2)
+    assert [code for code, _ in ends] == [130, 130], ends
+    step = json.loads((place / "run" / "summary.json").read_text())["steps"]
+    saved = place / "run" / "checkpoints" / f"checkpoint-{step}"
+    assert {path.name for path in saved.glob("controller-*.json")} == {"controller-0.json", "controller-1.json"}
+
+
+@pytest.mark.parametrize("outputs", [["run", "run"], ["one", "two"]], ids=["shared folder", "own folders"])
+def test_two_machines_make_one_run(place: Path, outputs: list[str]) -> None:
+    ends = run(place, outputs, [f"{n} + 1 =" for n in range(16)])
+    assert [code for code, _ in ends] == [0, 0], ends
+    first, second = place / outputs[0], place / outputs[1] / "node-1"
+    assert [row["step"] for row in read_metrics(first / "metrics.jsonl")] == [1, 2, 3]
+    assert json.loads((first / "summary.json").read_text())["steps"] == 3
+    assert json.loads((second / "summary.json").read_text())["status"] == "finished"
+    assert (first / "model" / "adapter_model.safetensors").is_file()
+    assert not (second / "model").exists() and not read_metrics(second / "metrics.jsonl")
+    for folder, log in ((first, "trainer-0.log"), (second, "trainer-1.log")):
+        assert (folder / "logs" / log).is_file()
+        assert not RunFolder(folder).sockets.exists()
+
+
+def test_a_mistake_seen_by_one_machine_ends_both(place: Path) -> None:
+    ends = run(place, ["run", "run"], ["1 + 1 ="] * 7 + ["7" * 600])
+    codes = sorted(code for code, _ in ends)
+    assert codes == [1, 2], ends
+    for code, said in ends:
+        error = next(line for line in said.splitlines() if line.startswith("error: "))
+        assert "row 7: the prompt has 6" in error
+        assert code == 2 or "another rank failed: rank" in error

@@ -1,0 +1,50 @@
+"""Trackers receive what metrics.jsonl does, ycore's own numbers too. Real trackers, writing to files."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ycore.models.tiny import write_tiny_model
+
+COMMAND = [sys.executable, "-c", "import sys; from ycore_cli.main import main; sys.exit(main())", "grpo"]
+
+
+@pytest.mark.slow
+def test_wandb_offline_and_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    model, output = write_tiny_model(tmp_path / "model"), tmp_path / "run"
+    options = {
+        "--model": model,
+        "--dataset": "task:addition?digits=1",
+        "--reward": "length",
+        "--output": output,
+        "--steps": 2,
+        "--prompts-per-step": 2,
+        "--group-size": 2,
+        "--max-tokens": 6,
+        "--engine": "transformers",
+        "--report-to": "wandb,tensorboard",
+    }
+    words = [str(word) for option, value in options.items() for word in (option, value)]
+    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        [*COMMAND, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+    rows = [json.loads(line) for line in (output / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    (wandb_file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    told = wandb_file.read_bytes()
+    assert b"ycore/time/round" in told and b"frac_reward_zero_std" in told
+
+    events = next(path for path in tmp_path.rglob("events.out.tfevents.*") if path.stat().st_size > 1000)
+    scalars = EventAccumulator(str(events)).Reload()
+    assert "train/ycore/time/train" in scalars.Tags()["scalars"]
+    assert [round(event.value, 4) for event in scalars.Scalars("train/reward")] == [round(r["reward"], 4) for r in rows]

@@ -1,0 +1,84 @@
+"""One rank of several: which one this process is, and what it leaves for its launcher to read.
+
+A rank writes to a log of its own, keeps to its own cores, and says in a file that it is there and how it ended:
+torchrun, which starts the ranks, would turn every end into its own exit status 1 and a page of text.
+
+Not here: reading those files (`launch.ranks`), and what a rank does (`trainer`).
+"""
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from ycore.run_folder.files import read_json, write_json_atomic
+from ycore.run_folder.paths import RunFolder
+
+
+@dataclass(frozen=True, slots=True)
+class Rank:
+    """As torchrun tells it: `number` of `world` in the run, `local` of `local_world` on this machine."""
+
+    number: int = 0
+    world: int = 1
+    local: int = 0
+    local_world: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a rank says of itself; `exit_code` is None while it runs."""
+
+    number: int
+    pid: int
+    exit_code: int | None = None
+    message: str = ""
+    at: float = 0.0
+    expected: bool = True
+    """Whether it ended in a way that ycore knows: finished, or with one of its own errors."""
+
+
+def this_rank(environment: Mapping[str, str] | None = None) -> Rank:
+    """The rank of this process; one of one where no launcher says otherwise."""
+    told = os.environ if environment is None else environment
+    if "LOCAL_WORLD_SIZE" not in told:
+        return Rank()
+    return Rank(*(int(told[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
+
+
+def was_launched() -> bool:
+    """Whether a launcher of ranks started this process, be it the only one."""
+    return "LOCAL_WORLD_SIZE" in os.environ
+
+
+def report_file(folder: RunFolder, local: int) -> Any:
+    return folder.sockets / f"rank-{local}.json"
+
+
+def read_report(folder: RunFolder, local: int) -> Report | None:
+    path = report_file(folder, local)
+    return Report(**read_json(path)) if path.is_file() else None
+
+
+def take_place(folder: RunFolder, rank: Rank, *, cores: list[int] | None) -> None:
+    """From here on this process is that rank: own log, own cores, and the launcher knows its process id."""
+    log = os.open(folder.log(f"trainer-{rank.number}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+        os.dup2(log, stream.fileno())
+    os.close(log)
+    # From torchrun, which sends it when another rank has failed; it must not look as if this one had just vanished.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if cores and sys.platform == "linux":
+        for thread in os.listdir("/proc/self/task"):
+            os.sched_setaffinity(int(thread), cores)
+    write_json_atomic(report_file(folder, rank.local), asdict(Report(rank.number, os.getpid())))
+
+
+def report_end(folder: RunFolder, rank: Rank, exit_code: int, message: str = "", *, expected: bool = True) -> None:
+    """Say how this rank ended; the launcher believes the first that failed."""
+    report = Report(rank.number, os.getpid(), exit_code, message, time.time(), expected)
+    write_json_atomic(report_file(folder, rank.local), asdict(report))

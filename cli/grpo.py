@@ -23,6 +23,8 @@ def grpo(
     max_tokens: o.MaxTokens = None,
     steps: o.Steps = None,
     lora: o.Lora = None,
+    preset: o.Preset = None,
+    advantage: o.Advantage = None,
     engine: o.EngineKind = None,
     dynamic_sampling: o.DynamicSampling = None,
     processes: o.Processes = None,

@@ -59,6 +59,14 @@ DynamicSampling = Annotated[
         help="Replace groups whose rewards are all equal (the default), or train on what comes.",
     ),
 ]
+Preset = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="A paper's settings, under your own; e.g. dapo; see docs/algorithms.md."),
+]
+Advantage = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="How rewards become advantages; e.g. rloo; see docs/algorithms.md."),
+]
 Processes = Annotated[
     str | None,
     typer.Option(metavar="N", help="Training processes on this machine, one a GPU or an even share of cores; e.g. 2."),
@@ -96,7 +104,7 @@ Split = Annotated[str | None, typer.Option(help="Split of the dataset; e.g. test
 
 _TEXTS = (
     "model", "dataset", "output", "merge", "system_prompt", "prompt_column", "answer_column", "trust_remote_code",
-    "split", "accelerate",
+    "split", "accelerate", "preset", "advantage",
 )  # fmt: skip
 _NUMBERS = ("prompts_per_step", "group_size", "max_tokens", "steps", "seed", "num_samples", "limit", "processes")
 

@@ -1,6 +1,6 @@
 """The prompts of the benchmark: as many as a step takes, so that every step of both sides asks the same ones.
 
-Short completions answer additions; longer ones tell stories, so that the limit on tokens is reached.
+Additions are answered in a few words, explanations take more or less of the room they have, stories all of it.
 
 Not here: turning them into tokens (the model's chat template does, on both sides).
 """
@@ -12,17 +12,17 @@ from pathlib import Path
 from ycore.config.run import RewardConfig, RunConfig
 from ycore.data.prompts import load_prompts
 
-SHORT = 32
-"""Completions of up to this many tokens answer additions."""
+KINDS = ("additions", "explanations", "stories")
 
 _WHO = ("a lonely lighthouse keeper", "an old bear", "two sisters", "a clockmaker", "a small robot", "a lost sailor")
 _WHERE = ("on an island in the far north", "in a city under the sea", "at the edge of a desert", "in a forgotten mine")
 _WHAT = ("finds a letter", "learns to sing", "builds a bridge", "loses a friend", "hears a strange sound at night")
 
 
-def write_prompts(folder: Path, *, num_prompts: int, max_tokens: int, seed: int) -> Path:
-    """`folder/train.jsonl`, a dataset that both sides read."""
-    texts = additions(num_prompts, seed=seed) if max_tokens <= SHORT else stories(num_prompts, seed=seed)
+def write_prompts(folder: Path, *, kind: str, num_prompts: int, seed: int) -> Path:
+    """`folder/train.jsonl`, a dataset that both sides read; `kind` is one of KINDS."""
+    make = {"additions": additions, "explanations": explanations, "stories": stories}[kind]
+    texts = make(num_prompts, seed=seed)
     folder.mkdir(parents=True, exist_ok=True)
     file = folder / "train.jsonl"
     rows = [{"prompt": [{"role": "user", "content": text}], "prompt_index": i} for i, text in enumerate(texts)]
@@ -41,6 +41,12 @@ def additions(num_prompts: int, *, seed: int) -> list[str]:
         limit=num_prompts,
     )
     return [str(prompt.content) for prompt in load_prompts(config).prompts]
+
+
+def explanations(num_prompts: int, *, seed: int) -> list[str]:
+    """The same sums, to be explained."""
+    sums = [text.partition("?")[0] for text in additions(num_prompts, seed=seed)]
+    return [f"{text}? Explain how you get the answer." for text in sums]
 
 
 def stories(num_prompts: int, *, seed: int) -> list[str]:

@@ -32,7 +32,7 @@ from contestants import (
     ycore_steps,
 )
 from machine import busy_share, describe_machine
-from prompts import write_prompts
+from prompts import KINDS, write_prompts
 from report import as_markdown, counted, side, summarise
 
 _QUIET = 0.1
@@ -46,6 +46,7 @@ class Plan:
     steps: Mapping[int, int]
     repeats: int
     num_prompts: int
+    about: str
     group_size: int
     seed: int
     dtype: str
@@ -82,6 +83,7 @@ def parse(arguments: Sequence[str] | None) -> Plan:
     add("--steps", type=int, default=4, help="steps of a run, where --tokens does not say; the first is not counted")
     add("--repeats", type=int, default=3, help="runs of each side")
     add("--prompts", type=int, default=8, help="prompts of a step")
+    add("--about", choices=KINDS, default="additions", help="what the prompts ask for")
     add("--group-size", type=int, default=8, help="completions of each prompt")
     add("--seed", type=int, default=0)
     add("--dtype", default="bfloat16", choices=("bfloat16", "float32"), help="what both sides compute in")
@@ -98,6 +100,7 @@ def parse(arguments: Sequence[str] | None) -> Plan:
         steps={int(tokens): int(steps or given.steps) for tokens, _, steps in levels},
         repeats=given.repeats,
         num_prompts=given.prompts,
+        about=given.about,
         group_size=given.group_size,
         seed=given.seed,
         dtype=given.dtype,
@@ -141,7 +144,7 @@ def model_folder(name: str) -> Path:
 
 def settings_of(plan: Plan, max_tokens: int, model: Path) -> Settings:
     prompts = write_prompts(
-        plan.output / f"prompts-{max_tokens}", num_prompts=plan.num_prompts, max_tokens=max_tokens, seed=plan.seed
+        plan.output / f"prompts-{max_tokens}", kind=plan.about, num_prompts=plan.num_prompts, seed=plan.seed
     )
     return Settings(
         model=model,

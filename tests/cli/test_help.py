@@ -13,7 +13,8 @@ from ycore import __version__
 VISIBLE = {
     "grpo": [
         "--model", "--dataset", "--reward", "--prompt-column", "--answer-column", "--system-prompt",
-        "--trust-remote-code", "--prompts-per-step", "--group-size", "--max-tokens", "--steps", "--lora", "--engine",
+        "--trust-remote-code", "--prompts-per-step", "--group-size", "--max-tokens", "--steps", "--lora",
+        "--preset", "--advantage", "--engine",
         "--dynamic-sampling", "--processes", "--accelerate", "--merge", "--seed", "--set", "--recipe", "--output",
         "--dry-run", "--resume", "--json",
     ],

@@ -8,10 +8,9 @@ from trl import GRPOConfig
 from trl.experimental.gmpo import GMPOConfig
 
 from ycore.algorithms.advantages import ESTIMATORS
-from ycore.algorithms.divergence import DIVERGENCES as DIVERGENCE_FUNCTIONS
 from ycore.config.overrides import resolve
 from ycore.config.owned import ALIASES, refusal
-from ycore.config.presets import ADVANTAGES, DIVERGENCES, PRESETS, Preset, find_preset, preset_layer, preset_lines
+from ycore.config.presets import ADVANTAGES, PRESETS, Preset, find_preset, preset_layer, preset_lines
 from ycore.config.trl_fields import coerce, fields_of
 from ycore.errors import ConfigError
 
@@ -136,7 +135,6 @@ def test_run_keys_are_the_three_that_presets_may_set() -> None:
 
 def test_names_for_the_command_line_are_those_of_the_functions() -> None:
     assert tuple(ESTIMATORS) == ADVANTAGES
-    assert tuple(DIVERGENCE_FUNCTIONS) == DIVERGENCES
 
 
 def test_trl_alone_would_cap_cispo_at_a_fifth(tmp_path: Path) -> None:
@@ -191,5 +189,5 @@ def test_the_command_line_can_read_presets_without_torch() -> None:
 
 def test_every_preset_is_in_the_documentation() -> None:
     text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
-    for name in (*PRESETS, *ADVANTAGES, *DIVERGENCES):
+    for name in (*PRESETS, *ADVANTAGES):
         assert f"`{name}`" in text or f"--preset {name}`" in text, name

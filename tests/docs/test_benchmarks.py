@@ -117,10 +117,10 @@ def test_bars_are_drawn(parts: Any, tmp_path: Path) -> None:
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
 
 
-@pytest.mark.parametrize("max_tokens", [16, 128])
-def test_prompts_are_distinct_and_the_same_for_the_same_seed(parts: Any, tmp_path: Path, max_tokens: int) -> None:
+@pytest.mark.parametrize("kind", ["additions", "explanations", "stories"])
+def test_prompts_are_distinct_and_the_same_for_the_same_seed(parts: Any, tmp_path: Path, kind: str) -> None:
     files = [
-        parts.prompts.write_prompts(tmp_path / name, num_prompts=8, max_tokens=max_tokens, seed=seed)
+        parts.prompts.write_prompts(tmp_path / name, kind=kind, num_prompts=8, seed=seed)
         for name, seed in (("a", 3), ("b", 3), ("c", 4))
     ]
     first, again, other = (file.read_text() for file in files)

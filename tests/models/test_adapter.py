@@ -46,5 +46,5 @@ def test_without_its_base(adapter: Path) -> None:
 
 def test_without_its_weights(adapter: Path) -> None:
     (adapter / "adapter_model.safetensors").unlink()
-    with pytest.raises(ModelError, match="no adapter_model.safetensors"):
+    with pytest.raises(ModelError, match=r"no adapter_model\.safetensors"):
         resolve_model(str(adapter))

@@ -43,7 +43,7 @@ def words(model: Path, output: Path) -> list[str]:
         "--group-size": 4,
         "--max-tokens": 8,
         "--engine": "transformers",
-        "--learning-rate": 1e-2,
+        "--learning-rate": 1e-3,
         "--per-device-train-batch-size": 4,
     }
     # Dropout draws random numbers in training: without the generators restored the curves part at once.
@@ -54,7 +54,9 @@ def words(model: Path, output: Path) -> list[str]:
 
 def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
     with log.open("ab") as output:
-        return subprocess.Popen([*COMMAND, *arguments], stdout=output, stderr=output, env={**os.environ, "COLUMNS": "80"})
+        return subprocess.Popen(
+            [*COMMAND, *arguments], stdout=output, stderr=output, env={**os.environ, "COLUMNS": "80"}
+        )
 
 
 def rows(output: Path) -> list[dict[str, Any]]:

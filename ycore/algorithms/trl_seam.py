@@ -21,6 +21,7 @@ from typing import Any, Protocol
 
 import torch
 from accelerate.utils import gather, set_seed
+from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOTrainer
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
@@ -69,8 +70,10 @@ class SeamGRPOTrainer(GRPOTrainer):
         self._micro_batch: dict[str, Any] | None = None
         self._last_loaded_step = -1
         # Our head gives no gradient of the entropy and computes in the head's own dtype; TRL's does what is asked.
+        # Nor does ours gather a head that is cut up over the ranks.
         is_plain = not self._entropy_bonus_enabled and not self.args.cast_lm_head_to_fp32
-        if self._packs and is_plain and not _has_triton_kernel(self.accelerator.device):
+        is_whole = not is_deepspeed_zero3_enabled() and not self.is_fsdp_enabled
+        if self._packs and is_plain and is_whole and not _has_triton_kernel(self.accelerator.device):
             for model in filter(None, (self.model, self.ref_model)):
                 add_compact_head(_innermost(model), temperature=self.temperature)
 
@@ -200,10 +203,7 @@ class SeamGRPOTrainer(GRPOTrainer):
         logits_to_keep: int,
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
-        if self._packs:
-            score = self._score_packed
-        else:
-            score = super()._get_per_token_logps_and_entropies
+        score = self._score_packed if self._packs else super()._get_per_token_logps_and_entropies
         logps, entropies, aux_loss = score(model, input_ids, attention_mask, logits_to_keep, **kwargs)
         if self._micro_batch is not None:
             self._fill_in_correction(self._micro_batch, logps.detach())

@@ -1,7 +1,7 @@
 """Presets: a paper's settings of the group algorithms, as data. The user's own values win over a preset's.
 
 Not here: sizes (batch, group, lengths, learning rate), which belong to a run and not to an algorithm; the estimators
-(`advantages`) and the divergences (`divergence`) that the names below stand for; what a TRL field may be
+(`advantages`) that the names below stand for; what a TRL field may be
 (`config.trl_fields`). No torch: the command line reads this file.
 
 A preset says every field that its algorithm is made of, also where TRL's default is the same today, so that what is
@@ -16,9 +16,6 @@ from ycore.errors import ConfigError, nearest
 
 ADVANTAGES = ("group", "dr-grpo", "rloo", "lite-ppo", "reinforce++", "reinforce++-baseline", "remax", "maxrl")
 """What `--advantage` takes: the keys of `advantages.ESTIMATORS`. `group` leaves the advantage to TRL."""
-
-DIVERGENCES = ("reverse-kl", "forward-kl", "js")
-"""What `--divergence` takes: the keys of `divergence.DIVERGENCES`. `reverse-kl` is TRL's own."""
 
 
 @dataclass(frozen=True, slots=True)

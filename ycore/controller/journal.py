@@ -24,7 +24,7 @@ Record = Callable[[str, float], None]
 
 
 class Journal:
-    """One file a round and rank, named by the step it is for. A file of this name is whole: it was renamed into place."""
+    """One file a round and rank, named by its step. A file of such a name is whole: it was renamed into place."""
 
     def __init__(self, folder: Path, *, rank: int) -> None:
         self._folder = folder

@@ -30,8 +30,10 @@ Record = Callable[[str, float], None]
 
 
 class Rounds:
-    """A `RoundSource`: what the trainer asks for its next groups. `record` receives the step's metrics; `problems` counts what kept
-    rewards of the last round from being given."""
+    """A `RoundSource`: what the trainer asks for its next groups.
+
+    `record` receives the step's metrics; `problems` counts what kept rewards of the last round from being given.
+    """
 
     def __init__(
         self,

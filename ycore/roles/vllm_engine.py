@@ -40,7 +40,8 @@ class VllmEngine:
                     await asyncio.sleep(0.2)
         except TimeoutError:
             raise EngineError(
-                f"{self.name}: not ready after {timeout_s:.0f} s; see logs/{self.name}.log or raise engine.start_timeout_s"
+                f"{self.name}: not ready after {timeout_s:.0f} s; "
+                f"see logs/{self.name}.log, or raise engine.start_timeout_s"
             ) from None
 
     async def _healthy(self) -> bool:

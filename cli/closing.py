@@ -5,6 +5,7 @@ Not here: the run's own closing line with its rewards, which `ycore.launch` says
 
 import shlex
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from ycore.config.run import RunConfig
@@ -12,8 +13,9 @@ from ycore.run_folder.files import read_json
 from ycore.run_folder.paths import RunFolder
 
 
-def print_closing(config: RunConfig, folder: RunFolder) -> None:
+def print_closing(config: RunConfig) -> None:
     """Everything a person wants to know once a run is through."""
+    folder = RunFolder(Path(config.output))
     if folder.samples.is_file():
         _print_samples(read_json(folder.samples))
     from ycore_cli.output import print_table

@@ -3,8 +3,6 @@
 Not here: what the options mean (`options`), the checks (`plan`) and the run (`ycore.launch`).
 """
 
-from pathlib import Path
-
 import typer
 from ycore_cli import options as o
 
@@ -68,6 +66,4 @@ def grpo(
     else:
         from ycore_cli.closing import print_closing
 
-        from ycore.run_folder.paths import RunFolder
-
-        print_closing(config, RunFolder(Path(config.output)))
+        print_closing(config)

@@ -21,7 +21,8 @@ from ycore.run_folder.private import temporary_folder
 WITHIN_S = 20.0
 
 LAUNCHER = """
-import os, subprocess, sys, time
+import os, signal, subprocess, sys, time
+signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests that run under nohup inherit that it is ignored
 from pathlib import Path
 from ycore.launch.guarding import guarded
 from ycore.launch.processes import ManagedProcess

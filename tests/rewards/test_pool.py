@@ -106,10 +106,15 @@ def started_by_rewards(folder: Path) -> list[int]:
     return [p.pid for p in psutil.process_iter(["cmdline"]) if str(folder) in (p.info["cmdline"] or [])]
 
 
+def workers() -> list[psutil.Process]:
+    """The reward workers under this process; what other tests of the session have started is not ours to count."""
+    children = [c for c in psutil.Process().children(recursive=True) if c.status() != psutil.STATUS_ZOMBIE]
+    return [child for child in children if "ycore.rewards.worker" in child.cmdline()]
+
+
 def alive(folder: Path) -> list[int]:
-    """The processes under this one, and what a reward left running."""
-    mine = [child.pid for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
-    return mine + started_by_rewards(folder)
+    """The workers under this process, and what a reward left running."""
+    return [worker.pid for worker in workers()] + started_by_rewards(folder)
 
 
 def test_every_source_scores_every_completion(folder: Path) -> None:
@@ -198,7 +203,7 @@ def test_many_groups_with_bad_items_never_starve_the_pool(folder: Path) -> None:
 def test_a_worker_that_was_killed_while_idle_costs_nothing(folder: Path) -> None:
     async def run() -> list[list[Score]]:
         async with pool_of("good", workers=1) as pool:
-            (worker,) = psutil.Process().children()
+            (worker,) = workers()
             worker.kill()
             while psutil.pid_exists(worker.pid):
                 await asyncio.sleep(0.01)

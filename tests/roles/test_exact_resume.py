@@ -13,6 +13,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 from safetensors.numpy import load_file
 
@@ -22,7 +23,10 @@ COMMAND = [sys.executable, "-c", "import sys; from ycore_cli.main import main; s
 SAME = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length", "learning_rate")
 STEPS = 6
 REWARD = """
+import time
+
 def variety(prompts, completions, **columns):
+    time.sleep(0.2)  # steps long enough to be killed in
     return [len(set(completion[0]["content"])) / 8 for completion in completions]
 """
 
@@ -71,6 +75,12 @@ def wait_for_row(output: Path, number: int, process: subprocess.Popen[bytes]) ->
         time.sleep(0.005)
 
 
+def trainer(run: subprocess.Popen[bytes]) -> psutil.Process:
+    """The run's trainer: the process with the model in it."""
+    (found,) = [c for c in psutil.Process(run.pid).children(recursive=True) if "ycore.roles.trainer" in c.cmdline()]
+    return found
+
+
 @pytest.mark.slow
 def test_killed_and_resumed_is_never_killed(model: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
@@ -79,8 +89,8 @@ def test_killed_and_resumed_is_never_killed(model: Path, tmp_path: Path) -> None
 
     run = start(words(model, killed), tmp_path / "killed.log")
     wait_for_row(killed, 3, run)
-    run.send_signal(signal.SIGKILL)
-    run.wait(10)
+    trainer(run).send_signal(signal.SIGKILL)
+    assert run.wait(30) == 1
     resumed = start(["--output", str(killed), "--resume"], tmp_path / "killed.log")
     assert resumed.wait(200) == 0, (tmp_path / "killed.log").read_text()
 

@@ -151,8 +151,8 @@ class SeamGRPOTrainer(GRPOTrainer):
         steps = self.args.steps_per_generation
         if self._step % (steps * self.num_iterations) == 0 or self._buffered_inputs is None:
             batch = self._generate_and_score_completions(generation_batch)
-            self._seed_generators()
             self._buffered_inputs = split_tensor_dict(self._dealt(batch), steps)
+            self._seed_generators()
         return self._buffered_inputs[self._step % steps]
 
     def _seed_generators(self) -> None:

@@ -73,18 +73,20 @@ class Rounds:
         """Sync the engines to the policy of this step, then return that many scored groups for this rank."""
         started = time.perf_counter()
         self.sync(step)
-        self.record("ycore/time/sync", time.perf_counter() - started)
-        self._seconds += time.perf_counter() - started
+        self._took("ycore/time/sync", time.perf_counter() - started)
         started = time.perf_counter()
         ready = self.surplus.take(step)
         work = self.round.run(self.draws.draw, need=num_groups, ready=len(ready), step=step)
         landed, stats = self._run(work)
         seconds = time.perf_counter() - started
         groups = self._deal([*ready, *landed], num_groups)
-        self.record("ycore/time/round", time.perf_counter() - started)
-        self._seconds += time.perf_counter() - started
+        self._took("ycore/time/round", time.perf_counter() - started)
         self._report(stats, seconds)
         return groups
+
+    def _took(self, metric: str, seconds: float) -> None:
+        self.record(metric, seconds)
+        self._seconds += seconds
 
     def take_seconds(self) -> float:
         """Seconds spent on syncs and rounds since this was last asked."""

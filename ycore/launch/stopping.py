@@ -25,7 +25,8 @@ class StopRequests:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
-            self._before = {number: signal.signal(number, self._count) for number in _SIGNALS}
+            heard = [number for number in _SIGNALS if number != signal.SIGHUP or not _outlives_its_terminal()]
+            self._before = {number: signal.signal(number, self._count) for number in heard}
         return self
 
     def __exit__(
@@ -48,3 +49,8 @@ class StopRequests:
         if self._at_once:
             self._at_once = False
             raise Interrupted("stopped before the first step; the same command starts again with --resume")
+
+
+def _outlives_its_terminal() -> bool:
+    """Whether this process was started under `nohup`, or by something else that ignores a closed terminal."""
+    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN

@@ -18,6 +18,12 @@ MODEL = "policy"
 """The name under which every engine serves its model."""
 
 
+_TRIES = 3
+
+# The server closes a connection that was idle for 5 s, which a training step is; ours are given up well before that.
+_LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=1.0)
+
+
 class VllmEngine:
     """Example: `VllmEngine("rollout-0", folder.socket("rollout-0"), sampling, request_timeout_s=600)`."""
 
@@ -28,7 +34,7 @@ class VllmEngine:
         self._sampling = sampling
         self._timeout_s = request_timeout_s
         self._client = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=str(socket), limits=httpx.Limits(max_connections=None)),
+            transport=httpx.AsyncHTTPTransport(uds=str(socket), limits=_LIMITS),
             base_url=f"http://{name}",
             timeout=httpx.Timeout(request_timeout_s, pool=None),
         )
@@ -95,7 +101,7 @@ class VllmEngine:
     async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """One request with a deadline; any failure is an EngineError that names the engine and the call."""
         try:
-            response = await self._client.request(method, path, json=body)
+            response = await self._request_again(method, path, body)
         except httpx.TimeoutException:
             raise EngineError(
                 f"{self.name}: no answer to {path} within {self._timeout_s:.0f} s (engine.request_timeout_s)"
@@ -110,6 +116,15 @@ class VllmEngine:
             return response.json() if response.content else None
         except ValueError:
             raise EngineError(f"{self.name}: {path} answered {response.text[:300]!r}, which is not JSON") from None
+
+    async def _request_again(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
+        """The answer, asked again where the connection was closed instead: every call here may be made twice."""
+        for _ in range(_TRIES - 1):
+            try:
+                return await self._client.request(method, path, json=body)
+            except httpx.RemoteProtocolError:
+                continue
+        return await self._client.request(method, path, json=body)
 
     async def close(self) -> None:
         await self._client.aclose()

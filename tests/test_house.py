@@ -25,10 +25,17 @@ MAY_IMPORT = {
     "rewards": BASE,
     "algorithms": MIDDLE,
     "sampling": GROUND,
-    "roles": MIDDLE | {"sampling"} | {"algorithms", "controller"},
-    "controller": MIDDLE | {"roles", "sampling"},
-    "launch": MIDDLE | {"roles"},
-    "cli": MIDDLE | {"launch"},
+    "placement": GROUND,
+    "judging": GROUND | {"config"},
+    "simulate": GROUND | {"placement", "sampling"},
+    "planning": BASE | {"models", "placement", "simulate"},
+    "reporting": BASE,
+    "roles": MIDDLE | {"sampling", "judging", "algorithms", "controller"},
+    "controller": MIDDLE | {"roles", "sampling", "judging", "placement"},
+    "launch": MIDDLE | {"roles", "judging", "placement"},
+    "pipeline": MIDDLE | {"launch"},
+    "selftest": BASE | {"launch"},
+    "cli": MIDDLE | {"judging", "placement", "simulate", "planning", "reporting", "launch", "pipeline", "selftest"},
 }
 HEAVY = {"torch", "transformers", "trl", "vllm", "datasets", "accelerate", "peft", "deepspeed", "matplotlib"}
 MAY_BE_HEAVY = {"algorithms", "controller"}

@@ -8,10 +8,10 @@ import asyncio
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from ycore.controller.dispatch import ROLLOUT, Slots
 from ycore.controller.draws import completion_seed
 from ycore.controller.peers import Counts, Peers, Tally
 from ycore.rewards.pool import RewardPool
@@ -61,29 +61,13 @@ class Finished:
     teaches: bool
 
 
-class Dispatcher:
-    """Sends each completion to the engine with the fewest in flight."""
-
-    def __init__(self, engines: Sequence[Engine]) -> None:
-        self._in_flight = dict.fromkeys(range(len(engines)), 0)
-        self._engines = engines
-
-    @contextmanager
-    def engine(self) -> Iterator[Engine]:
-        index = min(self._in_flight, key=lambda i: self._in_flight[i])
-        self._in_flight[index] += 1
-        try:
-            yield self._engines[index]
-        finally:
-            self._in_flight[index] -= 1
-
-
 class Round:
     """Turns draws into scored groups, as many as all ranks need together."""
 
     def __init__(self, engines: Sequence[Engine], rewards: RewardPool, rules: Rules, peers: Peers) -> None:
         self.yields = Yield()
-        self._dispatcher = Dispatcher(engines)
+        self._engines = engines
+        self._slots = Slots(len(engines))
         self._rewards = rewards
         self._rules = rules
         self._peers = peers
@@ -176,8 +160,10 @@ class Round:
         return Group(draw, tuple(completions), tuple(tuple(row) for row in scores))
 
     async def _complete(self, draw: Draw, index: int) -> Completion:
-        with self._dispatcher.engine() as engine:
-            return await engine.complete(draw.token_ids, completion_seed(self._rules.seed, draw.position, index))
+        async with self._slots.turn(ROLLOUT) as slot:
+            return await self._engines[slot].complete(
+                draw.token_ids, completion_seed(self._rules.seed, draw.position, index)
+            )
 
     async def _score(self, draw: Draw, completions: Sequence[Completion], *, step: int) -> list[list[Score]]:
         size = len(completions)

@@ -1,0 +1,4 @@
+"""Several runs as one: stages in a file, each one's output the next one's input.
+
+Not here: a stage's own run (`launch`).
+"""

@@ -17,7 +17,8 @@ SYSTEM = {"role": "system", "content": "be brief"}
 def ask(*rows: dict[str, Any], **options: Any) -> tuple[tuple[Prompt, ...], tuple[str, ...]]:
     table = Table(name="data", rows=rows, columns=columns_of(rows))
     plain = {"prompt_column": None, "answer_column": None, "system_prompt": None, "as_chat": False}
-    return to_prompts(table, **{**plain, **options})
+    prompts, names = to_prompts(table, **{**plain, **options})
+    return tuple(prompts), names
 
 
 def contents(*rows: dict[str, Any], **options: Any) -> list[Any]:

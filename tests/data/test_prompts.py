@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import time
+import tracemalloc
 from pathlib import Path
 from typing import Any
 
@@ -89,7 +90,8 @@ def test_as_chat_and_system_prompt(tmp_path: Path) -> None:
     assert load_prompts(plain, as_chat=True).is_chat
     briefed = load_prompts(config("task:addition?size=1", system_prompt="Be brief."))
     assert briefed.is_chat and briefed.prompts[0].content[0] == {"role": "system", "content": "Be brief."}
-    assert briefed.prompts == check_dataset(config("task:addition?size=1", system_prompt="Be brief.")).prompts
+    again = check_dataset(config("task:addition?size=1", system_prompt="Be brief."))
+    assert list(briefed.prompts) == list(again.prompts)
 
 
 @pytest.mark.parametrize(
@@ -141,3 +143,18 @@ def test_humaneval_works_as_it_is() -> None:
     found = load(real("humaneval/HumanEval.jsonl.gz"))
     assert len(found.prompts) == 164
     assert set(found.columns) == {"task_id", "canonical_solution", "test", "entry_point"}
+
+
+def test_a_rank_holds_what_it_draws_and_not_the_dataset(tmp_path: Path) -> None:
+    """30 MB of prompts are opened and looked at within a few, and any one of them can be drawn."""
+    path = tmp_path / "big.jsonl"
+    with path.open("w") as file:
+        for row in range(300):
+            file.write(json.dumps({"prompt": f"{row} " + "x" * 100_000, "answer": str(row)}) + "\n")
+    tracemalloc.start()
+    prompts = load(path).prompts
+    drawn = prompts[217]
+    _, peak = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    assert drawn.columns == {"answer": "217"} and str(drawn.content).startswith("217 xxx")
+    assert len(prompts) == 300 and peak < 3_000_000

@@ -3,7 +3,7 @@
 Not here: reading the rows (`local_files`, `tasks`, `gym`, `hub`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from ycore.data.table import Table
@@ -14,25 +14,53 @@ PROMPT_COLUMNS = ("prompt", "messages", "question", "problem", "instruction")
 RESERVED = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
 """What a reward function is called with besides the columns: a column of that name is not passed on."""
 
+Wrap = Callable[[Content], Content]
+
+
+class PromptRows(Sequence[Prompt]):
+    """The prompts of a table, each made when it is asked for; DataError, naming the row, where one cannot be asked."""
+
+    def __init__(self, table: Table, asking: str, renamed: Mapping[str, str], *, wrap: Wrap) -> None:
+        self._table, self._asking, self._renamed, self._wrap = table, asking, renamed, wrap
+        self._is_text = isinstance(_content(table, 0, table.rows[0].get(asking), asking), str)
+
+    def __len__(self) -> int:
+        return len(self._table.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        number = range(len(self))[index]
+        row = self._table.rows[number]
+        content = _content(self._table, number, row.get(self._asking), self._asking)
+        if isinstance(content, str) != self._is_text:
+            raise DataError(self._mixed(number))
+        columns = {new: row.get(old) for new, old in self._renamed.items()}
+        return Prompt(row=number, content=self._wrap(content), columns=columns)
+
+    def _mixed(self, number: int) -> str:
+        kinds = ("text", "chat") if self._is_text else ("chat", "text")
+        return (
+            f"the column {self._asking!r} mixes text and chat: {kinds[0]} in {self._table.place(0)}, {kinds[1]} in "
+            f"{self._table.place(number)}; make every prompt the same kind"
+        )
+
 
 def to_prompts(
     table: Table, *, prompt_column: str | None, answer_column: str | None, system_prompt: str | None, as_chat: bool
-) -> tuple[tuple[Prompt, ...], tuple[str, ...]]:
+) -> tuple[PromptRows, tuple[str, ...]]:
     """The prompts, and the columns that rewards may ask for. `answer_column` takes the place of any `answer`."""
     if not table.rows:
         raise DataError(f"the dataset {table.name} is empty; a run needs at least one row")
     asking = _prompt_column(table, prompt_column)
     renamed = _renamed(table, answer_column, asking)
-    contents = _contents(table, asking)
-    if isinstance(contents[0], str) and (as_chat or system_prompt is not None):
-        contents = [[{"role": "user", "content": str(content)}] for content in contents]
-    if system_prompt is not None:
-        contents = [_with_system(content, system_prompt) for content in contents]
-    prompts = tuple(
-        Prompt(row=row, content=content, columns={new: table.rows[row].get(old) for new, old in renamed.items()})
-        for row, content in enumerate(contents)
-    )
-    return prompts, tuple(renamed)
+
+    def wrap(content: Content) -> Content:
+        if isinstance(content, str) and (as_chat or system_prompt is not None):
+            content = [{"role": "user", "content": content}]
+        return content if system_prompt is None else _with_system(content, system_prompt)
+
+    return PromptRows(table, asking, renamed, wrap=wrap), tuple(renamed)
 
 
 def _prompt_column(table: Table, chosen: str | None) -> str:
@@ -61,19 +89,6 @@ def _renamed(table: Table, answer_column: str | None, asking: str) -> dict[str, 
     if answer_column is not None:
         kept["answer"] = answer_column
     return kept
-
-
-def _contents(table: Table, column: str) -> Sequence[Content]:
-    contents = [_content(table, number, row.get(column), column) for number, row in enumerate(table.rows)]
-    first = isinstance(contents[0], str)
-    for number, content in enumerate(contents):
-        if isinstance(content, str) != first:
-            kinds = ("text", "chat") if first else ("chat", "text")
-            raise DataError(
-                f"the column {column!r} mixes text and chat: {kinds[0]} in {table.place(0)}, {kinds[1]} in "
-                f"{table.place(number)}; make every prompt the same kind"
-            )
-    return contents
 
 
 def _content(table: Table, number: int, value: Any, column: str) -> Content:

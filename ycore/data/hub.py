@@ -27,7 +27,7 @@ def hub_table(text: str, *, split: str, limit: int | None) -> Table:
     rows = _load(name, config or None, split, offline=answer.state == "unreachable")
     if limit is not None:
         rows = rows.select(range(min(limit, len(rows))))
-    return Table(name=text, rows=rows.to_list(), columns=tuple(rows.column_names))
+    return Table(name=text, rows=rows.with_format(None), columns=tuple(rows.column_names))
 
 
 def _is_cached(name: str) -> bool:

@@ -3,17 +3,18 @@
 Not here: what a prompt is (`columns`).
 """
 
+import codecs
 import csv
 import gzip
 import io
-import json
 import os
 import zlib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from ycore.data.table import Table, columns_of
+from ycore.data.lines import JsonLines, json_object, parse_json
+from ycore.data.table import ArrowRows, Table, columns_of
 from ycore.errors import DataError, nearest
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz")
@@ -40,14 +41,13 @@ def file_table(path: Path) -> Table:
     try:
         if suffix == ".parquet":
             return _parquet(path)
-        text = _text(path)
+        data = gzip.decompress(path.read_bytes()) if suffix.endswith(".gz") else None
+        if suffix.startswith(".jsonl") or (suffix.startswith(".json") and not _is_array(path, data)):
+            return _jsonl(path, data)
+        text = _text(path, data)
     except (OSError, EOFError, zlib.error) as problem:
         raise DataError(f"{path} cannot be read: {problem}; check the file") from None
-    if suffix.startswith(".csv"):
-        return _csv(path, text)
-    if suffix.startswith(".jsonl") or not text.lstrip().startswith("["):
-        return _jsonl(path, text)
-    return _json(path, text)
+    return _csv(path, text) if suffix.startswith(".csv") else _json(path, text)
 
 
 def _such_as(folder: Path) -> str:
@@ -55,8 +55,16 @@ def _such_as(folder: Path) -> str:
     return f", such as {', '.join(found)}" if found else f" ({', '.join(SUFFIXES)})"
 
 
-def _text(path: Path) -> str:
-    data = gzip.decompress(path.read_bytes()) if path.suffix.lower() == ".gz" else path.read_bytes()
+def _is_array(path: Path, data: bytes | None) -> bool:
+    """Whether a JSON file is one array of rows, and not a row a line."""
+    if data is not None:
+        return data.removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
+    with open(path, "rb") as file:
+        return _is_array(path, file.read(4096))
+
+
+def _text(path: Path, data: bytes | None) -> str:
+    data = path.read_bytes() if data is None else data
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
@@ -64,35 +72,15 @@ def _text(path: Path) -> str:
         raise DataError(f"{path}, line {line}: not UTF-8 text ({problem.reason}); convert the file to UTF-8") from None
 
 
-def _jsonl(path: Path, text: str) -> Table:
-    rows, lines = [], []
-    # Only newlines end a line of JSONL; str.splitlines() would cut at separators that may stand inside a text.
-    for number, line in enumerate(text.split("\n"), 1):
-        if line.strip():
-            rows.append(_object(f"{path}, line {number}", _parsed(f"{path}, line {number}", line)))
-            lines.append(number)
-    return Table(name=str(path), rows=rows, columns=columns_of(rows), lines=lines)
+def _jsonl(path: Path, data: bytes | None) -> Table:
+    rows = JsonLines(path, data)
+    return Table(name=str(path), rows=rows, columns=columns_of(rows), lines=rows.lines)
 
 
 def _json(path: Path, text: str) -> Table:
-    entries = _parsed(str(path), text)
-    rows = [_object(f"{path}, entry {number}", entry) for number, entry in enumerate(entries)]
+    entries = parse_json(str(path), text)
+    rows = [json_object(f"{path}, entry {number}", entry) for number, entry in enumerate(entries)]
     return Table(name=str(path), rows=rows, columns=columns_of(rows))
-
-
-def _parsed(place: str, text: str) -> Any:
-    try:
-        return json.loads(text)
-    except json.JSONDecodeError as problem:
-        raise DataError(f"{place}: malformed JSON: {problem.msg} (character {problem.pos + 1}); mend it") from None
-    except (ValueError, RecursionError) as problem:
-        raise DataError(f"{place}: malformed JSON: {problem}; mend it") from None
-
-
-def _object(place: str, entry: Any) -> dict[str, Any]:
-    if not isinstance(entry, dict):
-        raise DataError(f'{place}: a row is a JSON object such as {{"prompt": "..."}}, not {type(entry).__name__}')
-    return entry
 
 
 def _csv(path: Path, text: str) -> Table:
@@ -135,4 +123,4 @@ def _parquet(path: Path) -> Table:
     except (pyarrow.ArrowException, OSError) as problem:
         reason = str(problem).splitlines()[0]
         raise DataError(f"{path} cannot be read as Parquet: {reason}; write the file again") from None
-    return Table(name=str(path), rows=table.to_pylist(), columns=tuple(table.column_names))
+    return Table(name=str(path), rows=ArrowRows(table), columns=tuple(table.column_names))

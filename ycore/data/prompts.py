@@ -6,11 +6,10 @@ Not here: the order in which they are drawn (`order`).
 import hashlib
 import json
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -29,17 +28,21 @@ _SCHEMES = ("task", "gym")
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """`columns` are what each prompt's row gives to rewards; `fingerprint` changes when any of it changes."""
+    """`columns` are what each prompt's row gives to rewards; `fingerprint` changes when any of it changes.
 
-    prompts: tuple[Prompt, ...]
+    A prompt of a JSONL, Parquet or hub dataset is read when it is asked for, so that a rank holds only what it draws.
+    """
+
+    prompts: Sequence[Prompt]
     columns: tuple[str, ...]
     fingerprint: str
     is_chat: bool
 
 
 def load_prompts(config: RunConfig, *, as_chat: bool = False) -> PromptSet:
-    """The prompts of `config.dataset`. With `as_chat`, for a model with a chat template, a text is a user's turn.
+    """The prompts of `config.dataset`, every one looked at once.
 
+    With `as_chat`, for a model with a chat template, a text is a user's turn.
     Local files have no splits: `config.split` chooses among those of hub and generated datasets.
     """
     table = _first_rows(_table(config), config.limit)
@@ -93,7 +96,7 @@ def _first_rows(table: Table, limit: int | None) -> Table:
     if limit is None or limit >= len(table.rows):
         return table
     lines = None if table.lines is None else table.lines[:limit]
-    return Table(name=table.name, rows=list(islice(table.rows, limit)), columns=table.columns, lines=lines)
+    return Table(name=table.name, rows=[table.rows[row] for row in range(limit)], columns=table.columns, lines=lines)
 
 
 def _fingerprint(prompts: Iterable[Prompt]) -> str:

@@ -26,3 +26,21 @@ class Table:
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     """Every column that some row has, in order of first appearance."""
     return tuple(dict.fromkeys(name for row in rows for name in row))
+
+
+class ArrowRows(Sequence[Mapping[str, Any]]):
+    """The rows of an Arrow table, made into Python values one at a time."""
+
+    def __init__(self, table: Any) -> None:
+        self._table = table
+
+    def __len__(self) -> int:
+        return int(self._table.num_rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[place] for place in range(*index.indices(len(self)))]
+        if not -len(self) <= index < len(self):
+            raise IndexError(index)
+        (row,) = self._table.slice(index % len(self), 1).to_pylist()
+        return row

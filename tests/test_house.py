@@ -44,6 +44,7 @@ HEAVY_FILES = {
     "roles/training_run.py",
     "roles/step_metrics.py",
     "roles/transformers_engine.py",
+    "roles/vllm_extension.py",
 }
 
 

@@ -39,7 +39,7 @@ def test_the_command_on_cpu() -> None:
         *["--served-model-name", "policy", "--uds", "/run/rollout-0.sock", "--dtype", "bfloat16"],
         *["--max-model-len", "512", "--max-num-seqs", "64", "--seed", "7"],
         *["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--uvicorn-log-level", "warning"],
-        *["--worker-extension-cls", "ycore.roles.vllm_worker.PolicyWorker"],
+        *["--worker-extension-cls", "ycore.roles.vllm_extension.PolicyWorker"],
         *["--distributed-executor-backend", "uni", "--disable-uvicorn-access-log", "--no-enable-log-requests"],
         "--enforce-eager",
     ]

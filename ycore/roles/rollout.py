@@ -63,7 +63,7 @@ def engine_command(engine: RolloutEngine) -> list[str]:
         "--logprobs-mode": "processed_logprobs",
         "--generation-config": "vllm",  # else the model's own sampling defaults would apply unasked
         "--uvicorn-log-level": "warning",
-        "--worker-extension-cls": "ycore.roles.vllm_worker.PolicyWorker",
+        "--worker-extension-cls": "ycore.roles.vllm_extension.PolicyWorker",
     }
     flags = ["--disable-uvicorn-access-log", "--no-enable-log-requests"]
     if engine.on_cpu:

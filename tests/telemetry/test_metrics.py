@@ -36,10 +36,29 @@ def test_a_follower_sees_each_whole_row_once(tmp_path: Path) -> None:
     assert follower.read() == [{"step": 2}, {"step": 3}]
 
 
-def test_a_follower_starts_again_when_the_file_was_cut(tmp_path: Path) -> None:
+def test_a_follower_goes_on_in_a_file_that_was_cut_and_tells_no_row_twice(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     follower = MetricsFollower(path)
-    path.write_text('{"step": 1}\n{"step": 2}\n')
+    path.write_text('{"step": 1}\n{"step": 2, "took": 5}\n')
     assert len(follower.read()) == 2
     path.write_text('{"step": 1}\n')
-    assert follower.read() == [{"step": 1}]
+    assert follower.read() == []
+    path.write_text('{"step": 1}\n{"step": 2, "took": 6}\n')
+    assert follower.read() == [{"step": 2, "took": 6}]
+
+
+def test_a_resumed_run_shows_the_steps_that_it_takes(tmp_path: Path) -> None:
+    """As the launcher and the trainer do it: the follower opens first, then later rows are dropped and taken again."""
+    path = tmp_path / "metrics.jsonl"
+    with MetricsWriter(path) as writer:
+        for step in range(1, 5):
+            writer.write({"step": step, "took": 1.0})
+    follower = MetricsFollower(path)
+    assert follower.read() == []
+    with MetricsWriter(path) as writer:
+        writer.forget_after(2)
+        assert follower.read() == []
+        for step in range(3, 7):
+            writer.write({"step": step, "took": 2.0})
+    assert [row["step"] for row in follower.read()] == [3, 4, 5, 6]
+    assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4, 5, 6]

@@ -51,7 +51,7 @@ def test_a_terminal_gets_a_bar_with_the_last_step(monkeypatch: pytest.MonkeyPatc
     shown = stream.getvalue()
     assert "starting [2] engines" in shown
     assert "step 3/10" in shown
-    assert "reward 0.417" in shown
+    assert "0.417" in shown and "zero-variance 25%" in shown
     assert "1 min 10 s left" in shown
 
 

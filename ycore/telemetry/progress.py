@@ -1,17 +1,19 @@
-"""What a person sees while a run goes on: a bar in a terminal, else one plain line a step.
+"""What a person sees while a run goes on: the live view in a terminal, else one plain line a step.
 
-Not here: the numbers themselves (`metrics`) and the picture at the end (`curve`).
+Not here: the numbers themselves (`metrics`), the view (`live`) and the picture at the end (`curve`).
 """
 
 import sys
-from collections import deque
 from collections.abc import Mapping
 from typing import Any, Protocol, TextIO
 
-from rich.console import Console, Group
+from rich.console import Console, RenderableType
 from rich.live import Live
-from rich.progress import BarColumn, Progress, TextColumn
-from rich.text import Text
+
+from ycore.telemetry.clock import TimeLeft, as_duration
+from ycore.telemetry.live import RunView
+
+__all__ = ["BarProgress", "PlainProgress", "RunProgress", "as_duration", "describe_step", "open_progress"]
 
 
 class RunProgress(Protocol):
@@ -58,50 +60,24 @@ class PlainProgress:
 
 
 class BarProgress:
-    """A bar with the reward and the time left; beneath it, what else the last step told. It fits 80 columns."""
+    """The live view, redrawn four times a second beneath the lines about the run as a whole."""
 
     def __init__(self, num_steps: int | None, unit: str, stream: TextIO) -> None:
-        self._clock = TimeLeft(num_steps)
-        self._bar = Progress(
-            TextColumn(unit + " {task.completed:.0f}" + ("" if num_steps is None else f"/{num_steps}")),
-            BarColumn(bar_width=24),
-            TextColumn("{task.description}", markup=False),
-        )
-        self._task = self._bar.add_task("", total=num_steps, visible=False)
-        self._details = Text(style="dim", overflow="ellipsis", no_wrap=True)
-        self._live = Live(Group(self._bar, self._details), console=Console(file=stream), refresh_per_second=4)
+        self._view = RunView(num_steps, unit=unit)
+        self._live = Live(console=Console(file=stream), refresh_per_second=4, get_renderable=self._drawn)
         self._live.start()
+
+    def _drawn(self) -> RenderableType:
+        return self._view if self._view.has_rows else ""
 
     def say(self, line: str) -> None:
         self._live.console.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def step(self, row: Mapping[str, Any]) -> None:
-        if "step" not in row:
-            return
-        parts, left = describe_step(row), self._clock.after(row)
-        head = "  ".join([*(part for part in parts if part.startswith("reward")), left])
-        self._bar.update(self._task, completed=int(row["step"]), description=head, visible=True)
-        self._details.plain = "  ".join(part for part in parts if not part.startswith("reward"))
+        self._view.add(row)
 
     def close(self) -> None:
         self._live.stop()
-
-
-class TimeLeft:
-    """An estimate from the last steps' own times."""
-
-    def __init__(self, num_steps: int | None) -> None:
-        self._num_steps = num_steps
-        self._seconds: deque[float] = deque(maxlen=20)
-
-    def after(self, row: Mapping[str, Any]) -> str:
-        """`3 min 20 s left`, or nothing where no step has told its time, and after the last."""
-        seconds, left = row.get("ycore/time/step"), (self._num_steps or 0) - int(row["step"])
-        if isinstance(seconds, int | float):
-            self._seconds.append(float(seconds))
-        if not self._seconds or left <= 0:
-            return ""
-        return f"{as_duration(left * sum(self._seconds) / len(self._seconds))} left"
 
 
 def describe_step(row: Mapping[str, Any]) -> list[str]:
@@ -119,16 +95,6 @@ def describe_step(row: Mapping[str, Any]) -> list[str]:
         *(f"{count} x {problem}" for problem, count in row.get("ycore/reward_problems", {}).items()),
     ]
     return [part for part in parts if part]
-
-
-def as_duration(seconds: float) -> str:
-    """`45 s`, `3 min 20 s`, `2 h 05 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
 
 
 def _part(row: Mapping[str, Any], name: str, form: str) -> str:

@@ -25,10 +25,18 @@ def print_closing(config: RunConfig) -> None:
             ("model", str(folder.model)),
             ("curve", str(folder.curve)),
             ("metrics", str(folder.metrics)),
+            *_plan_rows(folder),
             ("try next", eval_command(config, folder)),
             ("", "ycore grpo --model MODEL --dataset your.jsonl --reward your.py:score"),
         ]
     )
+
+
+def _plan_rows(folder: RunFolder) -> list[tuple[str, str]]:
+    """The plan's figures beside the run's, where they could be compared."""
+    rows = read_json(folder.summary).get("plan_and_measured", []) if folder.summary.is_file() else []
+    told = [f"{row['what']} {row['planned']:.2f} {row['unit']}, was {row['measured']:.2f}" for row in rows]
+    return [("planned" if index == 0 else "", line) for index, line in enumerate(told)]
 
 
 def eval_command(config: RunConfig, folder: RunFolder) -> str:

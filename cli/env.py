@@ -26,9 +26,10 @@ def env(context: typer.Context, json: o.Json = False) -> None:
     if json:
         print_json(report)
     else:
-        print_table(_row(check) for check in report["checks"])
+        print_table(row(check) for check in report["checks"])
 
 
-def _row(check: Mapping[str, Any]) -> tuple[str, str]:
+def row(check: Mapping[str, Any]) -> tuple[str, str]:
+    """A check as a line of the table: its name, and what was found with what mends it."""
     mend = f"  -> {check['mend']}" if check["mend"] else ""
     return check["name"], f"{'ok ' if check['ok'] else '-- '} {check['value']}{mend}"

@@ -23,17 +23,25 @@ def grpo(
     lora: o.Lora = None,
     preset: o.Preset = None,
     advantage: o.Advantage = None,
+    divergence: o.Divergence = None,
     engine: o.EngineKind = None,
     dynamic_sampling: o.DynamicSampling = None,
+    placement: o.Placement = None,
     processes: o.Processes = None,
     accelerate: o.Accelerate = None,
     merge: o.Merge = None,
+    wandb_project: o.WandbProject = None,
     seed: o.Seed = None,
     set_: o.Set = None,
     recipe: o.Recipe = None,
     output: o.Output = None,
+    preflight: o.Preflight = False,
     dry_run: o.DryRun = False,
     resume: o.Resume = False,
+    resume_from: o.ResumeFrom = None,
+    accept_changes: o.AcceptChanges = False,
+    keep_journal: o.KeepJournal = None,
+    replay: o.Replay = None,
     json: o.Json = False,
 ) -> None:
     """Train a model on a reward with GRPO.
@@ -46,24 +54,15 @@ def grpo(
     ycore grpo --model Qwen/Qwen2.5-0.5B-Instruct --dataset train.jsonl \\
                --reward rewards.py:score --output runs/first --steps 200
     """
-    from ycore_cli.output import print_json, print_table, stdout_for_json
-    from ycore_cli.plan import checked_plan, plan_rows
     from ycore_cli.resolve import resolve_config
+    from ycore_cli.training import plan_and_train
 
-    with stdout_for_json(json):
-        config = resolve_config(context, algorithm="grpo", resume=resume)
-        result = checked_plan(config, resume=resume)
-        if not (json and dry_run):
-            print_table(plan_rows(result, resume=resume))
-        if not dry_run:
-            from ycore.launch import run
+    resume = resume or resume_from is not None
+    config = resolve_config(context, algorithm="grpo", resume=resume)
+    if preflight and not dry_run and not resume:
+        from ycore_cli.preflight import fly_first
 
-            result = run(config, resume=resume)
-    if json:
-        print_json(result)
-    elif dry_run:
-        print("Nothing was started; leave out --dry-run to train.")
-    else:
-        from ycore_cli.closing import print_closing
-
-        print_closing(config)
+        fly_first(config)
+    plan_and_train(
+        config, resume=resume, resume_from=resume_from, accept_changes=accept_changes, dry_run=dry_run, json=json
+    )

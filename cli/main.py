@@ -9,14 +9,21 @@ from typing import Annotated
 
 import typer
 from ycore_cli.doctor import doctor
+from ycore_cli.dpo import dpo
 from ycore_cli.env import env
 from ycore_cli.eval import evaluate
 from ycore_cli.grpo import grpo
+from ycore_cli.kto import kto
+from ycore_cli.pipeline import pipeline
 from ycore_cli.plan_command import plan
 from ycore_cli.preflight import preflight
 from ycore_cli.recipes import recipes
 from ycore_cli.report import report
 from ycore_cli.resume import resume
+from ycore_cli.reward import reward
+from ycore_cli.rloo import rloo
+from ycore_cli.sft import sft
+from ycore_cli.watch import watch
 
 from ycore import __version__
 from ycore.errors import Interrupted, YcoreError
@@ -26,14 +33,21 @@ _ANY_TRL_FIELD = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 app = typer.Typer(context_settings=_HELP, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
 app.command("grpo", context_settings=_ANY_TRL_FIELD)(grpo)
+app.command("rloo", context_settings=_ANY_TRL_FIELD)(rloo)
+app.command("sft", context_settings=_ANY_TRL_FIELD)(sft)
+app.command("reward", context_settings=_ANY_TRL_FIELD)(reward)
+app.command("dpo", context_settings=_ANY_TRL_FIELD)(dpo)
+app.command("kto", context_settings=_ANY_TRL_FIELD)(kto)
 app.command("resume", context_settings=_ANY_TRL_FIELD)(resume)
 app.command("eval", context_settings=_ANY_TRL_FIELD)(evaluate)
 app.command("plan", context_settings=_ANY_TRL_FIELD)(plan)
 app.command("preflight", context_settings=_ANY_TRL_FIELD)(preflight)
+app.command("pipeline")(pipeline)
 app.command("recipes")(recipes)
 app.command("env")(env)
 app.command("doctor")(doctor)
 app.command("report")(report)
+app.command("watch")(watch)
 
 
 def _version(wanted: bool) -> None:

@@ -26,7 +26,7 @@ Reward = Annotated[
     list[str] | None,
     typer.Option(
         metavar="NAME",
-        help="Built-in name, file.py:function or package.module:function; may be repeated; e.g. exact_answer.",
+        help="Built-in name, file.py:function, judge:FILE.yaml or rm:MODEL; may be repeated; e.g. exact_answer.",
     ),
 ]
 PromptColumn = Annotated[str | None, typer.Option(help="Column that holds the prompt; e.g. question.")]
@@ -67,6 +67,10 @@ Advantage = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="How rewards become advantages; e.g. rloo; see docs/algorithms.md."),
 ]
+Divergence = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Distance to the reference that --beta weighs: reverse-kl, forward-kl or js."),
+]
 Processes = Annotated[
     str | None,
     typer.Option(metavar="N", help="Training processes on this machine, one a GPU or an even share of cores; e.g. 2."),
@@ -76,6 +80,17 @@ Accelerate = Annotated[
     typer.Option(
         metavar="NAME|FILE",
         help="How they share the work: ddp, zero1, zero2, zero3, fsdp2 or an accelerate config; see docs/parallel.md.",
+    ),
+]
+WandbProject = Annotated[
+    str | None,
+    typer.Option(metavar="NAME", help="Also tell Weights & Biases, under this project; e.g. sums."),
+]
+Placement = Annotated[
+    str | None,
+    typer.Option(
+        metavar="HOW",
+        help="How rollouts and judges share the slots: dynamic, colocated or split:3:1; see docs/placement.md.",
     ),
 ]
 Seed = Annotated[str | None, typer.Option(metavar="N", help="Fixes the data's order and the sampling; e.g. 0.")]
@@ -92,8 +107,28 @@ Recipe = Annotated[
     typer.Option(help="Start from a recipe, by name or YAML file; e.g. quickstart."),
 ]
 Output = Annotated[str | None, typer.Option(help="Folder that the run writes; e.g. runs/first.")]
+Preflight = Annotated[
+    bool,
+    typer.Option("--preflight", help="First ask whether this run will learn (ycore preflight); train only if so."),
+]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, start nothing.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the last checkpoint in --output.")]
+Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint in --output.")]
+ResumeFrom = Annotated[
+    str | None,
+    typer.Option(metavar="STEP|PATH", help="Go on from this checkpoint; 0 is the beginning; e.g. 40."),
+]
+AcceptChanges = Annotated[
+    bool,
+    typer.Option("--accept-changes", help="Go on although settings, dataset, model or rewards are not what they were."),
+]
+KeepJournal = Annotated[
+    bool | None,
+    typer.Option("--keep-journal", help="Keep every round on disk, so that it can be replayed."),
+]
+Replay = Annotated[
+    str | None,
+    typer.Option(metavar="RUN", help="Train on the rounds of a run with a kept journal, without engines."),
+]
 Json = Annotated[
     bool,
     typer.Option("--json", help="One JSON object on standard output, the rest on standard error."),
@@ -101,20 +136,40 @@ Json = Annotated[
 NumSamples = Annotated[str | None, typer.Option(metavar="N", help="Completions of each prompt; e.g. 4.")]
 Limit = Annotated[str | None, typer.Option(metavar="N", help="Rows to take from the dataset; e.g. 200.")]
 Split = Annotated[str | None, typer.Option(help="Split of the dataset; e.g. test.")]
+Examples = Annotated[
+    str | None,
+    typer.Option("--dataset", help="Hub id, or JSONL, CSV or Parquet file, with the columns named above."),
+]
+EvalDataset = Annotated[str | None, typer.Option(help="Held-out rows; a hub id or file like --dataset.")]
+EvalSplit = Annotated[str | None, typer.Option(help="Split of the held-out rows; e.g. test.")]
+HeldOut = Annotated[
+    str | None,
+    typer.Option(metavar="N", help="Rows kept apart to measure on; a tenth, 256 at most, unless said; e.g. 200."),
+]
+BatchSize = Annotated[str | None, typer.Option(metavar="N", help="Rows in one optimizer step; e.g. 16.")]
+Epochs = Annotated[str | None, typer.Option(metavar="N", help="Passes over the rows, where --steps is not given.")]
 
 _TEXTS = (
     "model", "dataset", "output", "merge", "system_prompt", "prompt_column", "answer_column", "trust_remote_code",
-    "split", "accelerate", "preset", "advantage",
+    "split", "accelerate", "preset", "advantage", "divergence", "placement", "keep_journal", "replay",
+    "eval_dataset", "eval_split",
 )  # fmt: skip
-_NUMBERS = ("prompts_per_step", "group_size", "max_tokens", "steps", "seed", "num_samples", "limit", "processes")
+_NUMBERS = (
+    "prompts_per_step", "group_size", "max_tokens", "steps", "seed", "num_samples", "limit", "processes",
+    "batch_size", "held_out",
+)  # fmt: skip
 
 
 def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of RunConfig that the options given say; what was not given is not in it."""
     keys = {name: params[name] for name in _TEXTS if params.get(name) is not None}
     keys |= {name: _whole_number(name, params[name]) for name in _NUMBERS if params.get(name) is not None}
+    if params.get("epochs") is not None:
+        keys["epochs"] = _number("epochs", params["epochs"])
     if params.get("reward"):
         keys["rewards"] = list(params["reward"])
+    if params.get("wandb_project") is not None:
+        keys["trl"] = {"report_to": "wandb", "project": params["wandb_project"]}
     if params.get("engine") is not None:
         keys["engine"] = {"kind": params["engine"]}
     if params.get("dynamic_sampling") is not None:
@@ -132,3 +187,10 @@ def _whole_number(name: str, text: str) -> int:
     except ValueError:
         option = "--" + name.replace("_", "-")
         raise ConfigError(f"{option} takes a whole number; it is {text!r}; e.g. {option} 8") from None
+
+
+def _number(name: str, text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ConfigError(f"--{name} takes a number; it is {text!r}; e.g. --{name} 3") from None

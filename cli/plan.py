@@ -9,9 +9,10 @@ from typing import Any
 
 from ycore.config.run import RunConfig
 from ycore.errors import ConfigError
+from ycore.run_folder.prepare import AS_IT_WAS, Resume
 
 
-def checked_plan(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
+def checked_plan(config: RunConfig, *, resume: bool = False, how: Resume = AS_IT_WAS) -> dict[str, Any]:
     """What the run will do, as JSON values; a UserError where it cannot work."""
     from ycore.config.batch import derive_batch
     from ycore.config.needs import check_needs
@@ -22,14 +23,15 @@ def checked_plan(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
     from ycore.run_folder.secrets import redact
 
     engine, _ = choose_kind(config.engine.kind, vllm_installed=is_vllm_installed())
+    engine = engine if config.replay is None else "replay"
     model = _checked_model(config)
     dataset = _checked_dataset(config, model)
-    _check_rewards(config, dataset["columns"])
+    scorers = _check_rewards(config, dataset["columns"], engine=engine)
     site = site_of(config, trains=config.algorithm != "eval")
     folder, machine = site.folder, site.machine
     batch = derive_batch(config, world_size=site.layout.world, on_cpu=not machine.devices)
     check_needs(config)
-    check_claim(folder, config, resume=resume)
+    check_claim(folder, config, resume=resume, how=how)
     return {
         "config": redact(config.model_dump(mode="json")),
         "model": {key: model[key] for key in ("kind", "folder", "ready", "note", "context_length", "chat")},
@@ -37,6 +39,7 @@ def checked_plan(config: RunConfig, *, resume: bool = False) -> dict[str, Any]:
         "devices": {"gpus": len(machine.devices), "cores": len(machine.cores)},
         "ranks": {"world": site.layout.world, "here": site.layout.local, "machines": site.layout.num_machines},
         "engine": engine,
+        "scorers": scorers,
         "batch": asdict(batch) | {"in_words": str(batch)},
         "trl": redact(trl_arguments(config, batch, folder)),
         "output": str(folder.root.absolute()),
@@ -58,6 +61,7 @@ def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> list[tuple[st
         ("model", f"{config['model']}: {model['note']}{context}"),
         ("dataset", f"{config['dataset']}: {rows} of {kind}, columns {', '.join(dataset['columns']) or 'none'}"),
         ("rewards", rewards),
+        *(("", f"  {line}") for line in plan["scorers"]),
         *_preset_rows(config, plan["trl"]),
         *([("batch", plan["batch"]["in_words"])] if config["algorithm"] != "eval" else []),
         ("run", (evaluated if config["algorithm"] == "eval" else trained) + f", seed {config['seed']}"),
@@ -105,8 +109,15 @@ def _checked_dataset(config: RunConfig, model: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def _check_rewards(config: RunConfig, columns: list[str]) -> None:
+def _check_rewards(config: RunConfig, columns: list[str], *, engine: str) -> list[str]:
+    """A line for each judge and reward model."""
+    from ycore.judging.loading import is_rule
+    from ycore.launch.placing import check_run_placement
+    from ycore.launch.scorers import check_scorers
     from ycore.rewards.loading import check_reward
 
     for reward in config.rewards:
-        check_reward(reward, columns)
+        if is_rule(reward):
+            check_reward(reward, columns)
+    check_run_placement(config)
+    return check_scorers(config, columns, engine=engine)

@@ -19,5 +19,5 @@ def recipes(context: typer.Context, json: o.Json = False) -> None:
     if json:
         print_json({"recipes": [{"name": entry.name, "description": entry.description} for entry in entries]})
         return
-    print_table((entry.name, entry.description) for entry in entries)
-    print("Run one with `ycore grpo --recipe NAME`; a path to your own YAML file works too.")
+    print_table((entry.line, entry.description) for entry in entries)
+    print("Run one with `ycore` before its line; a path to your own YAML file works too.")

@@ -3,6 +3,7 @@
 Not here: the merge itself (`ycore.config.overrides`) and every check that needs a disk (`plan`).
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,24 +12,44 @@ from ycore_cli.options import config_keys
 from ycore_cli.trl_options import trl_options
 
 from ycore.config.run import RunConfig
+from ycore.config.tune import Method, TuneConfig
 
 
 def resolve_config(context: typer.Context, *, algorithm: str, resume: bool = False) -> RunConfig:
     """The validated RunConfig of a command, from its parsed options and the arguments that it does not declare."""
     from ycore.config.overrides import resolve
     from ycore.config.recipes import load_recipe, recipe_name
+    from ycore.judging.loading import with_declarations
 
     params = context.params
     options = config_keys(params) | {"algorithm": algorithm}
     trl = trl_options(context.args, declared=declared_options(context))
     if trl:
-        options["trl"] = trl
+        options["trl"] = {**options.get("trl", {}), **trl}
     recipe = params.get("recipe")
-    base = load_recipe(recipe) if recipe else _stored(options.get("output"), resume=resume)
+    base = load_recipe(recipe, command=algorithm) if recipe else _stored(options, resume=resume)
     if algorithm == "eval":
         base.pop("output", None)  # a recipe's own folder is its training run's
     run_name = recipe_name(recipe) if recipe else None
-    return resolve(recipe=base, sets=params.get("set_") or (), options=options, run_name=run_name)
+    config = resolve(recipe=base, sets=params.get("set_") or (), options=options, run_name=run_name)
+    return with_declarations(config)
+
+
+def resolve_tuning(context: typer.Context, *, method: Method, resume: bool = False) -> TuneConfig:
+    """The same for a command that trains on given examples."""
+    from ycore.config.kinds import tune_kind
+    from ycore.config.overrides import resolve_as
+    from ycore.config.recipes import load_recipe, recipe_name
+
+    params, kind = context.params, tune_kind(method)
+    options = config_keys(params) | {"algorithm": method}
+    trl = trl_options(context.args, declared=declared_options(context), trl_class=kind.trl_class)
+    if trl:
+        options["trl"] = {**options.get("trl", {}), **trl}
+    recipe = params.get("recipe")
+    base = load_recipe(recipe, command=method) if recipe else _stored(options, resume=resume)
+    run_name = recipe_name(recipe) if recipe else None
+    return resolve_as(kind, recipe=base, sets=params.get("set_") or (), options=options, run_name=run_name)
 
 
 def declared_options(context: typer.Context) -> list[str]:
@@ -37,19 +58,27 @@ def declared_options(context: typer.Context) -> list[str]:
     return [name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)]
 
 
-def _stored(output: str | None, *, resume: bool) -> dict[str, Any]:
-    """The configuration of the run that is to go on, so that `--resume --output DIR` is enough.
+def stored_config(run: str) -> dict[str, Any]:
+    """The settings of a run's folder; {} where it holds none.
 
     Secrets are not kept on disk, so they are left out here, to be given again.
     """
-    from ycore.run_folder.files import read_json
     from ycore.run_folder.paths import RunFolder
+    from ycore.run_folder.prepare import held_config
     from ycore.run_folder.secrets import HIDDEN
 
-    if not resume or output is None or not (file := RunFolder(Path(output)).config).is_file():
+    folder = RunFolder(Path(run).expanduser())
+    if not folder.config.is_file():
         return {}
-    stored = read_json(file)
-    config = stored.get("config") if isinstance(stored, dict) else None
-    if not isinstance(config, dict):
-        return {}
+    config = held_config(folder)
     return config | {"trl": {name: value for name, value in config.get("trl", {}).items() if value != HIDDEN}}
+
+
+def _stored(options: Mapping[str, Any], *, resume: bool) -> dict[str, Any]:
+    """The settings of the run that is to go on, or to be replayed, so that its folder is enough."""
+    if resume and options.get("output"):
+        return stored_config(options["output"])
+    if options.get("replay"):
+        run = options["replay"].rstrip("/")
+        return stored_config(run) | {"output": f"{run}-replay", "keep_journal": False}
+    return {}

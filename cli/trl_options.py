@@ -24,11 +24,12 @@ _FAMILIAR: Mapping[str, str] = {
 }
 
 
-def trl_options(arguments: Sequence[str], *, declared: Iterable[str]) -> dict[str, Any]:
+def trl_options(arguments: Sequence[str], *, declared: Iterable[str], trl_class: str = "GRPOConfig") -> dict[str, Any]:
     """The values of undeclared options, still as text; a ConfigError names the nearest option to an unknown one."""
     from ycore.config.trl_fields import fields_of
 
-    fields = fields_of("GRPOConfig") if arguments else {}
+    known = list(declared)
+    fields = fields_of(trl_class) if arguments else {}
     values: dict[str, Any] = {}
     rest = list(arguments)
     while rest:
@@ -40,7 +41,7 @@ def trl_options(arguments: Sequence[str], *, declared: Iterable[str]) -> dict[st
         if not equals and name not in fields and name.startswith("no_") and _is_flag(fields, name[3:]):
             values[name[3:]] = False
         elif name not in fields or not option.startswith("--"):
-            raise _unknown(option, [*declared, *(field.option for field in fields.values())])
+            raise _unknown(option, [*known, *(field.option for field in fields.values())])
         elif equals:
             values[name] = text
         elif rest and not rest[0].startswith("--"):
@@ -57,6 +58,8 @@ def _is_flag(fields: Mapping[str, Any], name: str) -> bool:
 
 
 def _unknown(option: str, known: Iterable[str]) -> ConfigError:
+    known = list(known)
     familiar = _FAMILIAR.get(option)
+    familiar = familiar if familiar in known else None
     hint = f"; did you mean {familiar!r}?" if familiar else nearest(option, known, limit=1)
     return ConfigError(f"no option {option}{hint}")

@@ -30,11 +30,11 @@ MAY_IMPORT = {
     "simulate": GROUND | {"placement", "sampling"},
     "planning": BASE | {"models", "placement", "simulate"},
     "reporting": BASE,
-    "roles": MIDDLE | {"sampling", "judging", "algorithms", "controller"},
+    "roles": MIDDLE | {"sampling", "judging", "planning", "algorithms", "controller"},
     "controller": MIDDLE | {"roles", "sampling", "judging", "placement"},
-    "launch": MIDDLE | {"roles", "judging", "placement"},
+    "launch": MIDDLE | {"roles", "judging", "placement", "planning"},
     "pipeline": MIDDLE | {"launch"},
-    "selftest": BASE | {"launch"},
+    "selftest": MIDDLE | {"launch", "roles"},
     "cli": MIDDLE | {"judging", "placement", "simulate", "planning", "reporting", "launch", "pipeline", "selftest"},
 }
 HEAVY = {"torch", "transformers", "trl", "vllm", "datasets", "accelerate", "peft", "deepspeed", "matplotlib"}
@@ -43,7 +43,9 @@ HEAVY_FILES = {
     "roles/checkpoints.py",
     "roles/training_run.py",
     "roles/step_metrics.py",
+    "roles/trackers.py",
     "roles/transformers_engine.py",
+    "roles/tuning_run.py",
     "roles/vllm_extension.py",
 }
 

@@ -66,11 +66,16 @@ class Score:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """The completions of one prompt, scored: `scores_GR[g][r]` is reward source `r` on completion `g`."""
+    """The completions of one prompt, scored: `scores_GR[g][r]` is reward source `r` on completion `g`.
+
+    `greedy_scores_R` are those of the prompt's greedy completion, which is a baseline and is not trained on; None
+    where the run asks for none.
+    """
 
     draw: Draw
     completions: tuple[Completion, ...]
     scores_GR: tuple[tuple[Score, ...], ...]
+    greedy_scores_R: tuple[Score, ...] | None = None
 
     @property
     def num_tokens(self) -> int:

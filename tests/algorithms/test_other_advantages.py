@@ -1,6 +1,7 @@
 """Estimators and losses beside GRPO's own, in the trainer: TRL's advantages replaced, GMPO's loss behind the seam."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -76,6 +77,21 @@ def test_the_trainer_learns_from_the_estimators_advantages(name: str, model: Pat
     torch.testing.assert_close(batch["advantages"], expected)
     plain = trainer(SeamGRPOTrainer, model, tmp_path)._generate_and_score_completions([{"prompt": "tick"}] * 8)
     assert not torch.allclose(batch["advantages"], plain["advantages"])
+
+
+def test_remax_compares_with_each_prompts_own_greedy_completion(model: Path, tmp_path: Path) -> None:
+    class WithGreedy(Fixed):
+        def next_round(self, *, step: int, num_groups: int) -> list[Group]:
+            groups = super().next_round(step=step, num_groups=num_groups)
+            return [
+                replace(group, greedy_scores_R=(Score(own),)) for group, own in zip(groups, [1.0, None], strict=True)
+            ]
+
+    made = trainer(SeamGRPOTrainer, model, tmp_path, advantage=estimator("remax"))
+    made.rounds = WithGreedy()
+    batch = made._generate_and_score_completions([{"prompt": "tick"}] * 8)
+    # the first prompt's greedy completion earned 1; the second's could not be scored: no baseline, nothing learned
+    torch.testing.assert_close(batch["advantages"], torch.tensor([-1.0, 0.0, -0.5, 0.0, 0.0, 0.0, 0.0, 0.0]))
 
 
 def test_gmpo_trains_behind_the_seam(model: Path, tmp_path: Path) -> None:

@@ -92,8 +92,8 @@ def test_resume_needs_only_the_folder(tmp_path: Path, place: Path, capfd: pytest
     plan = json.loads(out)
     assert (plan["trl"]["max_steps"], plan["trl"]["beta"]) == (9, 0.25)
     assert "secret" not in out
-    assert run([*resume, "--hub-token", "secret", "--steps", "10"]) == 2
-    assert "steps: 9 there, 10 here" in capfd.readouterr().err
+    assert run([*resume, "--hub-token", "secret", "--seed", "10"]) == 2
+    assert "seed: 0 there, 10 here" in capfd.readouterr().err
 
 
 def test_eval_checks_the_same_things(

@@ -86,8 +86,18 @@ PAPERS: dict[str, dict[str, Any]] = {
         "epsilon_high": 5.0,
         "beta": 0.0,
     },
+    "rloo": {  # one action a completion: its tokens' terms are added up, not averaged, and no deviation divides
+        "loss_type": "dr_grpo",
+        "importance_sampling_level": "token",
+        "scale_rewards": "none",
+        "epsilon": 0.2,
+        "epsilon_high": 0.2,
+        "beta": 0.0,
+        "num_iterations": 1,
+    },
 }
 RUNS: dict[str, dict[str, Any]] = {
+    "rloo": {"advantage": "rloo"},
     "dapo": {"sampling": {"dynamic": True}},
     "gmpo": {"loss_from": "gmpo"},
     "scalerl": {"advantage": "reinforce++-baseline", "sampling": {"dynamic": True}},
@@ -151,7 +161,8 @@ def test_the_users_values_win_and_the_lines_say_so() -> None:
     assert config.sampling.dynamic is False and config.preset == "dapo"
     lines = preset_lines(PRESETS["dapo"], trl=config.trl, run=config.model_dump())
     assert lines[:9] == [
-        "DAPO: clip-higher, dynamic sampling, token loss, overlong filtering (arXiv 2503.14476, sections 3 and 4.1)",
+        "DAPO: clip-higher, dynamic sampling, token loss, overlong shaping and filtering "
+        "(arXiv 2503.14476, sections 3 and 4.1)",
         "loss_type dapo",
         "importance_sampling_level token",
         "scale_rewards group",
@@ -161,7 +172,32 @@ def test_the_users_values_win_and_the_lines_say_so() -> None:
         "mask_truncated_completions true",
         "sampling.dynamic false, yours; the preset says true",
     ]
-    assert all(line.startswith("note: ") for line in lines[9:]) and len(lines) > 9
+    assert lines[9] == "reward overlong, over the last 0.2 of max_tokens"
+    assert all(line.startswith("note: ") for line in lines[10:]) and len(lines) > 10
+
+
+def test_dapo_brings_its_overlong_punishment_and_the_user_can_change_it() -> None:
+    """4096 of 20480 tokens in the paper, section 4.1."""
+    said = {"model": "m", "dataset": "d", "rewards": ["r"], "preset": "dapo", "max_tokens": 20480}
+    brought = {"reward": "overlong", "args": {"max_tokens": 20480, "cache_tokens": 4096}}
+    config = resolve(options=said)
+    assert [reward.reward for reward in config.rewards] == ["r", "overlong"]
+    assert config.rewards[1].model_dump(exclude_defaults=True) == brought
+    assert resolve(options=said, sets=["rewards.1.weight=0"]).rewards[1].weight == 0
+    own = {"reward": "overlong", "args": {"max_tokens": 100, "cache_tokens": 50}}
+    assert len(resolve(options={**said, "rewards": [own]}).rewards) == 1, "a run's own is not doubled"
+    assert resolve(recipe=config.model_dump(mode="json")) == config, "a resumed run is the same run"
+    assert len(resolve(options={**said, "algorithm": "eval"}).rewards) == 1, "a measurement is not trained"
+    assert len(resolve(options={**said, "preset": "gspo"}).rewards) == 1
+
+
+@pytest.mark.parametrize("name", ["forward-kl", "js"])
+def test_another_divergence_needs_its_weight(name: str) -> None:
+    said = {"model": "m", "dataset": "d", "rewards": ["r"], "divergence": name}
+    with pytest.raises(ConfigError, match=f"--divergence {name} needs beta above 0, its weight; it is 0; say --beta"):
+        resolve(options=said)
+    assert resolve(options={**said, "trl": {"beta": "0.1"}}).divergence == name
+    assert resolve(options={**said, "preset": "grpo"}).trl["beta"] == 0.04
 
 
 def test_a_recipe_lies_on_the_preset_it_names() -> None:

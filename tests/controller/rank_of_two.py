@@ -18,6 +18,7 @@ import torch.distributed as dist
 from ycore.config.run import RewardConfig, RewardSettings
 from ycore.controller.draws import DrawSource, Shard
 from ycore.controller.round import Rules
+from ycore.controller.scoring import rules_alone
 from ycore.controller.source import Rounds
 from ycore.controller.state import controller_state, restore_controller
 from ycore.controller.torch_peers import TorchPeers
@@ -41,13 +42,16 @@ class ScriptedEngine:
     async def wait_ready(self, *, timeout_s: float) -> None:
         pass
 
+    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+        return tuple(-1.0 for _ in target_ids)
+
     async def load_weights(self, folder: Path, version: int) -> None:
         self.version = version
 
     async def close(self) -> None:
         pass
 
-    async def complete(self, prompt_ids: Sequence[int], seed: int) -> Completion:
+    async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
         self.num_asked += 1
         if self._hangs:
             await asyncio.Event().wait()
@@ -63,11 +67,13 @@ def make_rounds(peers: TorchPeers, engine: ScriptedEngine, folder: Path, **setti
     rows = [Prompt(n, f"ask {n}", {"flat": n % 2 == 1 and n % 8 != 1}) for n in range(NUM_ROWS)]
     rounds = Rounds(
         engines=[engine],
-        rewards=RewardPool(
-            [RewardConfig(reward=f"{folder}/their_rewards.py:digit")],
-            settings=RewardSettings(workers=1, deadline_s=30),
-            log=folder / f"rewards-{peers.rank}.log",
-            run_id="test-two-ranks",
+        scoring=rules_alone(
+            RewardPool(
+                [RewardConfig(reward=f"{folder}/their_rewards.py:digit")],
+                settings=RewardSettings(workers=1, deadline_s=30),
+                log=folder / f"rewards-{peers.rank}.log",
+                run_id="test-two-ranks",
+            )
         ),
         draws=DrawSource(
             rows, seed=None, encode=lambda p: (p.row + 1,), max_prompt_tokens=5, shard=Shard(peers.rank, peers.world)

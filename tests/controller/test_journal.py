@@ -1,6 +1,7 @@
 """The journal: what was committed comes back to the bit, and a round that some rank lacks was never made."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,8 @@ import pytest
 
 from ycore.controller.journal import Journal, JournaledRounds
 from ycore.controller.peers import Alone
-from ycore.errors import RunFolderError
+from ycore.controller.replay import ReplayedRounds
+from ycore.errors import ConfigError, RunFolderError
 from ycore.sampling.demand import Yield
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
@@ -77,11 +79,66 @@ def test_pruning_keeps_what_a_checkpoint_still_needs(tmp_path: Path) -> None:
     assert [journal.read(step) is None for step in range(5)] == [True, True, True, False, False]
 
 
-def test_damage_is_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda data: data[: len(data) // 2], "its sha256 is not the one that was written"),
+        (lambda data: data.replace(b'"position": 0', b'"position": 8'), "its sha256 is not the one"),
+        (lambda data: b"", "its first line is not JSON"),
+        (lambda data: data.replace(b'"schema": 1', b'"schema": 9', 1), "its schema is not 1"),
+        (lambda data: data.replace(b'"step": 0', b'"step": 5', 1), "it is of {'step': 5"),
+    ],
+    ids=["cut", "a digit", "empty", "schema", "another step"],
+)
+def test_damage_is_named(tmp_path: Path, damage: Callable[[bytes], bytes], said: str) -> None:
     source, journal = journaled(CountingRounds(), tmp_path, {}), Journal(tmp_path, rank=0)
     source.next_round(step=0, num_groups=1)
-    text = journal.path(0).read_text()
-    journal.path(0).write_text(text[: len(text) // 2])
-    with pytest.raises(RunFolderError, match=r"round-000000-rank-0\.json is damaged .* remove it and resume"):
+    whole = journal.path(0).read_bytes()
+    assert damage(whole) != whole
+    journal.path(0).write_bytes(damage(whole))
+    with pytest.raises(RunFolderError, match=r"round-000000-rank-0\.json is damaged .* remove it and resume") as error:
         journal.read(0)
-    assert json.loads(text)["groups"]
+    assert said in str(error.value)
+
+
+def test_a_new_round_ends_the_future_that_followed_the_old_one(tmp_path: Path) -> None:
+    first = journaled(CountingRounds(), tmp_path, {})
+    for step in range(4):
+        first.next_round(step=step, num_groups=1)
+    journal = Journal(tmp_path, rank=0)
+    journal.path(1).unlink()
+    source = journaled(CountingRounds(), tmp_path, {})
+    source.next_round(step=1, num_groups=1)
+    assert [journal.read(step) is None for step in range(4)] == [False, False, True, True]
+
+
+def test_a_journal_tells_whose_it_is(tmp_path: Path) -> None:
+    journal = Journal(tmp_path, rank=1, world=2, seed=7)
+    journal.commit(3, [group(0)], {})
+    head = json.loads(journal.path(3).read_bytes().splitlines()[0])
+    assert {name: head[name] for name in ("schema", "step", "rank", "world", "seed")} == {
+        "schema": 1, "step": 3, "rank": 1, "world": 2, "seed": 7,
+    }  # fmt: skip
+    with pytest.raises(RunFolderError, match="'world': 2"):
+        Journal(tmp_path, rank=1, world=3).read(3)
+
+
+def test_rounds_are_replayed_from_a_journal_that_goes_back_to_the_start(tmp_path: Path) -> None:
+    run, recorded = tmp_path / "run", dict[str, float]()
+    source = journaled(CountingRounds(), run / "journal", {})
+    rounds = [source.next_round(step=step, num_groups=2) for step in range(3)]
+    replayed = ReplayedRounds(run, rank=0, world=1, group_size=1, record=recorded.__setitem__)
+    replayed.check(steps=3, steps_per_round=1)
+    assert [replayed.next_round(step=step, num_groups=2) for step in range(3)] == rounds
+    assert recorded == {"ycore/replayed": 1.0}
+    with pytest.raises(ConfigError, match=r"2 groups of 1 a rank, and this run takes 3 of 1"):
+        replayed.next_round(step=0, num_groups=3)
+    with pytest.raises(RunFolderError, match=r"no round of step 3.*--steps 3"):
+        replayed.check(steps=4, steps_per_round=1)
+    with pytest.raises(RunFolderError, match=r"trained by 1 ranks and this run has 2"):
+        ReplayedRounds(run, rank=0, world=2, group_size=1, record=recorded.__setitem__).check(
+            steps=1, steps_per_round=1
+        )
+    Journal(run / "journal", rank=0).prune(before=1)
+    with pytest.raises(RunFolderError, match=r"begins at step 1.*--keep-journal"):
+        replayed.check(steps=3, steps_per_round=1)

@@ -12,6 +12,7 @@ from ycore.config.run import RewardConfig, RewardSettings
 from ycore.controller.draws import DrawSource, completion_seed
 from ycore.controller.peers import Alone
 from ycore.controller.round import Finished, Round, RoundStats, Rules
+from ycore.controller.scoring import rules_alone
 from ycore.errors import EngineError
 from ycore.rewards.pool import RewardPool
 from ycore.types import Completion, Prompt
@@ -47,13 +48,16 @@ class TestEngine:
     async def wait_ready(self, *, timeout_s: float) -> None:
         pass
 
+    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+        return tuple(-1.0 for _ in target_ids)
+
     async def load_weights(self, folder: Path, version: int) -> None:
         pass
 
     async def close(self) -> None:
         pass
 
-    async def complete(self, prompt_ids: Sequence[int], seed: int) -> Completion:
+    async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
         self.asked.append((tuple(prompt_ids), seed))
         self._in_flight += 1
         self.most_in_flight = max(self.most_in_flight, self._in_flight)
@@ -64,7 +68,7 @@ class TestEngine:
 
 
 class BrokenEngine(TestEngine):
-    async def complete(self, prompt_ids: Sequence[int], seed: int) -> Completion:
+    async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
         await asyncio.sleep(0.01)
         raise EngineError(f"{self.name}: gone")
 
@@ -95,7 +99,9 @@ async def run_round(
     specs = [RewardConfig(reward=f"their_rewards.py:{name}") for name in rewards]
     settings = RewardSettings(workers=2, deadline_s=10)
     async with RewardPool(specs, settings=settings, log=Path("rewards.log"), run_id="test-round") as pool:
-        work = Round(engines, pool, rules, Alone()).run(source().draw, need=need, ready=ready, step=0)
+        work = Round(engines, rules_alone(pool, num_sources=len(specs)), rules, Alone()).run(
+            source().draw, need=need, ready=ready, step=0
+        )
         return await asyncio.wait_for(work, 30)
 
 

@@ -16,6 +16,7 @@ from ycore.config.run import RewardConfig, RewardSettings
 from ycore.controller.draws import DrawSource
 from ycore.controller.peers import Alone
 from ycore.controller.round import Rules
+from ycore.controller.scoring import rules_alone
 from ycore.controller.source import Rounds, ShareWeights
 from ycore.controller.state import controller_state, restore_controller
 from ycore.errors import EngineError, Interrupted, SyncError
@@ -46,13 +47,16 @@ class TestEngine:
     async def wait_ready(self, *, timeout_s: float) -> None:
         pass
 
+    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+        return tuple(-1.0 for _ in target_ids)
+
     async def load_weights(self, folder: Path, version: int) -> None:
         if self._stale:
             raise SyncError(f"{self.name}: holds policy version 0, not {version}")
         self.loaded.append((folder, version))
         self.version = version
 
-    async def complete(self, prompt_ids: Sequence[int], seed: int) -> Completion:
+    async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
         if self._fails:
             raise EngineError(f"{self.name}: /v1/completions failed")
         if self._hangs:
@@ -83,11 +87,13 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRounds
     ) -> Rounds:
         rounds = Rounds(
             engines=engines,
-            rewards=RewardPool(
-                [RewardConfig(reward=f"their_rewards.py:{reward}")],
-                settings=RewardSettings(workers=1, deadline_s=30),
-                log=tmp_path / "rewards.log",
-                run_id="test-source",
+            scoring=rules_alone(
+                RewardPool(
+                    [RewardConfig(reward=f"their_rewards.py:{reward}")],
+                    settings=RewardSettings(workers=1, deadline_s=30),
+                    log=tmp_path / "rewards.log",
+                    run_id="test-source",
+                )
             ),
             draws=DrawSource(
                 [Prompt(row=row, content=f"prompt {row}") for row in range(9)],

@@ -121,13 +121,13 @@ def test_ycore_lines_work(page: Path, line: str, tmp_path: Path) -> None:
         assert re.match(r"error: no (model folder|dataset file) .*: HF_HUB_OFFLINE is set; .*\n\Z", done.stderr)
     else:
         assert done.returncode == 0, done.stderr
-        assert "Nothing was started" in done.stdout or line.split()[1] not in ("grpo", "eval")
+        assert "Nothing was started" in done.stdout or line.split()[1] not in ("grpo", "eval", "preflight", "pipeline")
 
 
 def dry_run(line: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     """The command in `folder`, without a hub and with empty caches; what would train or measure only plans."""
     words = shlex.split(line, comments=True)[1:]
-    if words[0] in ("grpo", "eval") and "--dry-run" not in words:
+    if words[0] in ("grpo", "eval", "preflight", "pipeline") and "--dry-run" not in words:
         words.append("--dry-run")
     if (model := option(line, "--model")).startswith("runs/"):
         write_stand_in(folder / model)
@@ -169,7 +169,9 @@ def write_stand_in(folder: Path) -> None:
 
 
 def needs_hub(line: str) -> bool:
-    """Whether a model or dataset of the command, or of its shipped recipe, is a hub's."""
+    """Whether a model or dataset of the command, or of its shipped recipe, is a hub's; a plan knows some by heart."""
+    if line.split()[1] == "plan":
+        return False
     recipe = option(line, "--recipe")
     base = load_recipe(recipe) if recipe in {entry.name for entry in list_recipes()} else {}
     values = [option(line, f"--{key}") or base.get(key, "") for key in ("model", "dataset")]

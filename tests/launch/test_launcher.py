@@ -9,6 +9,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import pytest
 from ycore.config.run import EngineSettings, RewardConfig, RunConfig
 from ycore.errors import EngineError, Interrupted, TrainerError, UserError
 from ycore.launch import launcher
+from ycore.launch.engine_processes import EngineProcess, engine_processes
 from ycore.launch.launcher import Worker, run_worker
 from ycore.roles import RUN_MARKER
 from ycore.run_folder.files import read_json
@@ -140,12 +142,21 @@ def test_a_users_mistake_is_passed_on_as_it_is(worker: Callable[..., Worker], co
         run(worker(code), config)
 
 
+def in_vllms_place(monkeypatch: pytest.MonkeyPatch, command: Callable[[EngineProcess], list[str]]) -> None:
+    """Have the launcher start these commands instead of vLLM's."""
+
+    def instead(*arguments: Any) -> list[EngineProcess]:
+        return [replace(engine, command=tuple(command(engine))) for engine in engine_processes(*arguments)]
+
+    monkeypatch.setattr(launcher, "engine_processes", instead)
+    monkeypatch.setattr(launcher, "is_vllm_installed", lambda: True)
+
+
 def test_an_engine_that_dies_is_named(
     worker: Callable[..., Worker], config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dying = [sys.executable, "-c", "import sys, time; time.sleep(1); sys.exit('RuntimeError: no memory')"]
-    monkeypatch.setattr(launcher, "engine_command", lambda engine: dying)
-    monkeypatch.setattr(launcher, "is_vllm_installed", lambda: True)
+    in_vllms_place(monkeypatch, lambda engine: dying)
     with pytest.raises(
         EngineError, match=r"rollout-\d ended with exit status 1: RuntimeError: no memory \(see .*rollout-"
     ):
@@ -157,36 +168,10 @@ def test_an_engine_that_dies_is_named(
 def test_an_engine_that_is_never_ready_is_named(
     worker: Callable[..., Worker], config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launcher, "engine_command", lambda engine: ["sleep", "600"])
-    monkeypatch.setattr(launcher, "is_vllm_installed", lambda: True)
+    in_vllms_place(monkeypatch, lambda engine: ["sleep", "600"])
     impatient = EngineSettings(kind="vllm", count=1, start_timeout_s=0.5)
     with pytest.raises(EngineError, match=r"rollout-0 was not ready after 0 s.*start_timeout_s"):
         run(worker("time.sleep(600)"), config.model_copy(update={"engine": impatient}))
-    assert_nothing_is_left(config)
-
-
-SERVER = """
-import http.server, os, socketserver, subprocess, sys
-part = subprocess.Popen(["sleep", "3"])
-class Server(socketserver.UnixStreamServer):
-    def get_request(self):
-        return super().get_request()[0], ("engine", 0)
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200)
-        self.end_headers()
-Server(sys.argv[1], Handler).serve_forever()
-"""
-
-
-def test_a_ready_engine_that_loses_a_process_is_named(
-    worker: Callable[..., Worker], config: RunConfig, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(launcher, "engine_command", lambda e: [sys.executable, "-c", SERVER, str(e.socket)])
-    monkeypatch.setattr(launcher, "is_vllm_installed", lambda: True)
-    one = config.model_copy(update={"engine": EngineSettings(kind="vllm", count=1)})
-    with pytest.raises(EngineError, match=r"rollout-0 lost its process sleep \(\d+\).*rollout-0\.log"):
-        run(worker("time.sleep(600)"), one)
     assert_nothing_is_left(config)
 
 

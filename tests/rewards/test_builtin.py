@@ -179,3 +179,21 @@ def test_every_gym_task_that_evaluates_text_is_known() -> None:
     evaluates = re.compile(r"(?<![\w.])eval\(|parse_expr\(|sympify\(|\bexec\(")
     found = {name for name, (task, _) in factory.DATASETS.items() if evaluates.search(inspect.getsource(task))}
     assert found == EVALUATED_LISTS | EVALUATED_FORMULAS | EVALUATES_ONLY_ITS_OWN_TEXT
+
+
+@pytest.mark.parametrize(
+    ("completion", "answer", "settings", "expected"),
+    [
+        ("so it is 3.1416", "3.14159", {"tolerance": 0.001}, 1.0),
+        ("so it is 3.1416", "3.14159", {}, 0.0),
+        ("first 10, then 7", "7.0000001", {}, 1.0),
+        ("1,010", "1000", {"tolerance": 0.01}, 1.0),  # of the answer's size: 10 off at most
+        ("1,011", "1000", {"tolerance": 0.01}, 0.0),
+        ("0.02", "0.01", {"tolerance": 0.01}, 1.0),  # below 1 the distance itself
+        ("no number", "7", {}, 0.0),
+        ("7", "seven", {}, None),
+        ("<think>7</think> 8", "work #### 8", {}, 1.0),
+    ],
+)
+def test_numeric_answer(completion: str, answer: str, settings: dict[str, Any], expected: float | None) -> None:
+    assert BUILTIN["numeric_answer"]([""], [completion], answer=[answer], **settings) == [expected]

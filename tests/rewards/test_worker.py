@@ -81,3 +81,18 @@ def test_a_worker_imports_no_torch() -> None:
     code = "import sys, ycore.rewards.worker; print('torch' in sys.modules, 'transformers' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.split() == ["False", "False"]
+
+
+def test_a_source_that_strips_thinking_sees_what_comes_after_it() -> None:
+    seen: list[Any] = []
+
+    def note(completions: list[Any], completion_ids: list[Any]) -> list[float | None]:
+        seen.extend([completions, completion_ids])
+        return [0.0, 0.0]
+
+    turns = [{"role": "assistant", "content": "<think>hm</think>\n\nyes"}]
+    inputs = {"completions": [turns, "<think>never ends"], "completion_ids": [[1, 2, 3], [4]]}
+    request = {"source": 0, "step": 0, "count": 2, "inputs": inputs}
+    answer(Source(note, inputs_of(note), strips_thinking=True), request)
+    assert seen == [[[{"role": "assistant", "content": "yes"}], ""], [[1, 2, 3], [4]]]
+    assert turns[0]["content"].startswith("<think>"), "other sources see the whole"

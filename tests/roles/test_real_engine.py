@@ -9,12 +9,16 @@ from typing import Any
 
 import httpx
 import pytest
+from safetensors.torch import load_file, save_file
 
+from ycore.algorithms.checksum import byte_sum, write_manifest
 from ycore.config.run import RewardConfig, RewardSettings
 from ycore.controller.draws import DrawSource, completion_seed
 from ycore.controller.peers import Alone
 from ycore.controller.round import Rules
+from ycore.controller.scoring import rules_alone
 from ycore.controller.source import Rounds
+from ycore.errors import SyncError
 from ycore.launch.engines import is_vllm_installed
 from ycore.launch.health import is_healthy
 from ycore.launch.processes import ManagedProcess
@@ -43,7 +47,14 @@ def spread(completion_ids):
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("model"))
+    """The tiny model, with the sums of its tensors beside it, as if a trainer had written it as version 0."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("model"))
+    write_manifest(folder, 0, {name: byte_sum(tensor) for name, tensor in stored_in(folder).items()})
+    return folder
+
+
+def stored_in(folder: Path) -> dict[str, Any]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
 @pytest.fixture(scope="module")
@@ -180,16 +191,18 @@ def train(
     weights = tmp_path / "weights"
 
     def share(version: int) -> Path:
-        write_weights(trainer.bare_model, weights, dtype=torch.float32)
+        write_weights(trainer.bare_model, weights, dtype=torch.float32, version=version)
         return weights
 
     rounds = Rounds(
         engines=[engine_at(server)],
-        rewards=RewardPool(
-            [RewardConfig(reward="their_rewards.py:spread")],
-            settings=RewardSettings(workers=1),
-            log=tmp_path / "rewards.log",
-            run_id="test-vllm",
+        scoring=rules_alone(
+            RewardPool(
+                [RewardConfig(reward="their_rewards.py:spread")],
+                settings=RewardSettings(workers=1),
+                log=tmp_path / "rewards.log",
+                run_id="test-vllm",
+            )
         ),
         draws=DrawSource(
             [Prompt(row=row, content=str(row)) for row in range(len(PROMPTS))],
@@ -210,6 +223,42 @@ def train(
         rounds.close()
     rows = [row for row in trainer.state.log_history if "ycore/logprob_gap" in row]
     return [row["ycore/logprob_gap"] for row in rows], told_version(server)
+
+
+def test_a_sync_that_does_not_arrive_is_an_error_on_that_step(server: Path, model: Path, tmp_path: Path) -> None:
+    """Each weight moved a little; then all of it sent, one tensor left out, half of one, none at all, and the old."""
+    import torch
+
+    moved = {name: tensor + 1e-3 * torch.ones_like(tensor) for name, tensor in stored_in(model).items()}
+    sums = {name: byte_sum(tensor) for name, tensor in moved.items()}
+    left_out = "model.layers.1.self_attn.k_proj.weight"
+    half = "model.layers.0.mlp.down_proj.weight"
+    file = tmp_path / "model-00000.safetensors"
+
+    def send(tensors: dict[str, Any], version: int) -> float:
+        save_file(tensors, file)
+        write_manifest(tmp_path, version, sums)
+
+        async def work() -> float:
+            engine = engine_at(server)
+            await engine.load_weights(tmp_path, version)
+            await engine.complete([9, 8, 7], 1)
+            await engine.close()
+            return engine.proved
+
+        return asyncio.run(work())
+
+    old = stored_in(model)
+    with pytest.raises(SyncError, match=r"rollout-0: policy version 1: 1[0-9] of 1[0-9] tensors are not the trainer's"):
+        send(old, 1)  # a file that nobody had written anew
+    with pytest.raises(SyncError, match=r"policy version 2: 3 of .*k_proj.weight"):
+        send({name: tensor for name, tensor in moved.items() if name != left_out}, 2)
+    with pytest.raises(SyncError, match=r"policy version 3: 1 of .*layers.0.mlp.down_proj.weight"):
+        send({**moved, half: torch.cat([moved[half][:10], old[half][10:]])}, 3)
+    assert send(moved, 4) == 1.0
+    assert told_version(server) == "4"
+    with pytest.raises(SyncError, match=r"stale weights: .* holds policy version 4, and 5 was to be sent"):
+        asyncio.run(engine_at(server).load_weights(tmp_path, 5))
 
 
 def told_version(server: Path) -> str:
@@ -266,3 +315,27 @@ def trainer_logprobs(model: Path, prompt: list[int], completion: Completion, tem
         logits = loaded(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1] / temperature
     values: list[float] = logits.log_softmax(-1)[range(len(tokens)), tokens].tolist()
     return values
+
+
+def test_the_probability_of_given_tokens_and_greedy_completions_are_the_models_own(server: Path, model: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    context, target = [9, 8, 7], [30, 31, 32]
+
+    async def work() -> tuple[tuple[float, ...], Completion, Completion]:
+        engine = engine_at(server, Sampling(max_tokens=4, temperature=2.0))
+        try:
+            await engine.load_weights(model, 0)
+            greedy = [await engine.complete(context, seed, greedy=True) for seed in (1, 2)]
+            return await engine.logprobs_of(context, target), greedy[0], greedy[1]
+        finally:
+            await engine.close()
+
+    logprobs, first, second = asyncio.run(work())
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        rows = policy(torch.tensor([[*context, *target]])).logits[0].log_softmax(-1)
+    assert logprobs == pytest.approx([rows[2 + place, token].item() for place, token in enumerate(target)], abs=1e-3)
+    assert first.token_ids == second.token_ids, "the seed plays no part"
+    assert first.token_ids[0] == int(rows[2].argmax())

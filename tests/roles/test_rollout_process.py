@@ -38,7 +38,7 @@ def test_the_command_on_cpu() -> None:
         *[sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "/models/m"],
         *["--served-model-name", "policy", "--uds", "/run/rollout-0.sock", "--dtype", "bfloat16"],
         *["--max-model-len", "512", "--max-num-seqs", "64", "--seed", "7"],
-        *["--logprobs-mode", "processed_logprobs", "--generation-config", "vllm", "--uvicorn-log-level", "warning"],
+        *["--generation-config", "vllm", "--uvicorn-log-level", "warning", "--logprobs-mode", "processed_logprobs"],
         *["--worker-extension-cls", "ycore.roles.vllm_extension.PolicyWorker"],
         *["--distributed-executor-backend", "uni", "--disable-uvicorn-access-log", "--no-enable-log-requests"],
         "--enforce-eager",

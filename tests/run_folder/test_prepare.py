@@ -11,7 +11,7 @@ from ycore.config.run import RewardConfig, RunConfig
 from ycore.errors import RunFolderError
 from ycore.run_folder.files import read_json, write_json_atomic
 from ycore.run_folder.paths import RunFolder
-from ycore.run_folder.prepare import check_claim, claim
+from ycore.run_folder.prepare import Resume, check_claim, claim
 from ycore.run_folder.private import make_private, temporary_folder
 
 
@@ -37,7 +37,7 @@ def test_a_new_folder_is_made_private_and_described(folder: RunFolder) -> None:
     held = read_json(folder.config)
     assert RunConfig(**held["config"]) == config_for(folder)
     assert held["versions"]["torch"]
-    assert set(held) == {"config", "command", "versions", "started", "resume"}
+    assert set(held) == {"config", "command", "directory", "versions", "started", "resume"}
     assert folder.root.stat().st_mode & 0o777 == 0o700
     assert folder.sockets.stat().st_mode & 0o777 == 0o700
     assert folder.logs.is_dir()
@@ -52,9 +52,34 @@ def test_checking_imports_no_torch() -> None:
 
 def test_another_run_is_refused_and_the_difference_named(folder: RunFolder) -> None:
     claim_and_release(folder)
-    for resume in (False, True):
-        with pytest.raises(RunFolderError, match=r"another run \(steps: 100 there, 7 here\).*--output"):
-            check_claim(folder, config_for(folder, steps=7), resume=resume)
+    with pytest.raises(RunFolderError, match=r"another run \(seed: 0 there, 7 here\).*--output"):
+        check_claim(folder, config_for(folder, seed=7), resume=False)
+    with pytest.raises(RunFolderError, match=r"another run \(seed: 0 there, 7 here\).*--accept-changes"):
+        check_claim(folder, config_for(folder, seed=7), resume=True)
+    check_claim(folder, config_for(folder, seed=7), resume=True, how=Resume(accept_changes=True))
+
+
+def test_a_nested_difference_is_named_by_its_whole_key(folder: RunFolder) -> None:
+    claim_and_release(folder, trl={"learning_rate": 1e-5, "beta": 0.1})
+    changed = config_for(folder, trl={"learning_rate": 2e-5, "beta": 0.1})
+    with pytest.raises(RunFolderError, match=r"\(trl\.learning_rate: 1e-05 there, 2e-05 here\)"):
+        check_claim(folder, changed, resume=True)
+
+
+def test_what_changes_nothing_that_is_learned_may_change(folder: RunFolder) -> None:
+    claim_and_release(folder)
+    more = {"steps": 200, "checkpoint_every": 3, "trl": {"logging_steps": 5, "report_to": "tensorboard"}}
+    check_claim(folder, config_for(folder, **more), resume=True)
+    with pytest.raises(RunFolderError, match="steps: 100 there, 50 here"):
+        check_claim(folder, config_for(folder, steps=50), resume=True)
+
+
+def test_a_key_that_the_older_run_did_not_have_yet_has_its_default(folder: RunFolder) -> None:
+    claim_and_release(folder)
+    held = read_json(folder.config)
+    del held["config"]["sampling"], held["config"]["keep_journal"]
+    write_json_atomic(folder.config, held)
+    check_claim(folder, config_for(folder), resume=True)
 
 
 def test_the_same_run_goes_on_only_with_resume(folder: RunFolder) -> None:
@@ -70,6 +95,8 @@ def test_a_finished_run_is_refused(folder: RunFolder) -> None:
     write_json_atomic(folder.summary, {"status": "finished"})
     with pytest.raises(RunFolderError, match="finished"):
         check_claim(folder, config_for(folder), resume=True)
+    check_claim(folder, config_for(folder, steps=101), resume=True)
+    check_claim(folder, config_for(folder), resume=True, how=Resume(step=50))
     write_json_atomic(folder.summary, {"status": "interrupted"})
     check_claim(folder, config_for(folder), resume=True)
 

@@ -41,7 +41,6 @@ def build_trainer(
     batch = derive_batch(config, world_size=world_size, on_cpu=not torch.cuda.is_available())
     arguments = trl_arguments(config, batch, folder)
     arguments["model_init_kwargs"] = {"dtype": _stored_dtype(config), **(arguments.get("model_init_kwargs") or {})}
-    arguments["ignore_data_skip"] = True  # the loader only ticks; the controller knows where it was
     arguments["reward_weights"] = [reward.weight for reward in config.rewards]
     names = reward_names(config.rewards)
     trainer_class = SeamGMPOTrainer if config.loss_from == "gmpo" else SeamGRPOTrainer
@@ -49,6 +48,7 @@ def build_trainer(
         model=str(model),
         reward_funcs=placeholder_rewards(names),
         advantage=None if config.advantage == "group" else estimator(config.advantage),
+        divergence=config.divergence,
         args=GRPOConfig(**arguments),
         train_dataset=_ticks(arguments["per_device_train_batch_size"] * batch.steps_per_generation * world_size),
         processing_class=tokenizer,

@@ -9,27 +9,29 @@ TRL builds the batch, computes advantages and losses, and trains. Four of its me
 
 and `_compute_loss` is told of the micro-batch it works on, so that the correction for the engine's probabilities can
 use the log-probabilities of the training forward itself: the policy has not moved since the round, so TRL's second
-forward over the whole batch would compute the same numbers again.
+forward over the whole batch would compute the same numbers again. From the same forward comes the reference that turns
+TRL's KL term into another divergence (`divergence.stand_in`).
 
 Not here: where rounds come from (`controller`) and how a trainer process is set up (`roles.trainer`).
 """
 
 import hashlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
 from accelerate.utils import gather, set_seed
 from transformers.integrations import is_deepspeed_zero3_enabled
-from trl import GRPOTrainer
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
 from ycore.algorithms.advantages import Estimator
 from ycore.algorithms.dealing import deal
+from ycore.algorithms.divergence import stand_in
+from ycore.algorithms.durable import DurableTrainer
 from ycore.algorithms.forward import add_compact_head, attention_cost, can_pack, score_completions
 from ycore.algorithms.gathers import texts_stay_local
 from ycore.algorithms.importance import absolute_gap, importance_ratio
+from ycore.algorithms.sequences import FlatSequence, sequences_of
 from ycore.types import Group
 
 
@@ -40,32 +42,23 @@ class RoundSource(Protocol):
         """Sync the engines to the policy of this step, then return that many scored groups of this rank."""
 
 
-@dataclass(frozen=True, slots=True)
-class _Sequence:
-    """One completion with its row, flat, in the order TRL sees."""
-
-    row: dict[str, Any]
-    prompt_ids: list[int]
-    completion_ids: list[int]
-    logprobs: list[float] | None
-    rewards: list[float]
-    policy_version: int
-
-
-class SeamGRPOTrainer(GRPOTrainer):
+class SeamGRPOTrainer(DurableTrainer):
     """GRPOTrainer whose rounds come from a `RoundSource`. Set `rounds` before `train`."""
 
     rounds: RoundSource
     _buffered_inputs: Any
 
-    def __init__(self, *args: Any, advantage: Estimator | None = None, **kwargs: Any) -> None:
+    def __init__(
+        self, *args: Any, advantage: Estimator | None = None, divergence: str = "reverse-kl", **kwargs: Any
+    ) -> None:
         super().__init__(*args, rollout_func=self._answer_rollouts, **kwargs)
         base = self.accelerator.unwrap_model(self.model)
         config = base.config
         self._advantage = advantage
+        self._divergence = divergence
         self._cost = attention_cost(config)
         self._packs = can_pack(config) and not self.aux_loss_enabled
-        self._round: list[_Sequence] = []
+        self._round: list[FlatSequence] = []
         self._rewards = torch.empty(0)
         self._micro_batch: dict[str, Any] | None = None
         self._last_loaded_step = -1
@@ -82,16 +75,13 @@ class SeamGRPOTrainer(GRPOTrainer):
         """The policy without wrappers: transformers' model, or peft's around it."""
         return self.accelerator.unwrap_model(self.model)
 
-    def save_checkpoint(self) -> None:
-        """A checkpoint of the last finished step, as transformers writes them."""
-        self._save_checkpoint(self.model, trial=None)
-
     # -- the round -------------------------------------------------------------------------------------------------
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         step = self.state.global_step
         groups = self.rounds.next_round(step=step, num_groups=len(inputs) // self.num_generations)
-        self._round = [sequence for group in groups for sequence in _sequences(group)]
+        self._seed_generators("round")  # what follows is the same, whether the round was generated or read
+        self._round = [sequence for group in groups for sequence in sequences_of(group)]
         self.use_vllm = self._round[0].logprobs is not None
         self._last_loaded_step = step  # the round has just synced; TRL must not ask for it again
         texts = texts_stay_local(len(self._round), logs_completions=self.log_completions)
@@ -136,12 +126,20 @@ class SeamGRPOTrainer(GRPOTrainer):
 
     def _estimated_advantages(self, estimate: Estimator) -> torch.Tensor:
         """Another estimator's advantages in place of TRL's, from the same weighted rewards of all ranks."""
-        totals = (self._rewards * self.reward_weights.to(self._rewards.device)).nansum(dim=1)
-        scored = ~torch.isnan(self._rewards).all(dim=1)
-        shape = (-1, self.num_generations)
-        advantages = estimate(totals.view(shape), scored.view(shape)).flatten()
+        totals_PG = self._totals(self._rewards).view(-1, self.num_generations)
+        greedy_P = None
+        if estimate.needs_greedy:
+            first_of_groups = self._round[:: self.num_generations]
+            greedy = torch.tensor([one.greedy_rewards for one in first_of_groups], device=self.accelerator.device)
+            greedy_P = self._totals(gather(greedy.float()))
+        advantages = estimate(totals_PG.nan_to_num(), ~totals_PG.isnan(), greedy_P=greedy_P).flatten()
         first = self.accelerator.process_index * len(self._round)
         return advantages[first : first + len(self._round)]
+
+    def _totals(self, rewards: torch.Tensor) -> torch.Tensor:
+        """Weighted sums over the sources that answered; NaN where none did. (N, R) -> (N,)."""
+        totals = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
+        return totals.masked_fill(rewards.isnan().all(dim=1), float("nan"))
 
     # -- micro-batches ---------------------------------------------------------------------------------------------
 
@@ -149,18 +147,19 @@ class SeamGRPOTrainer(GRPOTrainer):
         if not self.model.training:
             return super()._prepare_inputs(generation_batch)
         steps = self.args.steps_per_generation
-        if self._step % (steps * self.num_iterations) == 0 or self._buffered_inputs is None:
+        if self._step % (steps * self.num_iterations) == 0:
             batch = self._generate_and_score_completions(generation_batch)
             self._buffered_inputs = split_tensor_dict(self._dealt(batch), steps)
-            self._seed_generators()
+        if self._step % self.args.gradient_accumulation_steps == 0:
+            self._seed_generators("step")
         return self._buffered_inputs[self._step % steps]
 
-    def _seed_generators(self) -> None:
-        """Every generator anew for each round, from seed, step and rank: a resumed step finds them as they were.
+    def _seed_generators(self, use: str) -> None:
+        """Every generator anew for each round and each step, from seed, step and rank: a resumed run finds them so.
 
-        Restoring their states is not enough: a data loader that is made again draws from them before the first step.
+        Restoring their states is not enough: generation draws from them, and a round that is read draws nothing.
         """
-        identity = f"{self.args.seed}/{self.state.global_step}/{self.accelerator.process_index}"
+        identity = f"{use}/{self.args.seed}/{self.state.global_step}/{self.accelerator.process_index}"
         set_seed(int.from_bytes(hashlib.blake2b(identity.encode(), digest_size=4).digest(), "big"))
 
     @property
@@ -188,9 +187,9 @@ class SeamGRPOTrainer(GRPOTrainer):
     # -- forward and loss ------------------------------------------------------------------------------------------
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        self._micro_batch = inputs
+        self._micro_batch = dict(inputs)  # what is filled in holds for this forward; the buffer keeps the round's
         try:
-            loss: torch.Tensor = super()._compute_loss(model, inputs)
+            loss: torch.Tensor = super()._compute_loss(model, self._micro_batch)
         finally:
             self._micro_batch = None
         return loss
@@ -207,6 +206,9 @@ class SeamGRPOTrainer(GRPOTrainer):
         logps, entropies, aux_loss = score(model, input_ids, attention_mask, logits_to_keep, **kwargs)
         if self._micro_batch is not None:
             self._fill_in_correction(self._micro_batch, logps.detach())
+            if "ref_per_token_logps" in self._micro_batch:
+                reference = self._micro_batch["ref_per_token_logps"]
+                self._micro_batch["ref_per_token_logps"] = stand_in(self._divergence, logps, reference)
         return logps, entropies, aux_loss
 
     def _score_packed(
@@ -273,22 +275,6 @@ class _Switch:
 
     def __exit__(self, *exception: object) -> None:
         self._trainer.vllm_importance_sampling_correction = self._before
-
-
-def _sequences(group: Group) -> list[_Sequence]:
-    prompt = group.draw.prompt
-    row = {**prompt.columns, "prompt": prompt.content}
-    return [
-        _Sequence(
-            row=row,
-            prompt_ids=list(group.draw.token_ids),
-            completion_ids=list(completion.token_ids),
-            logprobs=None if completion.logprobs is None else list(completion.logprobs),
-            rewards=[float("nan") if score.value is None else score.value for score in scores],
-            policy_version=completion.policy_version,
-        )
-        for completion, scores in zip(group.completions, group.scores_GR, strict=True)
-    ]
 
 
 def placeholder_rewards(names: Sequence[str]) -> list[Callable[..., list[float]]]:

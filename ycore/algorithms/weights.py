@@ -4,7 +4,7 @@ Adapters are merged beside the base weights, never into them: merging in place a
 a bfloat16 base at every step. Sharded weights (ZeRO-3, FSDP2) are made whole one at a time, so every rank must walk
 them together; only the rank that writes keeps any.
 
-Not here: how they reach the engine (`roles.vllm_engine`).
+Not here: how they reach the engine (`roles.vllm_engine`), and the sums that prove it (`checksum`).
 """
 
 import json
@@ -18,6 +18,8 @@ from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
+
+from ycore.algorithms.checksum import MANIFEST, byte_sum, write_manifest
 
 FILE_BYTES = 2 * 2**30
 """A file's size, and so the most that the writing rank holds of the policy at a time."""
@@ -43,13 +45,19 @@ def engine_weights(model: torch.nn.Module, *, dtype: torch.dtype) -> Iterator[tu
             yield (f"{owner}.{leaf}" if leaf else name), weight.to(device="cpu", dtype=dtype, copy=True)
 
 
-def write_weights(model: torch.nn.Module, folder: Path, *, dtype: torch.dtype, writes: bool = True) -> int:
+def write_weights(
+    model: torch.nn.Module, folder: Path, *, dtype: torch.dtype, writes: bool = True, version: int | None = None
+) -> int:
     """Write what `engine_weights` gives into `folder` as safetensors; returns the bytes written.
 
+    With a version, the sum of every tensor is written last, so that an engine can prove which weights it has loaded.
     Ranks that do not write still walk along, so that sharded weights can be gathered.
     """
     tensors: dict[str, torch.Tensor] = {}
+    sums: dict[str, int] = {}
     num_files = num_bytes = held = 0
+    if writes:
+        (folder / MANIFEST).unlink(missing_ok=True)  # while the weights change it is true of none
     for name, tensor in engine_weights(model, dtype=dtype):
         if not writes:
             continue
@@ -57,10 +65,13 @@ def write_weights(model: torch.nn.Module, folder: Path, *, dtype: torch.dtype, w
             _write(tensors, folder, num_files)
             num_files, held, tensors = num_files + 1, 0, {}
         tensors[name] = tensor.contiguous()
+        sums[name] = byte_sum(tensors[name])
         held += tensor.nbytes
         num_bytes += tensor.nbytes
     if tensors:
         _write(tensors, folder, num_files)
+    if version is not None and writes:
+        write_manifest(folder, version, sums)
     return num_bytes
 
 

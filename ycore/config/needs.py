@@ -6,13 +6,13 @@ Not here: models, datasets, rewards and engines, which their own rooms check.
 import os
 from importlib.util import find_spec
 
-from ycore.config.run import RunConfig
+from ycore.config.kinds import AnyConfig
 from ycore.errors import ConfigError
 
 _REPORTERS = {"wandb": "'ycore[wandb]'", "trackio": "'ycore[trackio]'", "tensorboard": "tensorboard"}
 
 
-def check_needs(config: RunConfig) -> None:
+def check_needs(config: AnyConfig) -> None:
     """Refuses trackers that are not installed and configuration files that do not exist."""
     for name in _as_list(config.trl.get("report_to")):
         if name in _REPORTERS and find_spec(name) is None:

@@ -10,11 +10,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ycore.config.owned import ALIASES, own_value, refusal
+from ycore.config.kinds import RUN, C, Kind
 from ycore.config.run import RunConfig
 from ycore.errors import ConfigError
-
-_TRL_CLASS = "GRPOConfig"
 
 
 def resolve(
@@ -25,16 +23,29 @@ def resolve(
     run_name: str | None = None,
 ) -> RunConfig:
     """One validated RunConfig; `run_name` names the output folder where none was given."""
+    return resolve_as(RUN, recipe=recipe, sets=sets, options=options, run_name=run_name)
+
+
+def resolve_as(
+    kind: Kind[C],
+    *,
+    recipe: Mapping[str, Any] | None = None,
+    sets: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+    run_name: str | None = None,
+) -> C:
+    """The same for any kind of run."""
     merged: dict[str, Any] = {}
     plain, indexed = _parse_sets(sets)
     layers = (recipe or {}, plain, options or {})
     for layer in (_preset_layer(layers), *layers):
-        merged = merge(merged, _normalised(layer))
+        merged = merge(merged, _normalised(layer, kind))
+    _add_preset_rewards(merged)
     for path, value in indexed:
         _set_in_list(merged, path, value)
     if "output" not in merged:
         merged |= _default_output(merged, run_name)
-    return _validated(merged)
+    return _validated(merged, kind)
 
 
 def _preset_layer(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -43,6 +54,15 @@ def _preset_layer(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
 
     names = [layer["preset"] for layer in layers if layer.get("preset") is not None]
     return preset_layer(find_preset(str(names[-1]))) if names else {}
+
+
+def _add_preset_rewards(merged: dict[str, Any]) -> None:
+    from ycore.config.presets import find_preset, preset_rewards
+
+    rewards, max_tokens = merged.get("rewards"), merged.get("max_tokens", RunConfig.model_fields["max_tokens"].default)
+    trains = merged.get("preset") is not None and merged.get("algorithm") != "eval"
+    if trains and isinstance(rewards, list) and isinstance(max_tokens, int):
+        merged["rewards"] = preset_rewards(find_preset(str(merged["preset"])), rewards, max_tokens=max_tokens)
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
@@ -60,7 +80,7 @@ def _parse_sets(sets: Sequence[str]) -> tuple[dict[str, Any], list[tuple[list[st
     plain: dict[str, Any] = {}
     indexed = []
     for item in sets:
-        path, value = _parse_set(item)
+        path, value = parse_set(item)
         if any(part.isdigit() for part in path):
             indexed.append((path, value))
         else:
@@ -68,7 +88,8 @@ def _parse_sets(sets: Sequence[str]) -> tuple[dict[str, Any], list[tuple[list[st
     return plain, indexed
 
 
-def _parse_set(item: str) -> tuple[list[str], Any]:
+def parse_set(item: str) -> tuple[list[str], Any]:
+    """`engine.count=2` as its path and its value, which is YAML."""
     import yaml
 
     key, equals, text = item.partition("=")
@@ -106,20 +127,21 @@ def _no_element(name: str, part: str, place: Any) -> ConfigError:
     return ConfigError(f"--set {name}: there is no element {part!r}; the list has {count}, counted from 0")
 
 
-def _normalised(layer: Mapping[str, Any]) -> dict[str, Any]:
+def _normalised(layer: Mapping[str, Any], kind: Kind[C]) -> dict[str, Any]:
     """One layer in ycore's own spelling, checked for two spellings of one thing."""
     from ycore.config.trl_fields import coerce, fields_of
 
-    own = {key: value for key, value in layer.items() if key not in ALIASES or ALIASES[key] == key}
+    aliases = kind.aliases
+    own = {key: value for key, value in layer.items() if key not in aliases or aliases[key] == key}
     given = layer.get("trl") or {}
     if not isinstance(given, Mapping):
         raise ConfigError(
             f"trl must be a mapping of TRL's fields; it is {given!r}; e.g. trl: {{learning_rate: 1.0e-5}}"
         )
-    spelled = {**{key: layer[key] for key in layer if key in ALIASES and ALIASES[key] != key}, **given}
-    for alias in [name for name in spelled if name in ALIASES]:
-        key = ALIASES[alias]
-        value = own_value(alias, coerce(fields_of(_TRL_CLASS)[alias], spelled.pop(alias)))
+    spelled = {**{key: layer[key] for key in layer if key in aliases and aliases[key] != key}, **given}
+    for alias in [name for name in spelled if name in aliases]:
+        key = aliases[alias]
+        value = kind.own_value(alias, coerce(fields_of(kind.trl_class)[alias], spelled.pop(alias)))
         if key in own and own[key] != value:
             raise ConfigError(f"{alias} is TRL's name of {key}, and they differ: {value!r} and {own[key]!r}; give one")
         own[key] = value
@@ -134,29 +156,33 @@ def _copied(item: Any) -> Any:
     return dict(item) if isinstance(item, Mapping) else item
 
 
-def _validated(merged: dict[str, Any]) -> RunConfig:
+def _validated(merged: dict[str, Any], kind: Kind[C]) -> C:
     from pydantic import ValidationError
 
+    from ycore.config.presets import check_divergence
     from ycore.config.problems import config_error
 
     try:
-        config = RunConfig.model_validate(merged)
+        config = kind.config.model_validate(merged)
     except ValidationError as problem:
-        raise config_error(problem, merged) from None
-    return config.model_copy(update={"trl": _checked_trl(config.trl)})
+        raise config_error(problem, merged, kind) from None
+    trl = _checked_trl(merged.get("trl") or {}, kind)
+    if isinstance(config, RunConfig):
+        check_divergence(config.divergence, beta=trl.get("beta") or 0.0)
+    return config.model_copy(update={"trl": trl})
 
 
-def _checked_trl(given: Mapping[str, Any]) -> dict[str, Any]:
+def _checked_trl(given: Mapping[str, Any], kind: Kind[C]) -> dict[str, Any]:
     from ycore.config.problems import unknown_key
     from ycore.config.trl_fields import coerce, fields_of
 
     if not given:
         return {}
-    fields = fields_of(_TRL_CLASS)
+    fields = fields_of(kind.trl_class)
     for name in given:
         if name not in fields:
-            raise unknown_key(("trl", name))
-        reason = refusal(name)
+            raise unknown_key(("trl", name), kind)
+        reason = kind.refusal(name)
         if reason is not None:
             raise ConfigError(f"{name} is not taken from TRL's fields: {reason}")
     return {name: coerce(fields[name], value) for name, value in given.items()}

@@ -8,14 +8,19 @@ A preset says every field that its algorithm is made of, also where TRL's defaul
 printed is the whole algorithm and no default of TRL can change it.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, get_args
 
 from ycore.errors import ConfigError, nearest
 
-ADVANTAGES = ("group", "dr-grpo", "rloo", "lite-ppo", "reinforce++", "reinforce++-baseline", "remax", "maxrl")
+Advantage = Literal["group", "dr-grpo", "rloo", "lite-ppo", "reinforce++", "reinforce++-baseline", "remax", "maxrl"]
 """What `--advantage` takes: the keys of `advantages.ESTIMATORS`. `group` leaves the advantage to TRL."""
+
+ADVANTAGES: tuple[str, ...] = get_args(Advantage)
+
+Divergence = Literal["reverse-kl", "forward-kl", "js"]
+"""What `--divergence` takes: the keys of `divergence.DIVERGENCES`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +28,7 @@ class Preset:
     """An algorithm's settings.
 
     `trl` are fields of TRL's config, `run` keys of RunConfig: `advantage`, `sampling`, `loss_from`.
+    `overlong_share` is the share of `max_tokens` over which the reward `overlong` falls from 0 to -1; None is without.
     `notes` say what of the paper these settings do not do, one line each.
     """
 
@@ -32,6 +38,7 @@ class Preset:
     trl: Mapping[str, Any]
     run: Mapping[str, Any]
     notes: tuple[str, ...] = ()
+    overlong_share: float | None = None
 
 
 _ONE_STEP = (
@@ -79,7 +86,7 @@ _DR_GRPO = Preset(
 
 _DAPO = Preset(
     name="dapo",
-    title="DAPO: clip-higher, dynamic sampling, token loss, overlong filtering",
+    title="DAPO: clip-higher, dynamic sampling, token loss, overlong shaping and filtering",
     source="arXiv 2503.14476, sections 3 and 4.1",
     trl={
         "loss_type": "dapo",
@@ -91,11 +98,8 @@ _DAPO = Preset(
         "mask_truncated_completions": True,
     },
     run={"sampling": {"dynamic": True}},
-    notes=(
-        "the overlong punishment is a reward of its own: add `overlong` with cache_tokens a fifth of max_tokens "
-        "(4096 of 20480 in the paper)",
-        _ONE_STEP,
-    ),
+    notes=(_ONE_STEP,),
+    overlong_share=0.2,  # 4096 of 20480 tokens
 )
 
 _GSPO = Preset(
@@ -190,8 +194,29 @@ _SCALERL = Preset(
     ),
 )
 
+_RLOO = Preset(
+    name="rloo",
+    title="RLOO: REINFORCE with the other completions' mean as the baseline",
+    source="arXiv 2402.14740, section 3",
+    trl={
+        "loss_type": "dr_grpo",
+        "importance_sampling_level": "token",
+        "scale_rewards": "none",
+        "epsilon": 0.2,
+        "epsilon_high": 0.2,
+        "beta": 0.0,
+        "num_iterations": 1,
+    },
+    run={"advantage": "rloo"},
+    notes=(
+        "with one optimizer step a round the gradient is the paper's, and that of `trl rloo`, over max_tokens",
+        "with several, tokens are clipped one by one, where `trl rloo` clips the ratio of the whole completion",
+        "the paper has the KL in the reward; here `--beta 0.05` puts GRPO's term into the loss",
+    ),
+)
+
 PRESETS: Mapping[str, Preset] = {
-    preset.name: preset for preset in (_GRPO, _DR_GRPO, _DAPO, _GSPO, _CISPO, _LITE_PPO, _GMPO, _SCALERL)
+    preset.name: preset for preset in (_GRPO, _DR_GRPO, _DAPO, _GSPO, _CISPO, _LITE_PPO, _GMPO, _SCALERL, _RLOO)
 }
 
 
@@ -207,6 +232,18 @@ def preset_layer(preset: Preset) -> dict[str, Any]:
     return {"trl": dict(preset.trl), **preset.run}
 
 
+def preset_rewards(preset: Preset, rewards: Sequence[Any], *, max_tokens: int) -> list[Any]:
+    """The run's rewards, and after them the one that the preset brings, unless the run has one of that name.
+
+    To do without it, say its weight: `--set rewards.1.weight=0`.
+    """
+    names = [reward["reward"] if isinstance(reward, Mapping) else reward for reward in rewards]
+    cache_tokens = 0 if preset.overlong_share is None else int(max_tokens * preset.overlong_share)
+    if not cache_tokens or "overlong" in names:
+        return list(rewards)
+    return [*rewards, {"reward": "overlong", "args": {"max_tokens": max_tokens, "cache_tokens": cache_tokens}}]
+
+
 def preset_lines(preset: Preset, *, trl: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
     """What the preset set and what the user changed of it, a line each, for the plan.
 
@@ -216,7 +253,15 @@ def preset_lines(preset: Preset, *, trl: Mapping[str, Any], run: Mapping[str, An
     lines = [f"{preset.title} ({preset.source})"]
     for settings, resolved in ((preset.trl, trl), (_flat(preset.run), _flat(run))):
         lines += [_line(name, value, resolved[name]) for name, value in settings.items()]
+    if preset.overlong_share is not None:
+        lines.append(f"reward overlong, over the last {preset.overlong_share:g} of max_tokens")
     return [*lines, *(f"note: {note}" for note in preset.notes)]
+
+
+def check_divergence(divergence: str, *, beta: float) -> None:
+    """ConfigError where another distance than TRL's is asked for and nothing weighs it."""
+    if divergence != "reverse-kl" and not beta:
+        raise ConfigError(f"--divergence {divergence} needs beta above 0, its weight; it is 0; say --beta 0.04")
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:

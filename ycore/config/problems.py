@@ -10,7 +10,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from ycore.config.run import RunConfig
+from ycore.config.kinds import C, Kind
 from ycore.config.trl_fields import fields_of
 from ycore.errors import ConfigError, nearest
 
@@ -38,13 +38,6 @@ _RULES: Mapping[str, str] = {
     "too_short": "a list of {min_length} or more",
 }
 
-_GIVE: Mapping[str, str] = {
-    "model": "--model smollm2-135m",
-    "dataset": "--dataset 'task:addition?digits=1'",
-    "rewards": "--reward exact_answer",
-}
-"""The keys without a default; `output` gets one from these."""
-
 _WAYS_OUT: Mapping[str, str] = {
     "group_size": "a completion is compared with the others of its group, so give 2 or more, e.g. --group-size 8",
     "lora": "write lora: {} for the defaults, or lora: null (--full) to train every weight",
@@ -52,15 +45,15 @@ _WAYS_OUT: Mapping[str, str] = {
 }
 
 
-def config_error(problem: ValidationError, data: Mapping[str, Any]) -> ConfigError:
+def config_error(problem: ValidationError, data: Mapping[str, Any], kind: Kind[C]) -> ConfigError:
     """The first thing that is wrong, typos before what is missing before bad values."""
     details = problem.errors(include_url=False)
     for detail in details:
         if detail["type"] == "extra_forbidden":
-            return unknown_key(_existing(detail["loc"], data))
+            return unknown_key(_existing(detail["loc"], data), kind)
     missing = [detail["loc"] for detail in details if detail["type"] == "missing"]
     if missing:
-        return _missing(missing)
+        return _missing(missing, kind)
     path = _existing(details[0]["loc"], data)
     same = [detail for detail in details if _existing(detail["loc"], data) == path]
     name, value = _dotted(path), _at(path, data)
@@ -68,26 +61,49 @@ def config_error(problem: ValidationError, data: Mapping[str, Any]) -> ConfigErr
     return ConfigError(f"{name} must be {rules}; it is {value!r}{_way_out(path, value, rules)}")
 
 
-def unknown_key(path: Path) -> ConfigError:
+def unknown_key(path: Path, kind: Kind[C]) -> ConfigError:
     """A key that nothing knows, with the nearest names: at its own place, elsewhere, and among TRL's fields."""
     *parents, key = path
     name, text = _dotted(path), str(key)
     if parents == ["trl"]:
-        return ConfigError(f"TRL has no field {text}{nearest(text, fields_of('GRPOConfig'))}")
-    model = _model_at(parents)
+        return ConfigError(f"TRL has no field {text}{nearest(text, fields_of(kind.trl_class))}")
+    model = _model_at(parents, kind)
     known = list(model.model_fields) if model else []
-    elsewhere = [other for other in _dotted_names(RunConfig, "") if other.split(".")[-1] == text]
+    elsewhere = [other for other in _dotted_names(kind.config, "") if other.split(".")[-1] == text]
     if not parents:
-        elsewhere += [f"trl.{text}"] if text in fields_of("GRPOConfig") else []
+        elsewhere += [f"trl.{text}"] if text in fields_of(kind.trl_class) else []
     hint = nearest(elsewhere[0], elsewhere) if elsewhere else nearest(text, known)
     return ConfigError(f"no key {name}{hint or '; known here: ' + ', '.join(known)}")
 
 
-def _missing(places: Sequence[Path]) -> ConfigError:
-    top = [str(place[0]) for place in places if len(place) == 1 and place[0] in _GIVE]
+def declared_error(
+    problem: ValidationError, data: Mapping[str, Any], *, what: str, model: type[BaseModel]
+) -> ConfigError:
+    """The same for an object that is declared apart from a run, such as a judge; `what` names it."""
+    details = problem.errors(include_url=False)
+    unknown = next((detail for detail in details if detail["type"] == "extra_forbidden"), None)
+    if unknown is not None:
+        path = _existing(unknown["loc"], data)
+        known = [name for name in model.model_fields if name not in data] if len(path) == 1 else []
+        hint = nearest(str(path[-1]), known) or (f"; known are {', '.join(model.model_fields)}" if known else "")
+        return ConfigError(f"{what}: no key {_dotted(path)}{hint}")
+    detail = details[0]
+    if detail["type"] == "value_error":
+        return ConfigError(f"{what}: {detail['msg'].removeprefix('Value error, ')}")
+    if detail["type"] == "missing":
+        return ConfigError(f"{what}: {_dotted(detail['loc'])} is missing")
+    path = _existing(detail["loc"], data)
+    if detail["type"].startswith("union_tag"):
+        kinds = detail.get("ctx", {}).get("expected_tags")
+        return ConfigError(f"{what}: {_dotted(path)} must say its kind" + (f": {kinds}" if kinds else ""))
+    return ConfigError(f"{what}: {_dotted(path)} must be {_rule(detail)}; it is {_at(path, data)!r}")
+
+
+def _missing(places: Sequence[Path], kind: Kind[C]) -> ConfigError:
+    top = [str(place[0]) for place in places if len(place) == 1 and place[0] in kind.give]
     if not top:
         return ConfigError(f"{_dotted(places[0])} is missing; a reward needs its name, e.g. {{reward: exact_answer}}")
-    options = " ".join(_GIVE[name] for name in top)
+    options = " ".join(kind.give[name] for name in top)
     return ConfigError(f"no {' and no '.join(top)} given; say e.g. {options}, or --recipe (`ycore recipes` lists them)")
 
 
@@ -124,8 +140,8 @@ def _dotted(path: Path) -> str:
     return ".".join(str(part) for part in path)
 
 
-def _model_at(path: Sequence[str | int]) -> type[BaseModel] | None:
-    model: type[BaseModel] | None = RunConfig
+def _model_at(path: Sequence[str | int], kind: Kind[C]) -> type[BaseModel] | None:
+    model: type[BaseModel] | None = kind.config
     for part in path:
         if model is not None and isinstance(part, str):
             field = model.model_fields.get(part)

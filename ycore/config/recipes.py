@@ -3,13 +3,16 @@
 Not here: what a recipe's keys mean (`run`) and how options change them (`overrides`).
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from ycore.config.kinds import is_tuning
 from ycore.errors import ConfigError, nearest
+
+PIPELINE = "pipeline"
 
 _SUFFIXES = (".yaml", ".yml")
 
@@ -20,16 +23,26 @@ class RecipeEntry:
 
     name: str
     description: str
+    command: str = "grpo"
+    """The command that it is for."""
+
+    @property
+    def line(self) -> str:
+        """What is typed after `ycore` to run it."""
+        return _line(self.command, self.name)
 
 
 def list_recipes() -> list[RecipeEntry]:
     """The shipped recipes, by name."""
     entries = ((name, _parsed(text, name)) for name, text in _shipped())
-    return [RecipeEntry(name, str(recipe.get("description", ""))) for name, recipe in sorted(entries)]
+    return [
+        RecipeEntry(name, str(recipe.get("description", "")), _command(recipe) or "grpo")
+        for name, recipe in sorted(entries)
+    ]
 
 
-def load_recipe(name_or_file: str) -> dict[str, Any]:
-    """The keys of a shipped recipe or of a YAML file, without its description."""
+def load_recipe(name_or_file: str, *, command: str | None = None) -> dict[str, Any]:
+    """The keys of a shipped recipe or of a YAML file, without its description; ConfigError if not for `command`."""
     shipped = dict(_shipped())
     if name_or_file in shipped:
         text = shipped[name_or_file]
@@ -40,7 +53,30 @@ def load_recipe(name_or_file: str) -> dict[str, Any]:
         raise ConfigError(f"no recipe {name_or_file!r}{nearest(name_or_file, shipped) or f'; there are {known}'}")
     recipe = _parsed(text, name_or_file)
     recipe.pop("description", None)
+    _check_command(recipe, name_or_file, command)
     return recipe
+
+
+def _command(recipe: Mapping[str, Any]) -> str | None:
+    """The command of a recipe, where it says so: by `algorithm`, or by having stages or rewards."""
+    if "stages" in recipe:
+        return PIPELINE
+    named = recipe.get("algorithm")
+    return str(named) if named is not None else "grpo" if "rewards" in recipe else None
+
+
+def _check_command(recipe: Mapping[str, Any], name: str, command: str | None) -> None:
+    """A recipe of rollouts serves every command that asks an engine; the others serve their own."""
+    wanted = _command(recipe)
+    if wanted is None or command is None or wanted == command:
+        return
+    if not any(is_tuning(one) or one == PIPELINE for one in (wanted, command)):
+        return
+    raise ConfigError(f"the recipe {name} is for `ycore {wanted}`, not {command}; say ycore {_line(wanted, name)}")
+
+
+def _line(command: str, name: str) -> str:
+    return f"{command} {name}" if command == PIPELINE else f"{command} --recipe {name}"
 
 
 def recipe_name(name_or_file: str) -> str:

@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
+from ycore.config.presets import Advantage, Divergence
+
 Positive = Annotated[int, Field(gt=0, strict=True)]
 
 
@@ -21,12 +23,15 @@ class RewardConfig(Strict):
     """One reward source."""
 
     reward: str
-    """A built-in name, `file.py:function` or `package.module:function`."""
+    """A built-in name, `file.py:function`, `package.module:function`, `judge:FILE.yaml` or `rm:MODEL`."""
 
     weight: float = 1.0
 
     args: dict[str, Any] = {}
-    """Keyword arguments bound to the function before it is called."""
+    """Keyword arguments bound to the function before it is called; keys of a judge or a reward model."""
+
+    strip_thinking: bool = False
+    """Show it the completions without what stands before `</think>`."""
 
 
 class LoraSettings(Strict):
@@ -58,6 +63,11 @@ class EngineSettings(Strict):
 
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    health_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    """How long an engine may be stopped, or leave `/health` unanswered, before it is killed and started again."""
+
+    restarts: Annotated[int, Field(ge=0, strict=True)] = 3
+    """How often engines that died are started again in a run, all of them together; then the run fails."""
 
 
 class SamplingSettings(Strict):
@@ -84,7 +94,7 @@ class RewardSettings(Strict):
 class RunConfig(Strict):
     """One run, resolved. `run.json` is this object."""
 
-    algorithm: Literal["grpo", "eval"] = "grpo"
+    algorithm: Literal["grpo", "rloo", "eval"] = "grpo"
 
     model: str
     """A hub id, a local folder, a GGUF file, or the built-in name `smollm2-135m`."""
@@ -120,8 +130,11 @@ class RunConfig(Strict):
     preset: str | None = None
     """A paper's settings (`config.presets`), under everything that is said otherwise."""
 
-    advantage: Literal["group", "dr-grpo", "rloo", "lite-ppo", "reinforce++", "reinforce++-baseline", "maxrl"] = "group"
+    advantage: Advantage = "group"
     """The advantage estimator; `group` leaves it to TRL's `scale_rewards`."""
+
+    divergence: Divergence = "reverse-kl"
+    """The distance to the reference that TRL's `beta` weighs; the others need a `beta` above 0."""
 
     loss_from: Literal["grpo", "gmpo"] = "grpo"
     """Which of TRL's trainers computes the loss."""
@@ -138,6 +151,12 @@ class RunConfig(Strict):
     checkpoint_every: Positive | None = None
     """Steps between checkpoints; None is a fifth of the run."""
 
+    keep_journal: bool = False
+    """Keep every round on disk, for `replay`; else those before the oldest checkpoint are dropped."""
+
+    replay: str | None = None
+    """The folder of a run whose journal gives the rounds: nothing is generated, and no engine is started."""
+
     sync_weights: bool = True
     """False freezes the engine at its first weights: a control for tests, never for training."""
 
@@ -146,6 +165,18 @@ class RunConfig(Strict):
 
     accelerate: str | None = None
     """`ddp`, `zero1`, `zero2`, `zero3`, `fsdp2`, or an accelerate config file; None is `ddp` for several processes."""
+
+    restarts: Annotated[int, Field(ge=0, strict=True)] = 0
+    """How often a trainer that died goes on by itself, from the newest checkpoint and the journal."""
+
+    step_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
+    """Longest step, from one row of metrics to the next; then every process's stack is written and the run fails."""
+
+    collective_timeout_s: Annotated[float, Field(gt=0)] = 300.0
+    """How long ranks wait for each other in one collective; torch's own default is half an hour on CPU."""
+
+    placement: str = "dynamic"
+    """`colocated`, `dynamic`, or `split:3:1` with slots for each role: how rollouts and scorers share the slots."""
 
     sampling: SamplingSettings = SamplingSettings()
     engine: EngineSettings = EngineSettings()

@@ -31,6 +31,24 @@ _CHOICES: Mapping[str, tuple[str, ...]] = {
     "pad_to_multiple_of": ("auto",),
 }
 
+# The same where another class has a field of that name.
+_CHOICES_OF: Mapping[str, Mapping[str, tuple[str, ...]]] = {
+    "SFTConfig": {
+        "loss_type": ("nll", "dft", "chunked_nll"),
+        "packing_strategy": ("bfd", "bfd_split", "wrapped"),
+        "truncation_mode": ("keep_start", "keep_end"),
+    },
+    "DPOConfig": {
+        "loss_type": (
+            "sigmoid", "hinge", "ipo", "exo_pair", "nca_pair", "robust", "bco_pair", "sppo_hard", "aot",
+            "aot_unpaired", "apo_zero", "apo_down", "discopop", "sft", "sigmoid_norm",
+        ),
+        "f_divergence_type": ("reverse_kl", "forward_kl", "js_divergence", "alpha_divergence"),
+        "truncation_mode": ("keep_start", "keep_end"),
+    },
+    "KTOConfig": {"loss_type": ("kto", "apo_zero_unpaired")},
+}  # fmt: skip
+
 # What a YAML `true` or `no` means where TRL wants a word.
 _BOOL_WORDS: Mapping[str, tuple[str, str]] = {"scale_rewards": ("group", "none")}
 
@@ -62,6 +80,9 @@ _RANGES: Mapping[str, _Range] = {
     **dict.fromkeys(("num_iterations", "save_total_limit", "torch_empty_cache_steps"), _COUNT),
     **dict.fromkeys(("min_p", "top_entropy_quantile", "ref_model_mixup_alpha"), _Range(0, 1)),
     **dict.fromkeys(("adam_beta1", "adam_beta2"), _Range(0, 1)),
+    **dict.fromkeys(("max_length", "per_device_eval_batch_size", "precompute_ref_batch_size"), _COUNT),
+    **dict.fromkeys(("desirable_weight", "undesirable_weight", "center_rewards_coefficient"), _NOT_NEGATIVE),
+    "label_smoothing": _Range(0, 0.5),
     "top_p": _Range(0, 1, open_low=True),
     "top_k": _Range(-1),
 }
@@ -109,11 +130,16 @@ def coerce(field: TrlField, value: Any) -> Any:
 def _trl_field(source: SourceField) -> TrlField:
     members = [member.strip() for member in source.annotation.split("|")]
     kinds = frozenset(kind for kind in (member.split("[")[0] for member in members) if kind in _SIMPLE_KINDS)
-    choices = tuple(value for member in members for value in read_enum(member)) or _CHOICES.get(source.name, ())
+    choices = tuple(value for member in members for value in read_enum(member)) or _choices(source)
     if source.name == "report_to":
         choices = ("none", "all", *read_reporters())
     annotation = source.annotation
     return TrlField(source.name, annotation, source.default, source.help, source.owner, kinds, choices)
+
+
+def _choices(source: SourceField) -> tuple[str, ...]:
+    own = _CHOICES_OF.get(source.owner, {})
+    return own[source.name] if source.name in own else _CHOICES.get(source.name, ())
 
 
 def _from_text(field: TrlField, text: str) -> Any:

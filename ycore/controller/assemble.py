@@ -14,8 +14,9 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from ycore.config.run import RunConfig
 from ycore.controller.draws import WHOLE, DrawSource, Shard
 from ycore.controller.round import Rules
+from ycore.controller.scorers import Policy, ScorerEngines, build_scoring
+from ycore.controller.scoring import Scoring
 from ycore.data.prompts import PromptSet, load_prompts
-from ycore.rewards.pool import RewardPool
 from ycore.roles.engine import Engine, Sampling
 from ycore.roles.vllm_engine import VllmEngine
 from ycore.run_folder.files import read_json
@@ -36,6 +37,9 @@ class EngineList:
 
     max_num_seqs: int | None = None
     """Completions that one engine writes at once."""
+
+    scorers: Sequence[ScorerEngines] = ()
+    """The engines of judges and reward models."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,24 +105,29 @@ class Assembly:
             reward_weights=tuple(reward.weight for reward in config.rewards),
             dynamic=config.sampling.dynamic and not evaluates,
             max_tries=config.sampling.max_tries,
+            greedy_baseline=config.advantage == "remax" and not evaluates,
             # One more than fits, so that no engine waits for the controller to notice that a group has ended.
             max_in_flight=None if at_once is None else math.ceil(at_once * num_engines / group_size) + 1,
         )
 
     def vllm_engines(self) -> list[Engine]:
-        timeout_s = self.config.engine.request_timeout_s
+        settings = self.config.engine
         return [
-            VllmEngine(name, self.folder.socket(name), self.sampling(), request_timeout_s=timeout_s)
+            VllmEngine(
+                name,
+                self.folder.socket(name),
+                self.sampling(),
+                request_timeout_s=settings.request_timeout_s,
+                # The launcher gives up first, and says why.
+                restart_timeout_s=2 * settings.start_timeout_s + settings.health_timeout_s,
+            )
             for name in self.started.engines
         ]
 
-    def reward_pool(self) -> RewardPool:
-        return RewardPool(
-            self.config.rewards,
-            settings=self.config.reward_workers,
-            log=self.folder.log("rewards"),
-            run_id=self.folder.run_id,
-        )
+    def scoring(self, engines: Sequence[Engine] = ()) -> Scoring:
+        """Every reward source of the run, ready to be started; `engines` are the policy's, on this rank's slots."""
+        policy = Policy(engines, self.tokenizer, self.started.max_model_len)
+        return build_scoring(self.config, self.folder, self.started.scorers, policy=policy)
 
 
 def assemble(root: Path) -> Assembly:
@@ -159,4 +168,5 @@ def _started(folder: RunFolder) -> EngineList:
         told["max_model_len"],
         home=None if home is None else Path(home),
         max_num_seqs=told.get("max_num_seqs"),
+        scorers=[ScorerEngines(**{**one, "model": Path(one["model"])}) for one in told.get("scorers", ())],
     )

@@ -1,31 +1,186 @@
 """Slots: whose turn it is on which slot, request by request and role by role.
 
 Every request to an engine is one turn of a role on a slot. A slot has one engine a role; which of them is asked is for
-whoever takes the turn.
+whoever takes the turn. Decisions come from the allocator, which has no clock and no I/O; this is its shell in asyncio.
 
-Not here: the engines, and what is asked of them (`round`).
+Not here: the decisions (`placement.allocator`), the engines, and what is asked of them (`round`).
 """
 
-from collections import Counter
-from collections.abc import AsyncIterator
+import asyncio
+import itertools
+import time
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
+from typing import Protocol
 
-ROLLOUT = "rollout"
+from ycore.placement.allocator import Allocator, Hall, Start, Swap
+from ycore.placement.placement import ROLLOUT
+from ycore.placement.usage import Usage
+from ycore.telemetry.trace import ROUND, SWAP, NullTrace, Span
+
+__all__ = ["ROLLOUT", "Sleeper", "Slots", "Turn", "usage_metrics"]
+
+AddUp = Callable[[Sequence[float]], list[float]]
+
+
+class Sleeper(Protocol):
+    """An engine that can leave its device to another and come back."""
+
+    async def sleep(self) -> None:
+        """Free the device; returns once it is free. It is asked for nothing while it sleeps."""
+
+    async def wake(self) -> None:
+        """Return once it can be asked again, with the weights it should have."""
+
+
+class Turn(int):
+    """The slot's number. Whoever knows how many tokens the answer has says so in `num_tokens`, for speed and trace."""
+
+    num_tokens: int = 0
 
 
 class Slots:
-    """Example: `async with slots.turn(ROLLOUT) as slot: await engines[slot].complete(...)`."""
+    """Example: `async with slots.turn(ROLLOUT) as slot: await engines[slot].complete(...)`.
 
-    def __init__(self, num_slots: int) -> None:
-        self._num_slots = num_slots
-        self._in_flight: Counter[int] = Counter()
+    Without an allocator there are no roles to place: the slot with the fewest in flight is asked, whatever the role.
+    `sleepers[role][slot]` are the engines that take turns on a device; without them all stay up.
+    """
+
+    def __init__(
+        self,
+        num_slots: int,
+        *,
+        allocator: Allocator | None = None,
+        sleepers: Mapping[str, Sequence[Sleeper]] | None = None,
+        trace: NullTrace | None = None,
+        rank: int = 0,
+    ) -> None:
+        self._allocator = allocator or Allocator(Hall(num_slots))
+        self._roles = self._allocator.hall.roles
+        self._sleepers = sleepers
+        self._trace = trace or NullTrace()
+        self._rank = rank
+        self._numbers = itertools.count()
+        self._granted: dict[int, asyncio.Future[int]] = {}
+        self._swaps: set[asyncio.Task[None]] = set()
+        self._is_due = False
+        self._began = time.perf_counter()
+        self._since_epoch = time.time() - time.perf_counter()
+        assert self._allocator.hall.num_slots == num_slots
 
     @asynccontextmanager
-    async def turn(self, role: str) -> AsyncIterator[int]:
-        """The slot with the fewest requests in flight, for one request of this role."""
-        slot = min(range(self._num_slots), key=lambda slot: self._in_flight[slot])
-        self._in_flight[slot] += 1
+    async def turn(self, role: str) -> AsyncIterator[Turn]:
+        """A turn on the slot that the placement gives this request; waits until there is room on one."""
+        request, placed = next(self._numbers), role if role in self._roles else ROLLOUT
+        granted = self._granted[request] = asyncio.get_running_loop().create_future()
+        asked = time.perf_counter()
+        self._allocator.ask(request, placed)
+        self._decide_soon()
         try:
-            yield slot
+            turn = Turn(await granted)
+            began = time.perf_counter()
+            yield turn
+        except BaseException:
+            self._allocator.withdraw(request, placed, time.perf_counter())
+            raise
+        else:
+            now = time.perf_counter()
+            self._allocator.ended(request, now, size=float(turn.num_tokens or 1))
+            told = {"request": request, "tokens": turn.num_tokens, "waited_s": round(began - asked, 6)}
+            self._record(role, turn, began, now, **told)
         finally:
-            self._in_flight[slot] -= 1
+            self._granted.pop(request, None)
+            self._decide_soon()
+
+    # -- rounds ----------------------------------------------------------------------------------------------------
+
+    def begin_round(self) -> None:
+        """The starting division applies; requests of an earlier round that were not given up yet keep their places."""
+        self._began = time.perf_counter()
+        if self._allocator.is_idle and not self._swaps:
+            self._allocator.begin_round(self._began)
+
+    def end_round(self, add_up: AddUp, *, step: int = 0) -> dict[str, float]:
+        """The round's metrics over all ranks; what all ranks learned decides how the next one starts on each.
+
+        Every rank calls this once a round, since `add_up` is a collective.
+        """
+        now = time.perf_counter()
+        usage = self._allocator.end_round(now)
+        own = self._allocator.numbers()
+        added = add_up([*own, *_as_numbers(usage)])
+        self._allocator.learn(added[: len(own)])
+        self._record(ROUND, -1, self._began, now, step=step, idle_share=round(usage.idle_share, 4))
+        self._trace.flush()
+        return usage_metrics(added[len(own) :])
+
+    @property
+    def allocator(self) -> Allocator:
+        return self._allocator
+
+    # -- carrying out ----------------------------------------------------------------------------------------------
+
+    def _decide_soon(self) -> None:
+        """At once where there is nothing to weigh; else after all that happens at this moment."""
+        if len(self._roles) == 1:
+            self._decide()
+        elif not self._is_due:
+            self._is_due = True
+            asyncio.get_running_loop().call_soon(self._decide)
+
+    def _decide(self) -> None:
+        self._is_due = False
+        for action in self._allocator.decide(time.perf_counter()):
+            if isinstance(action, Start):
+                granted = self._granted.get(action.request)
+                if granted is not None and not granted.done():
+                    granted.set_result(action.slot)
+            else:
+                self._start_swap(action)
+
+    def _start_swap(self, swap: Swap) -> None:
+        if self._sleepers is None:
+            self._end_swap(swap, time.perf_counter())
+            return
+        task = asyncio.get_running_loop().create_task(self._swap(swap, self._sleepers))
+        self._swaps.add(task)
+        task.add_done_callback(self._swap_done)
+
+    async def _swap(self, swap: Swap, sleepers: Mapping[str, Sequence[Sleeper]]) -> None:
+        began = time.perf_counter()
+        await sleepers[swap.asleep][swap.slot].sleep()
+        await sleepers[swap.awake][swap.slot].wake()
+        self._end_swap(swap, began)
+
+    def _end_swap(self, swap: Swap, began: float) -> None:
+        now = time.perf_counter()
+        self._allocator.swapped(swap.slot, now)
+        self._record(SWAP, swap.slot, began, now, asleep=swap.asleep, awake=swap.awake)
+        self._decide_soon()
+
+    def _swap_done(self, task: asyncio.Task[None]) -> None:
+        """A swap that failed fails every turn that waits: none of them could count on its slot."""
+        self._swaps.discard(task)
+        error = None if task.cancelled() else task.exception()
+        for granted in self._granted.values() if error is not None else ():
+            if not granted.done():
+                granted.set_exception(error or RuntimeError("unreachable"))
+
+    def _record(self, name: str, slot: int, began: float, ended: float, **told: object) -> None:
+        self._trace.add(Span(name, self._rank, int(slot), began + self._since_epoch, ended - began, told))
+
+
+def _as_numbers(usage: Usage) -> list[float]:
+    busy_s, swap_s = sum(usage.busy_s), sum(usage.swap_s)
+    return [usage.seconds * usage.num_slots, busy_s, swap_s, float(usage.swaps)]
+
+
+def usage_metrics(added: Sequence[float]) -> dict[str, float]:
+    """From sums over ranks of slot seconds, busy seconds, swap seconds and swaps: a step's metrics."""
+    slot_s, busy_s, swap_s, swaps = added
+    return {
+        "ycore/idle_share": max(0.0, 1 - (busy_s + swap_s) / slot_s) if slot_s > 0 else 0.0,
+        "ycore/bound_ratio": slot_s / busy_s if busy_s > 0 else 1.0,
+        "ycore/swaps": swaps,
+        "ycore/swap_s": swap_s,
+    }

@@ -4,9 +4,11 @@ A round's record holds the groups that a rank trains on (token ids, logprobs, re
 positions, policy versions) and the controller's state after it. Generating the round again would not give the same
 tokens in general: an engine's arithmetic depends on what else is in its batch. Reading it gives them to the bit.
 
-Not here: the checkpoint that a resumed run begins from (`roles.checkpoints`), and what is done with a round.
+Not here: the files' names (`run_folder.rounds`), the checkpoint that a resumed run begins from (`roles.checkpoints`),
+training from another run's journal (`replay`), and what is done with a round.
 """
 
+import hashlib
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -17,44 +19,74 @@ from ycore.controller.source import Rounds
 from ycore.controller.state import controller_state, restore_controller
 from ycore.controller.wire import group_from_json, group_to_json
 from ycore.errors import RunFolderError
-from ycore.run_folder.files import write_json_atomic
+from ycore.run_folder.files import write_bytes_atomic
+from ycore.run_folder.rounds import drop_rounds, round_file
 from ycore.types import Group
+
+SCHEMA = 1
 
 Record = Callable[[str, float], None]
 
 
 class Journal:
-    """One file a round and rank, named by its step. A file of such a name is whole: it was renamed into place."""
+    """One file a round and rank, named by its step. A file of such a name is whole: it was renamed into place.
 
-    def __init__(self, folder: Path, *, rank: int) -> None:
+    Its first line tells what it is and the sha256 of the second, which is the round; both are JSON. `seed` is the
+    run's: every completion's own follows from it and from the position of its prompt.
+    """
+
+    def __init__(self, folder: Path, *, rank: int, world: int = 1, seed: int = 0) -> None:
         self._folder = folder
         self._rank = rank
+        self._world = world
+        self._seed = seed
 
     def path(self, step: int) -> Path:
-        return self._folder / f"round-{step:06d}-rank-{self._rank}.json"
+        return round_file(self._folder, step, self._rank)
 
     def commit(self, step: int, groups: list[Group], state: dict[str, Any]) -> None:
         """Returns once the round is on the disk under its name."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        write_json_atomic(self.path(step), {"groups": [group_to_json(group) for group in groups], "state": state})
+        body = json.dumps({"groups": [group_to_json(group) for group in groups], "state": state}).encode()
+        head = {"schema": SCHEMA, **self._label(step), "seed": self._seed, "sha256": _sha256(body)}
+        write_bytes_atomic(self.path(step), json.dumps(head).encode() + b"\n" + body + b"\n")
 
     def read(self, step: int) -> tuple[list[Group], dict[str, Any]] | None:
         """The round of that step and the state after it; None where it was never committed."""
         try:
-            told = json.loads(self.path(step).read_bytes())
+            first, _, body = self.path(step).read_bytes().partition(b"\n")
         except FileNotFoundError:
             return None
-        except ValueError as damage:
+        problem = self._problem(step, first, body.removesuffix(b"\n"))
+        if problem is not None:
             raise RunFolderError(
-                f"{self.path(step)} is damaged ({damage}); remove it and resume: its round is generated again"
-            ) from None
+                f"{self.path(step)} is damaged ({problem}); remove it and resume: its round is generated again"
+            )
+        told = json.loads(body)
         return [group_from_json(group) for group in told["groups"]], told["state"]
 
     def prune(self, before: int) -> None:
         """Drop the rounds of steps before this one: a checkpoint holds what they taught."""
-        for path in self._folder.glob(f"round-*-rank-{self._rank}.json"):
-            if int(path.name.split("-")[1]) < before:
-                path.unlink(missing_ok=True)
+        drop_rounds(self._folder, before=before, rank=self._rank)
+
+    def forget_after(self, step: int) -> None:
+        """Drop the rounds of later steps: the one of this step is another than they followed."""
+        drop_rounds(self._folder, after=step, rank=self._rank)
+
+    def _label(self, step: int) -> dict[str, int]:
+        return {"step": step, "rank": self._rank, "world": self._world}
+
+    def _problem(self, step: int, first: bytes, body: bytes) -> str | None:
+        try:
+            head = json.loads(first)
+        except ValueError:
+            return "its first line is not JSON"
+        if not isinstance(head, dict) or head.get("schema") != SCHEMA:
+            return f"its schema is not {SCHEMA}"
+        if _sha256(body) != head.get("sha256"):
+            return "its sha256 is not the one that was written"
+        found = {name: head.get(name) for name in self._label(step)}
+        return None if found == self._label(step) else f"it is of {found}, not of {self._label(step)}"
 
 
 class JournaledRounds:
@@ -68,6 +100,7 @@ class JournaledRounds:
         self._journal = journal
         self._peers = peers
         self._record = record
+        self._generates = False
 
     def next_round(self, *, step: int, num_groups: int) -> list[Group]:
         """The round of this step: from the journal where it stands there, else generated and committed."""
@@ -79,5 +112,12 @@ class JournaledRounds:
             self._record("ycore/replayed", 1.0)
             return groups
         groups = self._rounds.next_round(step=step, num_groups=num_groups)
+        if not self._generates:
+            self._journal.forget_after(step)
+            self._generates = True
         self._journal.commit(step, groups, controller_state(self._rounds))
         return groups
+
+
+def _sha256(data: bytes) -> str:
+    return hashlib.sha256(data).hexdigest()

@@ -1,7 +1,7 @@
-"""The round: prompts asked, each group scored as its last completion ends, groups that cannot teach replaced.
+"""The round: prompts asked, completions scored as they end, groups that cannot teach replaced.
 
-Not here: the weights before it (`source`), the prompts (`draws`), the decisions (`sampling`), other ranks' share of
-the work (`peers`).
+Not here: the weights before it (`source`), the prompts (`draws`), what a completion is worth (`scoring`), the decisions
+(`sampling`), other ranks' share of the work (`peers`).
 """
 
 import asyncio
@@ -14,13 +14,14 @@ from dataclasses import dataclass, field
 from ycore.controller.dispatch import ROLLOUT, Slots
 from ycore.controller.draws import completion_seed
 from ycore.controller.peers import Counts, Peers, Tally
-from ycore.rewards.pool import RewardPool
+from ycore.controller.scoring import Scoring, Writing, together
 from ycore.roles.engine import Engine
 from ycore.sampling.demand import Yield, num_to_draw
 from ycore.sampling.keep import can_teach, total_reward
-from ycore.types import Completion, Content, Draw, Group, Score
+from ycore.types import Completion, Draw, Group, Score
 
-_LISTEN_S = 0.05
+_LISTEN_S, _LISTEN_LONGEST_S = 0.05, 0.5
+_PATIENCE = 0.1  # of the time since the last news, to the next look: a long wait for others costs little
 
 DrawNext = Callable[[], Draw]
 
@@ -35,6 +36,9 @@ class Rules:
     dynamic: bool = False
     max_tries: int = 4
     """Groups drawn for each one needed, at most; then the step goes on with what there is."""
+
+    greedy_baseline: bool = False
+    """Also ask for each prompt's greedy completion and score it: ReMax's baseline. It is not trained on."""
 
     max_in_flight: int | None = None
     """Groups that this rank's engines can write at once; more wait unclaimed, for whichever rank is free first."""
@@ -52,6 +56,10 @@ class RoundStats:
     generate_s: float = 0.0
     problems: Counter[str] = field(default_factory=Counter)
 
+    def note_generating(self, seconds: float) -> None:
+        """A completion has ended, so many seconds after its group began."""
+        self.generate_s = max(self.generate_s, seconds)
+
 
 @dataclass(frozen=True, slots=True)
 class Finished:
@@ -64,11 +72,13 @@ class Finished:
 class Round:
     """Turns draws into scored groups, as many as all ranks need together."""
 
-    def __init__(self, engines: Sequence[Engine], rewards: RewardPool, rules: Rules, peers: Peers) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], scoring: Scoring, rules: Rules, peers: Peers, slots: Slots | None = None
+    ) -> None:
         self.yields = Yield()
+        self.slots = slots or Slots(len(engines))
         self._engines = engines
-        self._slots = Slots(len(engines))
-        self._rewards = rewards
+        self._scoring = scoring
         self._rules = rules
         self._peers = peers
 
@@ -86,13 +96,15 @@ class Round:
         seen = tally.counts()
         flying: set[asyncio.Task[Finished]] = set()
         landed: list[Finished] = []
+        news = time.monotonic()
         try:
             while True:
                 for _ in range(to_start):
                     flying.add(asyncio.create_task(self._finish(draw(), step=step, stats=stats)))
                     stats.drawn += 1
-                for finished in await _next_finished(flying):
+                for finished in await _next_finished(flying, waited_s=time.monotonic() - news):
                     landed.append(finished)
+                    news = time.monotonic()
                     tally.finish(counts_as_kept=finished.teaches or not self._rules.dynamic)
                 counts = tally.counts()
                 self._observe(seen, counts)
@@ -145,50 +157,52 @@ class Round:
         return Finished(group, can_teach(group, self._rules.reward_weights))
 
     async def group(self, draw: Draw, *, step: int, stats: RoundStats) -> Group:
-        """Every completion of one prompt, scored."""
+        """Every completion of one prompt, scored; scorers get to work while it is written."""
         started = time.perf_counter()
-        asked = (self._complete(draw, index) for index in range(self._rules.group_size))
-        completions = await asyncio.gather(*asked)
-        stats.generate_s = max(stats.generate_s, time.perf_counter() - started)
-        scores = await self._score(draw, completions, step=step)
+        size = self._rules.group_size
+        asked = [self._complete(draw, index) for index in range(size)]
+        if self._rules.greedy_baseline:
+            asked.append(self._complete(draw, size, greedy=True))
+        tasks = [asyncio.create_task(one) for one in asked]
+        for task in tasks:
+            task.add_done_callback(lambda _: stats.note_generating(time.perf_counter() - started))
+        parts = [tasks[:size], *([tasks[size:]] if self._rules.greedy_baseline else [])]
+        try:
+            scores, *greedy = await together([self._score(draw, part, step=step) for part in parts])
+            completions = await asyncio.gather(*tasks[:size])
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
         stats.num_tokens += sum(len(completion.token_ids) for completion in completions)
         totals = [total_reward(row, self._rules.reward_weights) for row in scores]
         stats.num_masked += totals.count(None)
         stats.num_scored += len(totals) - totals.count(None)
         stats.reward_sum += sum(total for total in totals if total is not None)
         stats.problems.update(score.problem for row in scores for score in row if score.problem)
-        return Group(draw, tuple(completions), tuple(tuple(row) for row in scores))
+        baseline = tuple(greedy[0][0]) if greedy else None
+        return Group(draw, tuple(completions), tuple(tuple(row) for row in scores), greedy_scores_R=baseline)
 
-    async def _complete(self, draw: Draw, index: int) -> Completion:
-        async with self._slots.turn(ROLLOUT) as slot:
-            return await self._engines[slot].complete(
-                draw.token_ids, completion_seed(self._rules.seed, draw.position, index)
-            )
+    async def _complete(self, draw: Draw, index: int, *, greedy: bool = False) -> Completion:
+        seed = completion_seed(self._rules.seed, draw.position, index)
+        async with self.slots.turn(ROLLOUT) as slot:
+            completion = await self._engines[slot].complete(draw.token_ids, seed, greedy=greedy)
+            slot.num_tokens = len(completion.token_ids)
+            return completion
 
-    async def _score(self, draw: Draw, completions: Sequence[Completion], *, step: int) -> list[list[Score]]:
-        size = len(completions)
-        return await self._rewards.score(
-            [draw.prompt.content] * size,
-            [as_content(completion.text, chat=draw.prompt.is_chat) for completion in completions],
-            [list(completion.token_ids) for completion in completions],
-            {name: [value] * size for name, value in draw.prompt.columns.items()},
-            step=step,
-        )
+    async def _score(self, draw: Draw, tasks: Sequence[asyncio.Task[Completion]], *, step: int) -> list[list[Score]]:
+        return await self._scoring.score(Writing(draw, tasks, step, self.slots))
 
 
-async def _next_finished(flying: set[asyncio.Task[Finished]]) -> list[Finished]:
+async def _next_finished(flying: set[asyncio.Task[Finished]], *, waited_s: float) -> list[Finished]:
     """What ends next, taken out of `flying`; nothing, after a moment, so that other ranks' news is heard."""
+    moment_s = min(_LISTEN_LONGEST_S, max(_LISTEN_S, _PATIENCE * waited_s))
     if not flying:
-        await asyncio.sleep(_LISTEN_S)
+        await asyncio.sleep(moment_s)
         return []
-    done, _ = await asyncio.wait(flying, return_when=asyncio.FIRST_COMPLETED, timeout=4 * _LISTEN_S)
+    done, _ = await asyncio.wait(flying, return_when=asyncio.FIRST_COMPLETED, timeout=4 * moment_s)
     flying -= done
     errors = [error for task in done if (error := task.exception()) is not None]
     if errors:  # of several at once, all are looked at and one is told
         raise errors[0]
     return [task.result() for task in done]
-
-
-def as_content(text: str, *, chat: bool) -> Content:
-    """A completion in the shape of its prompt, as TRL's rewards expect it."""
-    return [{"role": "assistant", "content": text}] if chat else text

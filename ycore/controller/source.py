@@ -11,13 +11,15 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+from ycore.controller.dispatch import Slots
 from ycore.controller.draws import DrawSource, completion_seed
 from ycore.controller.peers import Peers
 from ycore.controller.round import Finished, Round, RoundStats, Rules
+from ycore.controller.scoring import Scoring
 from ycore.controller.surplus import Surplus
 from ycore.errors import Interrupted, YcoreError
-from ycore.rewards.pool import RewardPool
 from ycore.roles.engine import Engine
+from ycore.roles.vllm_engine import VllmEngine
 from ycore.sampling.balance import Deal, Offer, deal_groups, imbalance
 from ycore.types import Completion, Group, Prompt
 
@@ -39,12 +41,13 @@ class Rounds:
         self,
         *,
         engines: Sequence[Engine],
-        rewards: RewardPool,
+        scoring: Scoring,
         draws: DrawSource,
         rules: Rules,
         peers: Peers,
         share_weights: ShareWeights | None,
         max_surplus_age: int = 1,
+        slots: Slots | None = None,
     ) -> None:
         self.stop = threading.Event()
         self.record: Record = lambda name, value: None
@@ -52,22 +55,23 @@ class Rounds:
         self.draws = draws
         self.surplus = Surplus(max_age=max_surplus_age)
         self._engines = engines
-        self._rewards = rewards
+        self._scoring = scoring
         self._peers = peers
-        self.round = Round(engines, rewards, rules, peers)
+        self.round = Round(engines, scoring, rules, peers, slots)
         self._share_weights = share_weights
         self._synced: int | None = None
         self._seconds = 0.0
         self._bytes_reported = peers.bytes_sent
+        self._restarts_reported = 0
         self._runner = asyncio.Runner()
 
     def start(self, *, timeout_s: float) -> None:
-        """Wait for the engines and start the reward workers."""
+        """Wait for the engines and whatever scores."""
         self._run(self._start(timeout_s))
 
     async def _start(self, timeout_s: float) -> None:
         ready = (engine.wait_ready(timeout_s=timeout_s) for engine in self._engines)
-        await asyncio.gather(self._rewards.start(), *ready)
+        await asyncio.gather(self._scoring.start(timeout_s=timeout_s), *ready)
 
     def next_round(self, *, step: int, num_groups: int) -> list[Group]:
         """Sync the engines to the policy of this step, then return that many scored groups for this rank."""
@@ -76,9 +80,12 @@ class Rounds:
         self._took("ycore/time/sync", time.perf_counter() - started)
         started = time.perf_counter()
         ready = self.surplus.take(step)
+        self.round.slots.begin_round()
         work = self.round.run(self.draws.draw, need=num_groups, ready=len(ready), step=step)
         landed, stats = self._run(work)
         seconds = time.perf_counter() - started
+        for name, value in self.round.slots.end_round(self._peers.add_up, step=step).items():
+            self.record(name, value)
         groups = self._deal([*ready, *landed], num_groups)
         self._took("ycore/time/round", time.perf_counter() - started)
         self._report(stats, seconds)
@@ -138,12 +145,13 @@ class Rounds:
 
     def _report(self, stats: RoundStats, seconds: float) -> None:
         """What the round took: counts over all ranks, times and the yield of this one."""
+        self.problems = stats.problems
         moved = self._peers.bytes_sent - self._bytes_reported
         self._bytes_reported += moved
         rewards = [stats.reward_sum, stats.num_scored]
-        counts = [stats.num_tokens, stats.num_masked, stats.drawn, len(self.surplus), moved]
+        counts = [stats.num_tokens, stats.num_masked, stats.drawn, len(self.surplus), moved, self._take_restarts()]
         added = self._peers.add_up([*rewards, *counts])
-        reward_sum, num_scored, num_tokens, num_masked, drawn, surplus, moved_by_all = added
+        reward_sum, num_scored, num_tokens, num_masked, drawn, surplus, moved_by_all, restarts = added
         if num_scored:
             self.record("ycore/reward", reward_sum / num_scored)
         self.record("ycore/time/generate", stats.generate_s)
@@ -153,6 +161,18 @@ class Rounds:
         self.record("ycore/sampling/yield", self.round.yields.rate)
         self.record("ycore/sampling/surplus", surplus)
         self.record("ycore/bytes_moved", moved_by_all)
+        self.record("ycore/engine_restarts", restarts)
+        for engine in self._engines:
+            if isinstance(engine, VllmEngine) and self._share_weights is not None:
+                self.record("ycore/sync_proved", engine.proved)
+        for name, value in self._scoring.take_metrics(self._peers.add_up).items():
+            self.record(name, value)
+
+    def _take_restarts(self) -> int:
+        """Engines of this rank that were found started again since this was last asked."""
+        now = sum(engine.restarts for engine in self._engines if isinstance(engine, VllmEngine))
+        new, self._restarts_reported = now - self._restarts_reported, now
+        return new
 
     def _report_deal(self, deal: Deal) -> None:
         chosen = [offer for hand in deal.chosen for offer in hand]
@@ -167,7 +187,7 @@ class Rounds:
         self._runner.close()
 
     async def _close(self) -> None:
-        await asyncio.gather(self._rewards.close(), *(engine.close() for engine in self._engines))
+        await asyncio.gather(self._scoring.close(), *(engine.close() for engine in self._engines))
 
     def _run(self, work: Coroutine[Any, Any, T]) -> T:
         return self._runner.run(self._together(work))

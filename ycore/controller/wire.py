@@ -37,11 +37,12 @@ def finished_from_json(told: dict[str, Any]) -> Finished:
 
 def group_from_json(told: dict[str, Any]) -> Group:
     """The group that `group_to_json` was given."""
-    draw = told["draw"]
+    draw, greedy = told["draw"], told.get("greedy_scores_R")
     return Group(
         draw=Draw(draw["position"], Prompt(**draw["prompt"]), tuple(draw["token_ids"])),
         completions=tuple(_completion(one) for one in told["completions"]),
         scores_GR=tuple(tuple(Score(**score) for score in row) for row in told["scores_GR"]),
+        greedy_scores_R=None if greedy is None else tuple(Score(**score) for score in greedy),
     )
 
 

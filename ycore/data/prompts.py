@@ -45,7 +45,7 @@ def load_prompts(config: RunConfig, *, as_chat: bool = False) -> PromptSet:
     With `as_chat`, for a model with a chat template, a text is a user's turn.
     Local files have no splits: `config.split` chooses among those of hub and generated datasets.
     """
-    table = _first_rows(_table(config), config.limit)
+    table = read_table(config.dataset, split=config.split, seed=config.seed, limit=config.limit)
     prompts, columns = to_prompts(
         table,
         prompt_column=config.prompt_column,
@@ -61,19 +61,23 @@ def check_dataset(config: RunConfig, *, as_chat: bool = False) -> PromptSet:
     return load_prompts(config, as_chat=as_chat)
 
 
-def _table(config: RunConfig) -> Table:
-    name = config.dataset
+def read_table(name: str, *, split: str, seed: int, limit: int | None) -> Table:
+    """The first `limit` rows of a file, a generated task or a hub dataset."""
+    return _first_rows(_table(name, split=split, seed=seed, limit=limit), limit)
+
+
+def _table(name: str, *, split: str, seed: int, limit: int | None) -> Table:
     path = Path(os.path.expanduser(name))
     if not name.strip():
         raise DataError("--dataset is empty; give a file, a hub id or a task such as task:addition")
     if name.startswith("task:"):
-        return task_table(name, split=config.split, seed=config.seed)
+        return task_table(name, split=split, seed=seed)
     if name.startswith("gym:"):
-        return gym_table(name, split=config.split, seed=config.seed)
+        return gym_table(name, split=split, seed=seed)
     if _means_a_file(name, path):
         return file_table(path)
     _refuse_near_misses(name)
-    return hub_table(name, split=config.split, limit=config.limit)
+    return hub_table(name, split=split, limit=limit)
 
 
 def _means_a_file(name: str, path: Path) -> bool:

@@ -21,7 +21,7 @@ from ycore.roles.rollout import RolloutEngine, kv_cache_gib
 from ycore.run_folder.paths import RunFolder
 from ycore.run_folder.private import temporary_folder
 
-Kind = Literal["vllm", "transformers"]
+Kind = Literal["vllm", "transformers", "replay"]
 
 _MOST_ON_CPU = 2
 _LONGEST = 4096  # tokens, where neither the run nor the model asks for less
@@ -85,8 +85,11 @@ def plan_engines(
     layout: Layout = ONE_RANK,
 ) -> EnginePlan:
     """The run's engines here: on CPU one a core, two at most; else one a device; and always one or more a rank."""
-    kind, note = choose_kind(config.engine.kind, vllm_installed=vllm_installed)
     max_model_len = longest_sequence(config, model_config)
+    if config.replay is not None:
+        note = f"taking the rounds of {config.replay} from its journal: nothing is generated"
+        return EnginePlan(kind="replay", note=note, max_model_len=max_model_len, engines=())
+    kind, note = choose_kind(config.engine.kind, vllm_installed=vllm_installed)
     if kind == "transformers":
         if layout.shards_weights:
             raise ConfigError(

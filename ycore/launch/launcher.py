@@ -7,24 +7,31 @@ are started by module name, never imported.
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 import yaml
 
+from ycore.config.kinds import AnyConfig
 from ycore.config.run import RunConfig
 from ycore.errors import Interrupted
+from ycore.launch.engine_processes import engine_processes
+from ycore.launch.engine_watch import EngineWatch, LiveEngine
 from ycore.launch.engines import EnginePlan, is_vllm_installed, plan_engines
 from ycore.launch.guarding import guarded
+from ycore.launch.peaks import MemoryPeaks
+from ycore.launch.placing import check_run_placement
+from ycore.launch.plan_check import plan_and_measured
 from ycore.launch.processes import ManagedProcess
 from ycore.launch.ranks import RankedTrainer
+from ycore.launch.scorers import ScorerPlan, plan_scorers
 from ycore.launch.site import Site, rank_cores, site_of
 from ycore.launch.stopping import StopRequests
-from ycore.launch.supervise import Supervisor
+from ycore.launch.supervise import Limits, Supervisor
 from ycore.roles import RUN_MARKER
-from ycore.roles.rollout import engine_command, engine_environment
 from ycore.run_folder.files import read_json, write_json_atomic
 from ycore.run_folder.paths import RunFolder
 from ycore.run_folder.prepare import claim
@@ -34,6 +41,7 @@ from ycore.telemetry.curve import draw_curve
 from ycore.telemetry.follow import MetricsFollower
 from ycore.telemetry.metrics import read_metrics
 from ycore.telemetry.progress import RunProgress, as_duration, open_progress
+from ycore.telemetry.timeline import finish_trace_and_draw
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +59,7 @@ class Worker:
 
 TRAINER = Worker("trainer", "ycore.roles.trainer")
 EVALUATOR = Worker("evaluator", "ycore.roles.evaluator", result="eval.json")
+PREFLIGHT = Worker("preflight", "ycore.roles.preflight", result="preflight.json")
 
 
 def run_training(config: RunConfig, *, resume: bool = False, stream: TextIO | None = None) -> dict[str, Any]:
@@ -87,7 +96,8 @@ def run_worker(worker: Worker, config: RunConfig, *, resume: bool, stream: TextI
 def _work(worker: Worker, config: RunConfig, site: Site, *, progress: RunProgress, stops: StopRequests) -> None:
     folder, layout = site.folder, site.layout
     with stops.at_once():
-        model = _fetch(config, folder, progress)
+        fetch = partial(fetch_named, config=config, folder=folder, progress=progress)
+        model = fetch(config.model)
         plan = plan_engines(
             config,
             folder,
@@ -97,26 +107,43 @@ def _work(worker: Worker, config: RunConfig, site: Site, *, progress: RunProgres
             vllm_installed=is_vllm_installed(),
             layout=layout,
         )
-        progress.say(plan.note + (", starting ..." if plan.engines else ""))
-        _write_engines(site, plan, model, home=Path(config.output))
-    engines = [_start_engine(plan, number, folder) for number in range(len(plan.engines))]
-    Supervisor(
-        _start_worker(worker, folder) if layout.accelerate is None else _start_ranks(worker, site),
-        [(process, engine.socket) for process, engine in zip(engines, plan.engines, strict=True)],
+        scorers = plan_scorers(
+            config, folder, plan.engines, fetch=lambda name: model if name == config.model else fetch(name)
+        )
+        if plan.engines:
+            check_run_placement(config, num_slots=len(plan.engines) // layout.local)
+        told = [plan.note, *(scorer.note for scorer in scorers)]
+        progress.say(", ".join(told) + (", starting ..." if plan.engines else ""))
+        _write_engines(site, plan, scorers, model, home=Path(config.output))
+    planned = engine_processes(plan.engines, scorers)
+    settings = config.engine
+    engines = EngineWatch(
+        [LiveEngine(engine, folder, health_timeout_s=settings.health_timeout_s) for engine in planned],
+        budget=settings.restarts,
+        start_timeout_s=settings.start_timeout_s,
+        say=progress.say,
+    )
+    supervisor = Supervisor(
+        lambda: start_worker(worker, site),
+        engines,
+        folder=folder,
         follower=MetricsFollower(folder.metrics),
         progress=progress,
         stops=stops,
-        start_timeout_s=config.engine.start_timeout_s,
-    ).watch()
+        limits=Limits(config.step_timeout_s, settings.health_timeout_s, restarts=config.restarts),
+        way_on=f"; `ycore resume {config.output}` goes on" if worker.trains else "",
+    )
+    with MemoryPeaks(folder.run_id, folder.memory):
+        supervisor.watch()
 
 
-def _fetch(config: RunConfig, folder: RunFolder, progress: RunProgress) -> Path:
-    """The model's folder; what is started on the way carries the run's marker, so that it never outlives the run."""
+def fetch_named(name: str, config: AnyConfig, folder: RunFolder, progress: RunProgress) -> Path:
+    """A model's folder; what is started on the way carries the run's marker, so that it never outlives the run."""
     from ycore.models.fetch import fetch_model
     from ycore.models.plan import resolve_model
 
-    model = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
-    progress.say(f"model {config.model}: {model.note}")
+    model = resolve_model(name, trust_remote_code=config.trust_remote_code)
+    progress.say(f"model {name}: {model.note}")
     os.environ[RUN_MARKER] = folder.run_id
     try:
         return fetch_model(model, log=folder.log("model"))
@@ -124,7 +151,7 @@ def _fetch(config: RunConfig, folder: RunFolder, progress: RunProgress) -> Path:
         os.environ.pop(RUN_MARKER, None)
 
 
-def _write_engines(site: Site, plan: EnginePlan, model: Path, *, home: Path) -> None:
+def _write_engines(site: Site, plan: EnginePlan, scorers: Sequence[ScorerPlan], model: Path, *, home: Path) -> None:
     """What the trainer must know of how it was started."""
     told = {
         "kind": plan.kind,
@@ -132,22 +159,16 @@ def _write_engines(site: Site, plan: EnginePlan, model: Path, *, home: Path) -> 
         "model": str(model.resolve()),
         "max_model_len": plan.max_model_len,
         "max_num_seqs": plan.engines[0].max_num_seqs if plan.engines else None,
+        "scorers": [scorer.told() for scorer in scorers],
         "home": str(home.resolve()),
         "cores": rank_cores(site.machine, site.layout),
     }
     write_json_atomic(site.folder.root / "engines.json", told)
 
 
-def _start_engine(plan: EnginePlan, number: int, folder: RunFolder) -> ManagedProcess:
-    engine = plan.engines[number]
-    return ManagedProcess.start(
-        engine.name,
-        engine_command(engine),
-        environment=engine_environment(engine),
-        run_id=folder.run_id,
-        log=folder.log(engine.name),
-        cores=engine.cores,
-    )
+def start_worker(worker: Worker, site: Site) -> ManagedProcess | RankedTrainer:
+    """One process, or as many ranks as the site has."""
+    return _start_worker(worker, site.folder) if site.layout.accelerate is None else _start_ranks(worker, site)
 
 
 def _start_ranks(worker: Worker, site: Site) -> RankedTrainer:
@@ -200,9 +221,12 @@ def _sum_up(
         summary = {key: summary[key] for key in ("status", "wall_s", "error") if key in summary}
     if worker.result is not None and status == "finished":
         summary |= read_json(folder.root / worker.result)
+    if has_steps and status == "finished" and (compared := plan_and_measured(config, site, metrics)):
+        summary["plan_and_measured"] = compared
     write_json_atomic(folder.summary, summary)
     if has_steps:
-        _draw(folder, metrics, f"{config.algorithm}: {config.model} on {config.dataset}", progress)
+        finish_trace_and_draw(folder.root, f"placement {config.placement}, the last rounds")
+        draw_or_say(folder, metrics, f"{config.algorithm}: {config.model} on {config.dataset}", progress)
         progress.say(_closing(summary, folder))
     return summary
 
@@ -212,9 +236,17 @@ def _count_prompts(stream: TextIO | None) -> RunProgress:
     return open_progress(None, unit="prompts", stream=stream)
 
 
-def _draw(folder: RunFolder, metrics: list[dict[str, Any]], title: str, progress: RunProgress) -> None:
+def draw_or_say(
+    folder: RunFolder,
+    metrics: list[dict[str, Any]],
+    title: str,
+    progress: RunProgress,
+    *,
+    draw: Callable[[list[dict[str, Any]], Path, str], bool] = draw_curve,
+) -> None:
+    """curve.png, or a line that says why there is none."""
     try:
-        draw_curve(metrics, folder.curve, title)
+        draw(metrics, folder.curve, title)
     except (OSError, RuntimeError, ValueError) as problem:
         progress.say(f"no curve was drawn: {problem}")  # a picture is not worth a run's result
 

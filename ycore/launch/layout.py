@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from ycore.config.run import RunConfig
+from ycore.config.kinds import AnyConfig
 from ycore.errors import ConfigError, nearest
 from ycore.launch.accelerate_config import NAMES, Dtype, Name, accelerate_config
 
@@ -51,7 +51,7 @@ class Layout:
 ONE_RANK = Layout()
 
 
-def layout_of(config: RunConfig, *, on_cpu: bool) -> Layout:
+def layout_of(config: AnyConfig, *, on_cpu: bool) -> Layout:
     """The run's ranks, from `processes` and `accelerate`; ConfigError for what cannot work."""
     asked, dtype = config.accelerate, _dtype(config)
     if asked is None and config.processes == 1:
@@ -67,12 +67,12 @@ def layout_of(config: RunConfig, *, on_cpu: bool) -> Layout:
     return layout
 
 
-def _named(name: Name, config: RunConfig, *, on_cpu: bool, dtype: Dtype) -> Layout:
+def _named(name: Name, config: AnyConfig, *, on_cpu: bool, dtype: Dtype) -> Layout:
     told = accelerate_config(name, processes=config.processes, on_cpu=on_cpu, dtype=dtype)
     return Layout(world=config.processes, accelerate=told)
 
 
-def _from_file(path: Path, config: RunConfig, *, dtype: Dtype) -> Layout:
+def _from_file(path: Path, config: AnyConfig, *, dtype: Dtype) -> Layout:
     if not path.is_file():
         raise ConfigError(
             f"--accelerate takes {', '.join(NAMES)} or an accelerate config file; there is no file {str(path)!r}"
@@ -139,5 +139,5 @@ def _number(told: Mapping[str, Any], key: str, path: Path, *, least: int, defaul
     return value
 
 
-def _dtype(config: RunConfig) -> Dtype:
+def _dtype(config: AnyConfig) -> Dtype:
     return "float32" if config.dtype == "float32" else "bfloat16"

@@ -8,7 +8,9 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -16,6 +18,8 @@ import psutil
 from ycore.roles import RUN_MARKER
 
 _TAIL_BYTES = 64 * 1024
+_GONE_WITHIN_S = 10.0
+_LOOKS_AT_LEAST_EVERY_S = 10.0  # a launcher that was stopped itself does not hold it against the others
 _PREFIX = re.compile(
     r"^(?:\([A-Za-z_]+(?:[-_ ]?\w+)*(?: pid=\d+)?\)\s*)?"  # (EngineCore pid=12)
     r"(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\s+\d\d-\d\d \d\d:\d\d:\d\d (?:\[[^\]]*\]\s*)?)?"
@@ -96,6 +100,18 @@ class ManagedProcess:
         except ValueError:
             return f"killed by signal {-code}"
 
+    def members(self) -> dict[str, int]:
+        """Process ids, by a name for a sentence."""
+        return {self.name: self.pid}
+
+    def tree(self) -> list[psutil.Process]:
+        """It and every process below it, now."""
+        try:
+            process = psutil.Process(self.pid)
+            return [process, *process.children(recursive=True)]
+        except psutil.Error:
+            return []
+
     def children(self) -> dict[str, psutil.Process]:
         """Every process below this one, now, by a name and number for a sentence."""
         try:
@@ -117,6 +133,45 @@ class ManagedProcess:
         with self.log.open("rb") as file:
             file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             return file.read().decode(errors="replace").splitlines()
+
+
+class StopWatch:
+    """How long one of some processes has been stopped (SIGSTOP, Ctrl-Z), once that is longer than allowed."""
+
+    def __init__(self, allowed_s: float) -> None:
+        self._allowed_s = allowed_s
+        self._since: dict[int, float] = {}
+        self._looked = time.monotonic()
+
+    def look(self, pids: Sequence[int]) -> float | None:
+        """Seconds, or None while all of them may run. Time in which nobody looked is not counted."""
+        now = time.monotonic()
+        paused, self._looked = max(0.0, now - self._looked - _LOOKS_AT_LEAST_EVERY_S), now
+        stopped = {pid for pid in pids if is_stopped(pid)}
+        self._since = {pid: self._since.get(pid, now) + (paused if pid in self._since else 0.0) for pid in stopped}
+        longest = max((now - since for since in self._since.values()), default=0.0)
+        return longest if longest > self._allowed_s else None
+
+
+def is_stopped(pid: int) -> bool:
+    """Whether the kernel lets it wait for SIGCONT; read from /proc, which is cheap enough to do often."""
+    try:
+        status = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return False
+    return status.rpartition(")")[2].split()[0] == "T"
+
+
+def kill_session(leader: int, others: Sequence[psutil.Process]) -> None:
+    """SIGKILL a process that was started in a session of its own, its group, and these others; wait for the others."""
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+    for process in others:
+        with suppress(psutil.Error):
+            process.kill()
+    deadline = time.monotonic() + _GONE_WITHIN_S
+    while any(is_alive(process) for process in others) and time.monotonic() < deadline:
+        time.sleep(0.02)
 
 
 def meaningful_line(lines: Sequence[str]) -> str:

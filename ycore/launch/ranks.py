@@ -65,6 +65,11 @@ class RankedTrainer:
         if number == signal.SIGKILL or not alive:
             self._launcher.send(number)
 
+    def members(self) -> dict[str, int]:
+        """Process ids of the ranks that work, by a name for a sentence."""
+        working = [report for report in self._reports() if report.exit_code is None]
+        return {f"{self._launcher.name} rank {report.number}": report.pid for report in working}
+
     def how_it_ended(self) -> str:
         culprit = self._culprit()
         if culprit is None:

@@ -6,7 +6,7 @@ Not here: which engines go where (`engines`), and what the ranks are told (`layo
 from dataclasses import dataclass
 from pathlib import Path
 
-from ycore.config.run import RunConfig
+from ycore.config.kinds import AnyConfig
 from ycore.errors import ConfigError
 from ycore.launch.engines import Machine, this_machine
 from ycore.launch.layout import ONE_RANK, Layout, layout_of
@@ -22,7 +22,7 @@ class Site:
     machine: Machine
 
 
-def site_of(config: RunConfig, *, trains: bool = True) -> Site:
+def site_of(config: AnyConfig, *, trains: bool = True) -> Site:
     """This machine's part of the run; ConfigError where it has not what the ranks need."""
     machine = this_machine()
     layout = layout_of(config, on_cpu=not machine.devices) if trains else ONE_RANK

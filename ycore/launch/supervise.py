@@ -3,57 +3,92 @@
 Not here: starting them (`launcher`), and clearing them away (`guarding`).
 """
 
+import re
 import signal
 import time
-from collections.abc import Sequence
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
-from ycore.errors import EngineError, Interrupted, TrainerError, UserError
-from ycore.launch.health import is_healthy
-from ycore.launch.processes import ManagedProcess, is_alive
+from ycore.errors import Interrupted, RunError, TrainerError, UserError
+from ycore.launch.engine_watch import EngineWatch
+from ycore.launch.processes import ManagedProcess, StopWatch, is_stopped
 from ycore.launch.ranks import RankedTrainer
+from ycore.launch.reaper import RunWatch
+from ycore.launch.stacks import write_stacks
 from ycore.launch.stopping import StopRequests
+from ycore.roles.ranks import forget_reports
+from ycore.run_folder.paths import RunFolder
 from ycore.telemetry.follow import MetricsFollower
 from ycore.telemetry.progress import RunProgress
 
 _LOOK_EVERY_S = 0.2
-_ASK_EVERY_S = 1.0
 _STOPS_WITHIN_S = 60.0  # a trainer that was asked to stop finishes its step and saves a checkpoint
 _BLAME_WITHIN_S = 2.0  # a trainer may notice an engine's end before the engine's process is gone
+_DEADLINE_PASSED = re.compile(r"\bwithin \d+ s\b|timed out", re.IGNORECASE)
+
+Trainer = ManagedProcess | RankedTrainer
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How long a trainer may be silent, in seconds, and how often it goes on by itself after it has failed."""
+
+    step_s: float = 3600.0
+    stopped_s: float = 60.0
+    restarts: int = 0
 
 
 class Supervisor:
-    """One run's processes. `watch` returns when the trainer has finished, and raises for every other end."""
+    """One run's processes. `watch` returns when the trainer has finished, and raises for every other end.
+
+    `start` starts the trainer, which goes on from its newest checkpoint by itself; `way_on` ends the line of an error.
+    """
 
     def __init__(
         self,
-        trainer: ManagedProcess | RankedTrainer,
-        engines: Sequence[tuple[ManagedProcess, Path]],
+        start: Callable[[], Trainer],
+        engines: EngineWatch,
         *,
+        folder: RunFolder,
         follower: MetricsFollower,
         progress: RunProgress,
         stops: StopRequests,
-        start_timeout_s: float,
+        limits: Limits = Limits(),
+        way_on: str = "",
     ) -> None:
-        self._trainer = trainer
-        self._engines = [process for process, _ in engines]
-        self._waiting = list(engines)
-        self._parts: dict[str, dict[str, psutil.Process]] = {}
+        self._start = start
+        self._trainer = start()
+        self._engines = engines
+        self._folder = folder
         self._follower = follower
         self._progress = progress
         self._stops = stops
-        self._start_timeout_s = start_timeout_s
-        self._began = self._asked = time.monotonic()
+        self._limits = limits
+        self._way_on = way_on
+        self._stopped = StopWatch(limits.stopped_s)
+        self._moved = time.monotonic()
         self._step = 0
+        self.num_restarts = 0
+        engines.on_hang = self._write_stacks
 
     def watch(self) -> None:
-        """Show progress and look after every process until the trainer ends."""
+        """Show progress and look after every process until the trainer ends for good."""
+        while True:
+            try:
+                return self._until_it_ends()
+            except TrainerError as error:
+                if self._stops.count or self.num_restarts >= self._limits.restarts:
+                    raise TrainerError(f"{error}{self._way_on}") from None
+                self._restart(error)
+            except RunError as error:
+                raise type(error)(f"{error}{self._way_on}") from None
+
+    def _until_it_ends(self) -> None:
         while self._trainer.exit_code is None:
             self._show()
-            self._check_engines()
-            self._check_ready()
+            self._engines.look()
+            self._check_trainer()
             if self._stops.count:
                 self._stop()
             time.sleep(_LOOK_EVERY_S)
@@ -64,40 +99,40 @@ class Supervisor:
         for row in self._follower.read():
             self._progress.step(row)
             self._step = int(row.get("step", self._step))
+            self._moved = time.monotonic()
 
-    def _check_engines(self) -> None:
-        """An engine that is gone ends the run. Restarting it, within a budget, belongs in the place of the raise.
+    def _check_trainer(self) -> None:
+        """TrainerError for one that is there and does not get on."""
+        members = self._trainer.members()
+        stopped = self._stopped.look(list(members.values()))
+        if stopped is not None:
+            name = next((name for name, pid in members.items() if is_stopped(pid)), self._trainer.name)
+            self._give_up(f"{name} has been stopped (SIGSTOP) for {stopped:.0f} s")
+        if not self._engines.are_ready:
+            self._moved = time.monotonic()
+        silent = time.monotonic() - self._moved
+        if silent > self._limits.step_s:
+            self._give_up(f"{self._trainer.name} has not finished a step for {silent:.0f} s (step_timeout_s)")
 
-        vLLM's server outlives its engine core and lets requests wait for ever, so a ready engine is gone as soon as
-        any of its processes is.
-        """
-        for engine in self._engines:
-            if engine.exit_code is not None:
-                raise EngineError(_ended(engine))
-            for name, part in self._parts.get(engine.name, {}).items():
-                if not is_alive(part):
-                    raise EngineError(
-                        f"{engine.name} lost its process {name}, killed or out of memory (see {engine.log})"
-                    )
+    def _give_up(self, why: str) -> None:
+        stacks = self._write_stacks(why)
+        raise TrainerError(f"{why}, in step {self._step + 1} (the stack of every process is in {stacks})")
 
-    def _check_ready(self) -> None:
-        """Ask the engines that have not answered yet, until all have or the time is over."""
-        now = time.monotonic()
-        if not self._waiting or now - self._asked < _ASK_EVERY_S:
-            return
-        self._asked = now
-        ready = [engine for engine, socket in self._waiting if is_healthy(socket)]
-        self._waiting = [(engine, socket) for engine, socket in self._waiting if engine not in ready]
-        self._parts |= {engine.name: engine.children() for engine in ready}
-        waited = time.monotonic() - self._began
-        if not self._waiting:
-            self._progress.say(f"{_engines(len(self._engines))} ready after {waited:.0f} s")
-        elif waited > self._start_timeout_s:
-            engine = self._waiting[0][0]
-            raise EngineError(
-                f"{engine.name} was not ready after {self._start_timeout_s:.0f} s: {engine.last_line()} "
-                f"(see {engine.log}, or raise engine.start_timeout_s)"
-            )
+    def _write_stacks(self, why: str) -> Path:
+        path = self._folder.logs / f"stacks-step-{self._step + 1}.txt"
+        return write_stacks(RunWatch(self._folder.run_id).look(), path, why=f"{why}, in step {self._step + 1}")
+
+    def _restart(self, error: TrainerError) -> None:
+        """Clear away what the trainer left, reward workers and other ranks included, and start it again."""
+        self.num_restarts += 1
+        counted = f"{self.num_restarts} of {self._limits.restarts}"
+        self._progress.say(f"{error}; going on from the newest checkpoint ({counted})")
+        engines = [process.pid for process in self._engines.processes()]
+        RunWatch(self._folder.run_id, keep=engines).kill(grace_s=0)
+        forget_reports(self._folder)
+        self._stopped = StopWatch(self._limits.stopped_s)
+        self._moved = time.monotonic()
+        self._trainer = self._start()
 
     def _stop(self) -> None:
         """Ask the trainer, and the trainer alone, to save and end; a second request, or 60 s, ends it."""
@@ -123,21 +158,20 @@ class Supervisor:
         if code == Interrupted.exit_code or self._stops.count:
             raise Interrupted(f"stopped after step {self._step}; the same command goes on with --resume")
         self._blame_an_engine()
-        raise TrainerError(_ended(self._trainer))
+        error = f"{_ended(self._trainer)}, in step {self._step + 1}"
+        if _DEADLINE_PASSED.search(error):
+            error += f" (the stack of every process is in {self._write_stacks(error)})"
+        raise TrainerError(error)
 
     def _blame_an_engine(self) -> None:
         deadline = time.monotonic() + _BLAME_WITHIN_S
-        while self._engines and time.monotonic() < deadline:
-            self._check_engines()
+        while self._engines.processes() and time.monotonic() < deadline:
+            self._engines.check()
             time.sleep(_LOOK_EVERY_S)
 
 
-def _ended(process: ManagedProcess | RankedTrainer) -> str:
+def _ended(process: Trainer) -> str:
     line = process.last_line()
     return (
         f"{process.name} ended with {process.how_it_ended()}" + (f": {line}" if line else "") + f" (see {process.log})"
     )
-
-
-def _engines(count: int) -> str:
-    return "engine" if count == 1 else f"{count} engines"

@@ -1,4 +1,4 @@
-"""Built-in rewards for a right answer: `exact_answer`, `contains_answer`, `math`, `gym`.
+"""Built-in rewards for a right answer: `exact_answer`, `contains_answer`, `numeric_answer`, `math`, `gym`.
 
 Not here: rewards for shape and length (`shape`), and the table of names (`builtin`).
 """
@@ -6,6 +6,7 @@ Not here: rewards for shape and length (`shape`), and the table of names (`built
 import json
 import re
 from collections.abc import Callable
+from decimal import Decimal
 from functools import cache, lru_cache
 from typing import Any
 
@@ -42,6 +43,22 @@ def contains_answer(
     return _compared(completions, answer, holds)
 
 
+def numeric_answer(
+    prompts: list[Content], completions: list[Content], answer: list[Any], *, tolerance: float = 1e-6, **_columns: Any
+) -> list[float | None]:
+    """1 where the last number given is within `tolerance` of the answer, else 0; None where the answer is no number.
+
+    The tolerance is a share of the answer's size where that is above 1, and the distance itself below.
+    """
+    if tolerance < 0:
+        raise ValueError(f"tolerance must be 0 or more: {tolerance}")
+    golds = [number_of(gold_of(gold)) for gold in answer]
+    return [
+        None if gold is None else _is_near(numbers_in(answer_text(completion)), gold, Decimal(str(tolerance)))
+        for completion, gold in zip(completions, golds, strict=True)
+    ]
+
+
 def math(prompts: list[Content], completions: list[Content], answer: list[Any], **_columns: Any) -> list[float | None]:
     """1 where math-verify finds the formula equal to the answer, else 0; None where the answer itself is no formula.
 
@@ -66,6 +83,10 @@ def _compared(
         float(is_right(answer_text(completion), gold)) if gold else None
         for completion, gold in zip(completions, golds, strict=True)
     ]
+
+
+def _is_near(given: list[Decimal], right: Decimal, tolerance: Decimal) -> float:
+    return float(bool(given) and abs(given[-1] - right) <= tolerance * max(Decimal(1), abs(right)))
 
 
 def _math_score(completion: Content, gold: str) -> float | None:

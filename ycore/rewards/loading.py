@@ -22,6 +22,7 @@ from ycore.rewards.builtin import BUILTIN, LIBRARIES, Reward
 from ycore.rewards.environment import reward_environment
 from ycore.rewards.importing import import_function
 from ycore.rewards.inputs import SUPPLIED, Inputs, inputs_of, require_columns
+from ycore.rewards.reference import REFERENCE, check_reference, is_reference
 
 CHECK_DEADLINE_S = 8.0
 
@@ -37,7 +38,9 @@ def load_reward(spec: RewardConfig) -> Reward:
 
 def check_reward(spec: RewardConfig, columns: Iterable[str], *, deadline_s: float = CHECK_DEADLINE_S) -> None:
     """Refuse what could not score this dataset, before the run. A person's code is imported in a process of its own."""
-    if ":" in spec.reward:
+    if is_reference(spec):
+        check_reference(spec, columns)
+    elif ":" in spec.reward:
         _check_apart(spec, sorted(columns), deadline_s)
     else:
         check_here(spec, columns)
@@ -49,10 +52,10 @@ def check_here(spec: RewardConfig, columns: Iterable[str]) -> None:
 
 
 def reward_names(specs: Sequence[RewardConfig]) -> list[str]:
-    """A short name for each source, each only once: the built-in or function name, numbered where it comes again."""
+    """A short name for each source, each only once: the last part of its name, numbered where it comes again."""
     names: list[str] = []
     for spec in specs:
-        name = spec.reward.rpartition(":")[2]
+        name = spec.reward.rpartition(":")[2].rstrip("/").rpartition("/")[2]
         candidates = itertools.chain([name], (f"{name}_{number}" for number in itertools.count(2)))
         names.append(next(candidate for candidate in candidates if candidate not in names))
     return names
@@ -61,7 +64,8 @@ def reward_names(specs: Sequence[RewardConfig]) -> list[str]:
 def _bound_builtin(spec: RewardConfig) -> Reward:
     name = spec.reward
     if name not in BUILTIN:
-        near = nearest(name, BUILTIN) or f"; built-in are {', '.join(BUILTIN)}"
+        known = (*BUILTIN, REFERENCE)
+        near = nearest(name, known) or f"; built-in are {', '.join(known)}"
         raise RewardError(f"no built-in reward {name!r}, and {_FORMS}{near}")
     library = LIBRARIES.get(name)
     if library is not None and importlib.util.find_spec(library.module) is None:

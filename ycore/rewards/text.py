@@ -20,17 +20,28 @@ def answer_text(completion: Content) -> str:
 
     A `<think>` that never ends gives no answer: an empty text.
     """
-    _before, end, after = text_of(completion).rpartition("</think>")
-    if not end and "<think>" in after:
-        return ""
+    after = _after_thinking(text_of(completion))
     # Searched from the end, not by a regular expression: ten thousand unclosed tags must not cost a deadline.
     tagged, closing, _ = after.rpartition("</answer>")
     return (tagged.rpartition("<answer>")[2] if closing else after).strip()
 
 
+def without_thinking(completion: Content) -> Content:
+    """The completion as it reads after its thinking, in the shape it had; empty where the thinking never ends."""
+    if not isinstance(completion, str):
+        said = dict(completion[-1]) if completion else {}
+        return [*completion[:-1], {**said, "content": _after_thinking(text_of(completion))}] if completion else []
+    return _after_thinking(completion)
+
+
 def words_of(completion: Content) -> list[str]:
     """The words of a completion: what stands between white space."""
     return text_of(completion).split()
+
+
+def _after_thinking(text: str) -> str:
+    _before, end, after = text.rpartition("</think>")
+    return "" if not end and "<think>" in after else after.lstrip() if end else after
 
 
 def _content_text(content: Any) -> str:

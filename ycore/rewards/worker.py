@@ -24,6 +24,7 @@ from ycore.rewards.channel import Channel, end_with_parent
 from ycore.rewards.importing import one_line
 from ycore.rewards.inputs import Inputs, call_arguments, inputs_of
 from ycore.rewards.loading import load_reward
+from ycore.rewards.text import without_thinking
 
 
 class Source(NamedTuple):
@@ -31,6 +32,7 @@ class Source(NamedTuple):
 
     function: Reward
     inputs: Inputs
+    strips_thinking: bool = False
 
 
 def main() -> None:
@@ -51,7 +53,7 @@ def answer(source: Source, request: dict[str, Any]) -> dict[str, Any]:
     """Call one reward; whatever it does, short of ending the process, becomes an answer."""
     owner = os.getpid()
     try:
-        result: object = source.function(**call_arguments(source.inputs, request))
+        result: object = source.function(**call_arguments(source.inputs, _shown_to(source, request)))
         if inspect.isawaitable(result):
             result = asyncio.run(_awaited(result))
         values = list(_iterable(result))
@@ -86,7 +88,15 @@ def _loaded(spec: RewardConfig) -> Source:
     function = load_reward(spec)
     if spec.reward in LIBRARIES:  # now, so that no call's deadline pays for the import
         importlib.import_module(LIBRARIES[spec.reward].module)
-    return Source(function, inputs_of(function))
+    return Source(function, inputs_of(function), spec.strip_thinking)
+
+
+def _shown_to(source: Source, request: dict[str, Any]) -> dict[str, Any]:
+    """The request as this source may see it: its token ids stay those of the whole completion."""
+    inputs = request["inputs"]
+    if not source.strips_thinking or "completions" not in inputs:
+        return request
+    return {**request, "inputs": {**inputs, "completions": [without_thinking(one) for one in inputs["completions"]]}}
 
 
 def _iterable(result: object) -> Iterable[object]:

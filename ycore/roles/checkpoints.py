@@ -1,84 +1,219 @@
-"""The controller's part of a checkpoint, and the checkpoint to go on from.
+"""A run's checkpoints: the trainer's part, which transformers writes, and ours, published as one or not at all.
 
-Not here: the trainer's own part (transformers writes it), and what the controller remembers (`controller.state`).
+Ours, for every rank: the controller as it was at the last step's end (`controller-RANK.json`), and the micro-batches of
+a round that later steps still learn from (`round-RANK.safetensors`).
+
+Not here: files, manifests and names (`run_folder.checkpoints`), what the controller remembers (`controller.state`), and
+whether the run that goes on is the one that began (`roles.identity`).
 """
 
+import shutil
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any
 
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 from torch.serialization import register_package
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ycore.algorithms.durable import DurableTrainer, MicroBatches, Place
 from ycore.controller.journal import Journal
-from ycore.controller.source import Rounds
-from ycore.controller.state import controller_state, restore_controller
-from ycore.errors import RunError
-from ycore.run_folder.files import read_json, write_json_atomic
+from ycore.errors import RunError, YcoreError
+from ycore.run_folder.checkpoints import (
+    FEWEST,
+    checkpoint_of,
+    checkpoints_in,
+    clear_leftovers,
+    drop_oldest,
+    newest_whole,
+    publish,
+    read_manifest,
+    size_of,
+    staging,
+    step_of,
+)
+from ycore.run_folder.files import is_disk_full, read_json, write_json_atomic
 
-_PREFIX = "checkpoint-"
+_SPARE = 1.1
 
 
 def controller_file(checkpoint: Path, rank: int) -> Path:
     return checkpoint / f"controller-{rank}.json"
 
 
-def newest_checkpoint(folder: Path, *, num_ranks: int = 1) -> Path | None:
-    """The latest checkpoint that holds the state of that many controllers: those are written last."""
-    if not folder.is_dir():
-        return None
-    whole = [
-        path
-        for path in folder.glob(f"{_PREFIX}*")
-        if all(controller_file(path, rank).is_file() for rank in range(num_ranks))
-    ]
-    return max(whole, key=step_of, default=None)
+def round_in_use(checkpoint: Path, rank: int) -> Path:
+    return checkpoint / f"round-{rank}.safetensors"
 
 
-def checkpoint_of(folder: Path, step: int) -> Path:
-    return folder / f"{_PREFIX}{step}"
-
-
-def step_of(checkpoint: Path) -> int:
-    return int(checkpoint.name.removeprefix(_PREFIX))
-
-
+@cache  # torch keeps a sorted list, and two of the same priority cannot be sorted
 def accept_numbered_cpus() -> None:
     """Let `torch.load` take `cpu:1` for the CPU: so accelerate names it by rank, and transformers loads optimizers."""
     register_package(50, lambda storage: None, lambda storage, where: storage if where.startswith("cpu:") else None)
 
 
-class ControllerState(TrainerCallback):
-    """Remembers the controller as it was at the last step's end, and writes that into every checkpoint, on every rank.
+@dataclass(frozen=True, slots=True)
+class Memory:
+    """What the controller of this rank remembers, as JSON values: how to ask for it, and how to set it."""
 
-    A round that was cut short has moved the controller on; its step does not exist, so neither does its state.
+    tell: Callable[[], dict[str, Any]]
+    restore: Callable[[dict[str, Any]], None]
+
+
+NOTHING = Memory(tell=dict, restore=lambda state: None)
+"""Where rounds are read from another run's journal, there is nothing to remember."""
+
+
+class Checkpoints(TrainerCallback):
+    """Writes, finds and restores the checkpoints of one rank; the first rank publishes.
+
+    A round that was cut short has moved the controller on; its step does not exist, so neither does its state: what is
+    saved is always the state at the last step's end.
     """
 
-    def __init__(self, rounds: Rounds, journal: Journal, *, rank: int) -> None:
-        self._rounds = rounds
+    def __init__(self, folder: Path, trainer: DurableTrainer, memory: Memory, journal: Journal | None) -> None:
+        self._folder = folder
+        self._trainer = trainer
+        self._memory = memory
         self._journal = journal
-        self._rank = rank
+        self._rank = int(trainer.accelerator.process_index)
+        self._world = int(trainer.accelerator.num_processes)
+        self._at_step_end = (memory.tell(), trainer.place)
         self.saved_step = 0
-        self._at_step_end = controller_state(rounds)
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._at_step_end = controller_state(self._rounds)
+        self._trainer.refuse_broken_weights()
+        self._at_step_end = (self._memory.tell(), self._trainer.place)
 
-    def on_save(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self.write(checkpoint_of(Path(str(args.output_dir)), state.global_step))
+    # -- writing ---------------------------------------------------------------------------------------------------
 
-    def write(self, checkpoint: Path) -> None:
+    @contextmanager
+    def saving(self, step: int) -> Iterator[Path]:
+        """What is written under the folder given becomes `checkpoint-STEP` on leaving; all ranks come here together."""
+        staged, leads = staging(self._folder, step), self._rank == 0
+        try:
+            if leads:
+                self._look_for_room()
+                shutil.rmtree(staged, ignore_errors=True)
+                staged.mkdir(mode=0o700)
+            self._meet()
+            yield staged
+            self._write_own(staged / checkpoint_of(self._folder, step).name, step)
+            self._meet()
+            if leads:
+                publish(self._folder, step, {"world": self._world})
+                drop_oldest(self._folder, keep=self._trainer.args.save_total_limit)
+            self._meet()
+        except YcoreError:
+            raise
+        except (OSError, RuntimeError, SafetensorError) as error:
+            if leads:
+                shutil.rmtree(staged, ignore_errors=True)  # room for the last lines of logs and summary
+            if is_disk_full(error) or self._is_nearly_full():
+                raise RunError(self._full(step)) from error
+            raise
+        self.saved_step = step
+        if self._journal is not None:
+            self._journal.prune(before=step_of(checkpoints_in(self._folder)[0]))
+
+    def _write_own(self, checkpoint: Path, step: int) -> None:
+        told, place = self._at_step_end
         checkpoint.mkdir(parents=True, exist_ok=True)  # the first rank's folder, which may not have made it yet
-        write_json_atomic(controller_file(checkpoint, self._rank), self._at_step_end)
-        self.saved_step = step_of(checkpoint)
-        self._journal.prune(before=min(step_of(path) for path in checkpoint.parent.glob(f"{_PREFIX}*")))
+        tensors, lists = _flat(place.micro_batches or [])
+        trainer = {"micro_step": place.micro_step, "corrects": place.corrects, "lists": lists}
+        write_json_atomic(
+            controller_file(checkpoint, self._rank), {"policy_version": step, "trainer": trainer, "controller": told}
+        )
+        if tensors:
+            save_file(tensors, round_in_use(checkpoint, self._rank))
+
+    def _look_for_room(self) -> None:
+        """Before anything is written: as much as the last checkpoint took must be free."""
+        before = checkpoints_in(self._folder)
+        need = int(_SPARE * size_of(before[-1])) if before else 0
+        if shutil.disk_usage(self._folder).free < need:
+            raise RunError(self._full(self._trainer.state.global_step))
+
+    def _is_nearly_full(self) -> bool:
+        """torch says only that a write failed, not why."""
+        before = checkpoints_in(self._folder)
+        expected = size_of(before[-1]) if before else self._expected_bytes()
+        return shutil.disk_usage(self._folder).free < expected
+
+    def _full(self, step: int) -> str:
+        free = shutil.disk_usage(self._folder).free / 1e6
+        whole = checkpoints_in(self._folder)
+        stands = f"{whole[-1].name} is whole" if whole else "there is none yet, and the journal holds the rounds"
+        return (
+            f"no room for the checkpoint of step {step} in {self._folder} ({free:.1f} MB free); {stands}: "
+            "make room, and go on with --resume"
+        )
+
+    def _expected_bytes(self) -> int:
+        """Roughly: the weights in training and, for each, two averages of the optimizer's, in float32."""
+        weights = self._trainer.model.parameters()
+        return sum(12 * int(weight.numel()) for weight in weights if weight.requires_grad)
+
+    def check_room(self) -> None:
+        """RunError where the disk has no room for the checkpoints that a run keeps."""
+        need = FEWEST * self._expected_bytes()
+        free = shutil.disk_usage(self._folder).free
+        if self._rank == 0 and not checkpoints_in(self._folder) and free < need:
+            raise RunError(
+                f"{FEWEST} checkpoints take about {need / 1e6:.0f} MB, and {self._folder} has {free / 1e6:.0f} MB "
+                "free; make room, or choose another --output"
+            )
+
+    def _meet(self) -> None:
+        self._trainer.accelerator.wait_for_everyone()
+
+    # -- going on --------------------------------------------------------------------------------------------------
+
+    def find(self) -> Path | None:
+        """Clear what a killed save left, and choose the newest checkpoint that verifies; for the first rank to do."""
+        clear_leftovers(self._folder)
+        newest = newest_whole(self._folder, say=lambda line: print(line, flush=True))
+        if newest is not None and (world := read_manifest(newest).get("world")) != self._world:
+            raise RunError(
+                f"{newest.name} was saved by {world} ranks, and this run has {self._world}; every rank has state of "
+                f"its own, so go on with --processes {world}"
+            )
+        return newest
 
     def restore(self, checkpoint: Path) -> None:
+        """Set this rank to what it wrote; before the trainer loads its own part."""
         file = controller_file(checkpoint, self._rank)
         if not file.is_file():
             raise RunError(
                 f"rank {self._rank} has no state in {checkpoint}; a run over several machines goes on only where "
                 "all of them see the same run folder"
             )
-        self._at_step_end = read_json(file)
+        told, batches = read_json(file), round_in_use(checkpoint, self._rank)
+        trainer = told["trainer"]
+        unfinished = _nested({**load_file(batches), **trainer["lists"]}) if batches.is_file() else None
+        place = Place(trainer["micro_step"], trainer["corrects"], unfinished)
+        self._trainer.go_to(place)
+        self._memory.restore(told["controller"])
+        self._at_step_end = (told["controller"], place)
         self.saved_step = step_of(checkpoint)
-        restore_controller(self._rounds, self._at_step_end)
+
+
+def _flat(batches: MicroBatches) -> tuple[dict[str, torch.Tensor], dict[str, list[Any]]]:
+    """`3/advantages` -> tensor, each with memory of its own, as safetensors wants it; and the same for plain lists."""
+    named = [(f"{number}/{name}", value) for number, batch in enumerate(batches) for name, value in batch.items()]
+    tensors = {key: value.detach().cpu().clone() for key, value in named if isinstance(value, torch.Tensor)}
+    return tensors, {key: value for key, value in named if isinstance(value, list)}
+
+
+def _nested(flat: Mapping[str, torch.Tensor | list[Any]]) -> MicroBatches:
+    """The inverse of `_flat`; what was None is not there, and TRL asks with `.get` for what may be None."""
+    count = 1 + max(int(key.partition("/")[0]) for key in flat)
+    batches: MicroBatches = [{} for _ in range(count)]
+    for key, value in flat.items():
+        number, _, name = key.partition("/")
+        batches[int(number)][name] = value
+    return batches

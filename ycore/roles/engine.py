@@ -33,8 +33,14 @@ class Engine(Protocol):
     async def wait_ready(self, *, timeout_s: float) -> None:
         """Return once the engine answers; EngineError when it does not in time."""
 
-    async def complete(self, prompt_ids: Sequence[int], seed: int) -> Completion:
-        """One completion. One request each, so that every completion can be scored as it ends and asked again alone."""
+    async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
+        """One completion. One request each, so that every completion can be scored as it ends and asked again alone.
+
+        `greedy` takes the likeliest token each time, whatever the run's sampling says.
+        """
+
+    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+        """The policy's log-probability of each target token, given the context and the targets before it."""
 
     async def load_weights(self, folder: Path, version: int) -> None:
         """Take the weights in `folder` as policy version `version`; SyncError unless the engine then says so."""

@@ -15,6 +15,7 @@ from types import FrameType
 from typing import Any, TextIO
 
 from ycore.errors import UserError, YcoreError
+from ycore.roles.stacks import tell_stacks
 from ycore.types import Group
 
 RIGHT_FROM = 1.0
@@ -29,6 +30,7 @@ def main() -> int:
     if len(sys.argv) != 2:
         print("usage: python -m ycore.roles.evaluator RUN_FOLDER", file=sys.stderr)
         return 2
+    tell_stacks()
     try:
         _evaluate(Path(sys.argv[1]))
     except YcoreError as error:
@@ -48,7 +50,7 @@ def _evaluate(root: Path) -> None:
     engines = parts.vllm_engines() if parts.started.kind == "vllm" else [_own_engine(parts)]
     rounds = Rounds(
         engines=engines,
-        rewards=parts.reward_pool(),
+        scoring=parts.scoring(engines),
         draws=parts.draws(),
         rules=parts.rules(num_engines=len(engines)),
         peers=Alone(),

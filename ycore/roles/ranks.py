@@ -63,6 +63,12 @@ def read_report(folder: RunFolder, local: int) -> Report | None:
     return Report(**read_json(path)) if path.is_file() else None
 
 
+def forget_reports(folder: RunFolder) -> None:
+    """Before ranks are started again: what the last ones said is about them alone."""
+    for report in folder.sockets.glob("rank-*.json"):
+        report.unlink()
+
+
 def take_place(folder: RunFolder, rank: Rank, *, cores: list[int] | None) -> None:
     """From here on this process is that rank: own log, own cores, and the launcher knows its process id."""
     log = os.open(folder.log(f"trainer-{rank.number}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)

@@ -22,7 +22,7 @@ from ycore.roles import RUN_MARKER
 from ycore.roles.vllm_engine import MODEL
 
 _GIB = 2**30
-_KEPT_OUT = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "WANDB_API_KEY", "OPENAI_API_KEY", "VLLM_API_KEY")
+_KEPT_OUT_SUFFIXES = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 _KEPT_OUT_PREFIXES = ("OMP_", "KMP_", "GOMP_", "VLLM_CPU_")
 
 
@@ -52,18 +52,26 @@ class RolloutEngine:
 
 def engine_command(engine: RolloutEngine) -> list[str]:
     """The server's command line; weights can be loaded anew while it runs, and logprobs are those sampled from."""
-    options: dict[str, object] = {
+    own = {
+        "--logprobs-mode": "processed_logprobs",
+        "--worker-extension-cls": "ycore.roles.vllm_extension.PolicyWorker",
+    }
+    return server_command(engine, served_as=MODEL, options=own)
+
+
+def server_command(engine: RolloutEngine, *, served_as: str, options: Mapping[str, object]) -> list[str]:
+    """The command line of a server of any role: what all have in common, and the role's own options."""
+    options = {
         "--model": engine.model,
-        "--served-model-name": MODEL,
+        "--served-model-name": served_as,
         "--uds": engine.socket,
         "--dtype": engine.dtype,
         "--max-model-len": engine.max_model_len,
         "--max-num-seqs": engine.max_num_seqs,
         "--seed": engine.seed,
-        "--logprobs-mode": "processed_logprobs",
         "--generation-config": "vllm",  # else the model's own sampling defaults would apply unasked
         "--uvicorn-log-level": "warning",
-        "--worker-extension-cls": "ycore.roles.vllm_extension.PolicyWorker",
+        **options,
     }
     flags = ["--disable-uvicorn-access-log", "--no-enable-log-requests"]
     if engine.on_cpu:
@@ -114,7 +122,7 @@ def kv_cache_gib(model_config: Mapping[str, Any], num_tokens: int, *, bytes_per_
 
 
 def _passes(name: str) -> bool:
-    return name not in _KEPT_OUT and not name.startswith(_KEPT_OUT_PREFIXES)
+    return not name.endswith(_KEPT_OUT_SUFFIXES) and not name.startswith(_KEPT_OUT_PREFIXES)
 
 
 def _cpu_environment(engine: RolloutEngine) -> dict[str, str]:

@@ -11,15 +11,42 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
-from typing import Any
+from typing import Any, Protocol
 
-from ycore.errors import Interrupted, UserError, YcoreError
+from ycore.errors import Interrupted, RunError, UserError, YcoreError
 from ycore.roles.ranks import Rank, report_end, take_place, this_rank, was_launched
-from ycore.run_folder.files import read_json
+from ycore.roles.stacks import tell_stacks
+from ycore.run_folder.files import is_disk_full, read_json
 from ycore.run_folder.paths import RunFolder
 
 
-def main() -> int:
+class Run(Protocol):
+    """What this process does: training from rounds (`training_run`), or from given examples (`tuning_run`)."""
+
+    def train(self) -> None: ...
+
+    def save(self) -> None: ...
+
+    def save_checkpoint(self) -> None: ...
+
+    def ask_to_stop(self) -> None: ...
+
+    def tell_others(self, error: BaseException) -> None: ...
+
+    def close(self) -> None: ...
+
+
+OpenRun = Callable[[Path], Run]
+
+
+def _open_training(root: Path) -> Run:
+    from ycore.controller.assemble import assemble
+    from ycore.roles.training_run import TrainingRun
+
+    return TrainingRun(assemble(root))
+
+
+def main(open_run: OpenRun = _open_training) -> int:
     """Exit status: 0 finished, 2 the user's mistake, 130 interrupted, 1 anything else."""
     if len(sys.argv) != 2:
         print("usage: python -m ycore.roles.trainer RUN_FOLDER", file=sys.stderr)
@@ -27,13 +54,14 @@ def main() -> int:
     # Threads that wait for each other by spinning take ten times as long where another process wants a core too.
     os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func is used knowingly
+    tell_stacks()
     folder, rank = RunFolder(Path(sys.argv[1])), this_rank()
     if was_launched():
-        return _train_as_rank(folder, rank)
-    return _train_and_tell(folder, lambda error: None)
+        return _train_as_rank(folder, rank, open_run)
+    return _train_and_tell(folder, open_run, lambda error: None)
 
 
-def _train_as_rank(folder: RunFolder, rank: Rank) -> int:
+def _train_as_rank(folder: RunFolder, rank: Rank, open_run: OpenRun) -> int:
     """As above, with the end told to ycore's launcher; torchrun hears of failures only, which end the other ranks."""
     cores = read_json(folder.root / "engines.json").get("cores")
     take_place(folder, rank, cores=cores[rank.local] if cores else None)
@@ -45,7 +73,7 @@ def _train_as_rank(folder: RunFolder, rank: Rank) -> int:
             report_end(folder, rank, *_how(error), expected=isinstance(error, YcoreError))
 
     try:
-        code = _train_and_tell(folder, tell)
+        code = _train_and_tell(folder, open_run, tell)
     except BaseException as error:
         tell(error)
         raise
@@ -62,22 +90,22 @@ def _how(error: BaseException) -> tuple[int, str]:
     return code, f"{type(error).__name__}: {error}"[:500]
 
 
-def _train_and_tell(folder: RunFolder, tell: Callable[[BaseException], None]) -> int:
+def _train_and_tell(folder: RunFolder, open_run: OpenRun, tell: Callable[[BaseException], None]) -> int:
     try:
-        return _train(folder.root, tell)
+        return _train(open_run(folder.root), tell)
     except YcoreError as error:
-        tell(error)
-        prefix = "error" if isinstance(error, UserError) else "failed"
-        print(f"{prefix}: {error}", file=sys.stderr)
-        return error.exit_code
+        known = error
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        known = RunError(f"no room left on the disk ({error}); make room, and go on with --resume")
+    tell(known)
+    prefix = "error" if isinstance(known, UserError) else "failed"
+    print(f"{prefix}: {known}", file=sys.stderr)
+    return known.exit_code
 
 
-def _train(root: Path, tell: Callable[[BaseException], None]) -> int:
-    from ycore.controller.assemble import assemble
-    from ycore.roles.training_run import TrainingRun
-
-    run = TrainingRun(assemble(root))
-
+def _train(run: Run, tell: Callable[[BaseException], None]) -> int:
     def ask_to_stop(signum: int, frame: FrameType | None) -> None:
         run.ask_to_stop()
 

@@ -17,20 +17,19 @@ from ycore.controller.assemble import Assembly
 from ycore.controller.draws import Shard
 from ycore.controller.journal import Journal, JournaledRounds
 from ycore.controller.peers import Alone, Peers
+from ycore.controller.placing import placed_slots
+from ycore.controller.replay import ReplayedRounds
 from ycore.controller.source import Rounds
+from ycore.controller.state import controller_state, restore_controller
 from ycore.controller.torch_peers import TorchPeers
 from ycore.errors import Interrupted
-from ycore.roles.checkpoints import (
-    ControllerState,
-    accept_numbered_cpus,
-    checkpoint_of,
-    newest_checkpoint,
-    step_of,
-)
+from ycore.roles.checkpoints import NOTHING, Checkpoints, Memory, accept_numbered_cpus
 from ycore.roles.engine import Engine
+from ycore.roles.identity import check_identity
 from ycore.roles.ranks import this_rank
 from ycore.roles.step_metrics import StepMetrics
 from ycore.roles.transformers_engine import TransformersEngine
+from ycore.run_folder.checkpoints import checkpoint_of, step_of
 from ycore.run_folder.files import write_json_atomic
 from ycore.telemetry.metrics import MetricsWriter
 
@@ -43,6 +42,8 @@ class TrainingRun:
     def __init__(self, parts: Assembly) -> None:
         self._parts = parts
         self._rank = this_rank()
+        if self._rank.number == 0:
+            check_identity(parts)
         self._stopping = StopBetweenSteps(self._any_rank_stops)
         self._metrics = MetricsWriter(parts.home.metrics)
         step_metrics = StepMetrics(self._metrics)
@@ -57,21 +58,50 @@ class TrainingRun:
         self._peers: Peers = TorchPeers() if self._trainer.accelerator.num_processes > 1 else Alone()
         self._rounds = self._make_rounds()
         step_metrics.watch(self._rounds)
-        journal = Journal(parts.home.journal, rank=self._peers.rank)
-        self._trainer.rounds = JournaledRounds(self._rounds, journal, self._peers, self._trainer.record)
-        self._controller = ControllerState(self._rounds, journal, rank=self._peers.rank)
-        self._trainer.add_callback(self._controller)
+        self._checkpoints = self._make_checkpoints()
+        self._trainer.writer = self._checkpoints
+        self._trainer.add_callback(self._checkpoints)
+
+    def _make_checkpoints(self) -> Checkpoints:
+        """And the trainer's rounds: generated and journaled, or read from another run's journal."""
+        parts, config, peers = self._parts, self._parts.config, self._peers
+        if config.replay is not None:
+            replayed = ReplayedRounds(
+                Path(config.replay),
+                rank=peers.rank,
+                world=peers.world,
+                group_size=config.group_size,
+                record=self._trainer.record,
+            )
+            replayed.check(steps=config.steps, steps_per_round=self._trainer.steps_per_round)
+            self._trainer.rounds = replayed
+            return Checkpoints(parts.home.checkpoints, self._trainer, NOTHING, journal=None)
+        journal = Journal(parts.home.journal, rank=peers.rank, world=peers.world, seed=config.seed)
+        self._trainer.rounds = JournaledRounds(self._rounds, journal, peers, self._trainer.record)
+        memory = Memory(
+            tell=lambda: controller_state(self._rounds), restore=lambda told: restore_controller(self._rounds, told)
+        )
+        pruned = None if config.keep_journal else journal
+        return Checkpoints(parts.home.checkpoints, self._trainer, memory, journal=pruned)
 
     def _make_rounds(self) -> Rounds:
         parts, engines = self._parts, self._engines()
         rounds = Rounds(
             engines=engines,
-            rewards=parts.reward_pool(),
+            scoring=parts.scoring(engines),
             draws=parts.draws(Shard(self._peers.rank, self._peers.world)),
             rules=parts.rules(num_engines=len(engines)),
             peers=self._peers,
             share_weights=self._share_weights if self._sends_weights else None,
             max_surplus_age=parts.config.sampling.max_age,
+            slots=placed_slots(
+                parts.config,
+                [scorer.role for scorer in parts.started.scorers],
+                num_slots=len(engines),
+                max_num_seqs=parts.started.max_num_seqs,
+                trace=parts.folder.root / "trace.json",
+                rank=self._peers.rank,
+            ),
         )
         rounds.record = self._trainer.record
         return rounds
@@ -96,6 +126,7 @@ class TrainingRun:
             folder,
             dtype=compute_dtype(self._parts.config),
             writes=accelerator.is_local_main_process,
+            version=version,
         )
         accelerator.wait_for_everyone()
         if version > 0:  # the first weights are sent before the first step begins
@@ -116,26 +147,29 @@ class TrainingRun:
         """All steps, from the newest checkpoint where there is one; Interrupted when asked to stop before the last."""
         resume_from = self._checkpoint_to_go_on_from()
         accept_numbered_cpus()
+        self._checkpoints.check_room()
         if resume_from is not None:
-            self._controller.restore(resume_from)
-            if self._peers.rank == 0:
-                self._metrics.forget_after(step_of(resume_from))
-        self._rounds.start(timeout_s=self._parts.config.engine.start_timeout_s)
-        before = self._sample(version=0)
+            self._checkpoints.restore(resume_from)
+        if self._peers.rank == 0:
+            self._metrics.forget_after(0 if resume_from is None else step_of(resume_from))
+        replays = self._parts.config.replay is not None
+        if not replays:
+            self._rounds.start(timeout_s=self._parts.config.engine.start_timeout_s)
+        before = None if replays else self._sample(version=0)
         with disable_input_dtype_casting(self._trainer.bare_model):
             self._trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
         if self._trainer.state.global_step < self._parts.config.steps:
             raise Interrupted(f"stopped after step {self._trainer.state.global_step}")
-        after = self._sample(version=self._trainer.state.global_step)
-        if self._peers.rank == 0:
-            write_json_atomic(self._parts.home.samples, {"before": before, "after": after})
+        if before is not None:
+            after = self._sample(version=self._trainer.state.global_step)
+            if self._peers.rank == 0:
+                write_json_atomic(self._parts.home.samples, {"before": before, "after": after})
 
     def _checkpoint_to_go_on_from(self) -> Path | None:
         """The first rank looks, so that all take the same one."""
-        folder = self._parts.home.checkpoints
-        newest = newest_checkpoint(folder, num_ranks=self._rank.local_world) if self._peers.rank == 0 else None
+        newest = self._checkpoints.find() if self._peers.rank == 0 else None
         (step,) = self._peers.add_up([0 if newest is None else step_of(newest)])
-        return None if step == 0 else checkpoint_of(folder, int(step))
+        return None if step == 0 else checkpoint_of(self._parts.home.checkpoints, int(step))
 
     def _sample(self, *, version: int) -> list[dict[str, Any]]:
         """One completion to each of the same few prompts, with the same seeds whenever it is asked."""
@@ -145,6 +179,7 @@ class TrainingRun:
 
     def save(self) -> None:
         """The model under `model/`: whole, or the adapter and, where asked, the merged model."""
+        self._trainer.refuse_broken_weights()
         folder, writes = self._parts.home.model, self._peers.rank == 0
         self._trainer.save_model(str(folder))
         if self._parts.config.merge and self._parts.config.lora is not None:
@@ -158,10 +193,8 @@ class TrainingRun:
 
     def save_checkpoint(self) -> None:
         """A checkpoint of the last finished step, unless it has one."""
-        step = self._trainer.state.global_step
-        if step > self._controller.saved_step:
+        if self._trainer.state.global_step > self._checkpoints.saved_step:
             self._trainer.save_checkpoint()
-            self._controller.write(checkpoint_of(self._parts.home.checkpoints, step))
         self._trainer.accelerator.wait_for_everyone()  # a rank that ends early would take the others with it
 
     def tell_others(self, error: BaseException) -> None:

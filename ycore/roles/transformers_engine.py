@@ -9,7 +9,7 @@ Not here: training.
 import asyncio
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,7 +18,12 @@ from ycore.types import Completion
 
 MAX_BATCH = 64
 
-_Ask = tuple[Sequence[int], int, "asyncio.Future[Completion]"]
+
+class _Ask(NamedTuple):
+    prompt_ids: Sequence[int]
+    seed: int
+    greedy: bool
+    answer: "asyncio.Future[Completion]"
 
 
 class TransformersEngine:
@@ -33,6 +38,7 @@ class TransformersEngine:
         self._sampling = sampling
         self._waiting: list[_Ask] = []
         self._worker: asyncio.Task[None] | None = None
+        self._turn = asyncio.Lock()  # one use of the model at a time, whichever thread it is on
 
     async def wait_ready(self, *, timeout_s: float) -> None:
         """Nothing to wait for."""
@@ -43,9 +49,9 @@ class TransformersEngine:
     async def close(self) -> None:
         """Nothing to let go of."""
 
-    async def complete(self, prompt_ids: Sequence[int], seed: int) -> Completion:
+    async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append((prompt_ids, seed, answer))
+        self._waiting.append(_Ask(prompt_ids, seed, greedy, answer))
         if self._worker is None or self._worker.done():
             self._worker = asyncio.ensure_future(self._work())
         return await answer
@@ -53,29 +59,48 @@ class TransformersEngine:
     async def _work(self) -> None:
         await asyncio.sleep(0)  # everything that is asked in this turn of the loop goes into one batch
         while self._waiting:
-            batch, self._waiting = self._waiting[:MAX_BATCH], self._waiting[MAX_BATCH:]
+            alike = [ask for ask in self._waiting if ask.greedy == self._waiting[0].greedy]
+            others = [ask for ask in self._waiting if ask.greedy != alike[0].greedy]
+            batch, self._waiting = alike[:MAX_BATCH], alike[MAX_BATCH:] + others
             try:
-                completions = await asyncio.to_thread(self._generate, batch)
+                async with self._turn:
+                    completions = await asyncio.to_thread(self._generate, batch)
             except Exception as error:  # noqa: BLE001 -- handed to everyone who waits for this batch
-                for _, _, answer in batch:
-                    if not answer.done():
-                        answer.set_exception(error)
+                for ask in batch:
+                    if not ask.answer.done():
+                        ask.answer.set_exception(error)
                 continue
-            for (_, _, answer), completion in zip(batch, completions, strict=True):
-                if not answer.done():
-                    answer.set_result(completion)
+            for ask, completion in zip(batch, completions, strict=True):
+                if not ask.answer.done():
+                    ask.answer.set_result(completion)
+
+    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+        async with self._turn:
+            return await asyncio.to_thread(self._score, list(context_ids), list(target_ids))
+
+    def _score(self, context_ids: list[int], target_ids: list[int]) -> tuple[float, ...]:
+        ids = torch.tensor([[*context_ids, *target_ids]], device=self._model.device)
+        was_training = self._model.training
+        self._model.eval()
+        try:
+            with torch.no_grad(), self._autocast():
+                logits = self._model(input_ids=ids, use_cache=False).logits[0, len(context_ids) - 1 : -1]
+        finally:
+            self._model.train(was_training)
+        chosen = logits.float().log_softmax(-1).gather(1, ids[0, len(context_ids) :].unsqueeze(1))
+        return tuple(chosen.squeeze(1).tolist())
 
     def _generate(self, batch: Sequence[_Ask]) -> list[Completion]:
         inputs = self._tokenizer.pad(
-            {"input_ids": [list(prompt_ids) for prompt_ids, _, _ in batch]}, padding_side="left", return_tensors="pt"
+            {"input_ids": [list(ask.prompt_ids) for ask in batch]}, padding_side="left", return_tensors="pt"
         ).to(self._model.device)
         was_training = self._model.training
         self._model.eval()
         try:
             # One generator serves the batch: its first seed stands for all of them.
             with torch.random.fork_rng(), torch.no_grad(), self._autocast():
-                torch.manual_seed(batch[0][1])
-                outputs = self._model.generate(**inputs, **self._arguments())
+                torch.manual_seed(batch[0].seed)
+                outputs = self._model.generate(**inputs, **self._arguments(greedy=batch[0].greedy))
         finally:
             self._model.train(was_training)
         return [self._completion(row) for row in outputs[:, inputs["input_ids"].size(1) :].tolist()]
@@ -85,9 +110,9 @@ class TransformersEngine:
         is_half = self._model.dtype == torch.bfloat16
         return torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=is_half)
 
-    def _arguments(self) -> dict[str, Any]:
+    def _arguments(self, *, greedy: bool) -> dict[str, Any]:
         sampling = self._sampling
-        greedy = sampling.temperature == 0
+        greedy = greedy or sampling.temperature == 0
         return {
             "max_new_tokens": sampling.max_tokens,
             "do_sample": not greedy,

@@ -3,64 +3,61 @@
 Not here: starting and stopping its process (`rollout`, `launch`).
 """
 
-import asyncio
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import httpx
-
-from ycore.errors import EngineError, SyncError
+from ycore.algorithms.checksum import Manifest, check_read_back, read_manifest
+from ycore.errors import SyncError
 from ycore.roles.engine import Sampling
+from ycore.roles.server import Server
 from ycore.types import Completion
 
 MODEL = "policy"
 """The name under which every engine serves its model."""
 
 
-_TRIES = 3
-
-# The server closes a connection that was idle for 5 s, which a training step is; ours are given up well before that.
-_LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=1.0)
-
-
 class VllmEngine:
-    """Example: `VllmEngine("rollout-0", folder.socket("rollout-0"), sampling, request_timeout_s=600)`."""
+    """Example: `VllmEngine("rollout-0", folder.socket("rollout-0"), sampling, request_timeout_s=600)`.
 
-    def __init__(self, name: str, socket: Path, sampling: Sampling, *, request_timeout_s: float) -> None:
+    A process that died and was started again gets the weights that the last one had, before it is asked anything.
+    `proved` is the share of the tensors sent last that were read back from the engine, and were right.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        socket: Path,
+        sampling: Sampling,
+        *,
+        request_timeout_s: float,
+        restart_timeout_s: float = 900.0,
+    ) -> None:
         self.name = name
         self.version = 0
-        self._socket = socket
+        self.proved = 0.0
         self._sampling = sampling
-        self._timeout_s = request_timeout_s
-        self._client = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=str(socket), limits=_LIMITS),
-            base_url=f"http://{name}",
-            timeout=httpx.Timeout(request_timeout_s, pool=None),
+        self._weights: tuple[Path, Manifest] | None = None
+        self._server = Server(
+            name,
+            socket,
+            request_timeout_s=request_timeout_s,
+            restart_timeout_s=restart_timeout_s,
+            prepare=self._send_weights,
         )
 
+    @property
+    def restarts(self) -> int:
+        """How often another process has taken the place of the one before."""
+        return self._server.restarts
+
     async def wait_ready(self, *, timeout_s: float) -> None:
-        try:
-            async with asyncio.timeout(timeout_s):
-                while not await self._healthy():
-                    await asyncio.sleep(0.2)
-        except TimeoutError:
-            raise EngineError(
-                f"{self.name}: not ready after {timeout_s:.0f} s; "
-                f"see logs/{self.name}.log, or raise engine.start_timeout_s"
-            ) from None
+        await self._server.wait_ready(timeout_s=timeout_s)
 
-    async def _healthy(self) -> bool:
-        if not self._socket.exists():
-            return False
-        try:
-            return (await self._client.get("/health", timeout=5)).status_code == 200
-        except httpx.HTTPError:
-            return False
-
-    async def complete(self, prompt_ids: Sequence[int], seed: int) -> Completion:
+    async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
         version = self.version
-        answer = await self._call("POST", "/v1/completions", self._request(prompt_ids, seed))
+        request = self._request(prompt_ids, seed) | ({"temperature": 0.0} if greedy else {})
+        answer = await self._server.ask("POST", "/v1/completions", request)
         choice = answer["choices"][0]
         return Completion(
             token_ids=tuple(choice["token_ids"]),
@@ -69,6 +66,13 @@ class VllmEngine:
             finish_reason=choice["finish_reason"],
             policy_version=version,
         )
+
+    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+        asked = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+        request = {"model": MODEL, "prompt": [*context_ids, *target_ids], **asked}
+        answer = await self._server.ask("POST", "/v1/completions", request)
+        told = answer["choices"][0]["prompt_logprobs"][len(context_ids) :]
+        return tuple(at[str(token)]["logprob"] for at, token in zip(told, target_ids, strict=True))
 
     def _request(self, prompt_ids: Sequence[int], seed: int) -> dict[str, Any]:
         sampling = self._sampling
@@ -89,42 +93,27 @@ class VllmEngine:
         }
 
     async def load_weights(self, folder: Path, version: int) -> None:
-        reload = {"method": "load_policy", "kwargs": {"weights_path": str(folder)}}
-        await self._call("POST", "/collective_rpc", reload)
-        await self._call("POST", "/reset_prefix_cache")
-        await self._call("POST", "/update_weight_version", {"new_version": str(version)})
-        told = (await self._call("GET", "/weight_info"))["weight_version"]
+        self._weights = folder, read_manifest(folder, version=version)
+        self._server.forget()
+        told = (await self._server.ask("GET", "/weight_info"))["weight_version"]
         if told != str(version):
             raise SyncError(f"{self.name}: holds policy version {told}, not {version}, after the weights were sent")
         self.version = version
 
-    async def _call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """One request with a deadline; any failure is an EngineError that names the engine and the call."""
+    async def _send_weights(self) -> None:
+        """Have the process load the weights, and prove that it did: each tensor's sum is read back from the model."""
+        if self._weights is None:
+            return
+        folder, manifest = self._weights
+        call = self._server.call
+        reload = {"method": "load_policy", "kwargs": {"weights_path": str(folder)}}
+        (read_back,) = (await call("POST", "/collective_rpc", reload))["results"]
         try:
-            response = await self._request_again(method, path, body)
-        except httpx.TimeoutException:
-            raise EngineError(
-                f"{self.name}: no answer to {path} within {self._timeout_s:.0f} s (engine.request_timeout_s)"
-            ) from None
-        except httpx.HTTPError as error:
-            raise EngineError(
-                f"{self.name}: {path} failed, {error or type(error).__name__}; see logs/{self.name}.log"
-            ) from error
-        if response.status_code >= 400:
-            raise EngineError(f"{self.name}: {path} answered {response.status_code}: {response.text[:300]}")
-        try:
-            return response.json() if response.content else None
-        except ValueError:
-            raise EngineError(f"{self.name}: {path} answered {response.text[:300]!r}, which is not JSON") from None
-
-    async def _request_again(self, method: str, path: str, body: Mapping[str, Any] | None) -> httpx.Response:
-        """The answer, asked again where the connection was closed instead: every call here may be made twice."""
-        for _ in range(_TRIES - 1):
-            try:
-                return await self._client.request(method, path, json=body)
-            except httpx.RemoteProtocolError:
-                continue
-        return await self._client.request(method, path, json=body)
+            self.proved = check_read_back(manifest.sums, read_back) / len(manifest.sums)
+        except SyncError as error:
+            raise SyncError(f"{self.name}: policy version {manifest.version}: {error}") from None
+        await call("POST", "/reset_prefix_cache")
+        await call("POST", "/update_weight_version", {"new_version": str(manifest.version)})
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self._server.close()

@@ -7,10 +7,13 @@ Not here: the parts (`vllm_worker`, `vllm_sampler`); nothing outside an engine's
 
 from vllm.platforms import current_platform
 
+from ycore.roles.stacks import tell_stacks
 from ycore.roles.vllm_sampler import sample_faster
-from ycore.roles.vllm_worker import PolicyWorker
+from ycore.roles.vllm_worker import PolicyWorker, note_what_is_packed
 
 __all__ = ["PolicyWorker"]
 
+tell_stacks()
 if current_platform.is_cpu():
     sample_faster()
+    note_what_is_packed()

@@ -20,6 +20,11 @@ class RunFolder:
         return self.root / "run.json"
 
     @property
+    def identity(self) -> Path:
+        """What the run learned from at its first start: fingerprints of rows, model and reward files."""
+        return self.root / "identity.json"
+
+    @property
     def metrics(self) -> Path:
         return self.root / "metrics.jsonl"
 
@@ -28,9 +33,19 @@ class RunFolder:
         return self.root / "summary.json"
 
     @property
+    def memory(self) -> Path:
+        """The most that each process of each role held, in bytes."""
+        return self.root / "memory.json"
+
+    @property
     def samples(self) -> Path:
         """Completions to the same few prompts, before and after training."""
         return self.root / "samples.json"
+
+    @property
+    def held_out(self) -> Path:
+        """What a run without rollouts measured on held-out rows, before and after."""
+        return self.root / "held_out.json"
 
     @property
     def curve(self) -> Path:
@@ -42,7 +57,7 @@ class RunFolder:
 
     @property
     def journal(self) -> Path:
-        """The rounds since the oldest checkpoint that is kept."""
+        """The rounds since the oldest checkpoint that is kept, or all of them."""
         return self.root / "journal"
 
     @property

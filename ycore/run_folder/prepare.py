@@ -3,20 +3,23 @@
 Not here: where things lie (`paths`), and ending a run (`summary`).
 """
 
+import contextlib
 import fcntl
 import importlib.metadata
 import os
 import shutil
 import sys
 import time
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from pydantic import BaseModel
+from pydantic import BaseModel, ValidationError
 
 from ycore.errors import RunFolderError
 from ycore.run_folder.files import read_json, write_json_atomic
+from ycore.run_folder.identity import Difference, in_words, settings_that_differ
 from ycore.run_folder.paths import RunFolder
 from ycore.run_folder.private import make_private, temporary_folder
 from ycore.run_folder.secrets import redact, redact_command
@@ -56,7 +59,30 @@ class Claim:
         os.close(self.descriptor)
 
 
-def check_claim(folder: RunFolder, config: BaseModel, *, resume: bool) -> None:
+def is_held(folder: RunFolder) -> bool:
+    """Whether a run goes on in the folder, its guardian's clearing away included."""
+    try:
+        with open(folder.root / _LOCK, "rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+    except FileNotFoundError:
+        return False
+    except BlockingIOError:
+        return True
+    return False
+
+
+@dataclass(frozen=True, slots=True)
+class Resume:
+    """How a run goes on: from the checkpoint of `step` (0 is the beginning, None the newest), changed or as it was."""
+
+    step: int | None = None
+    accept_changes: bool = False
+
+
+AS_IT_WAS = Resume()
+
+
+def check_claim(folder: RunFolder, config: BaseModel, *, resume: bool, how: Resume = AS_IT_WAS) -> None:
     """RunFolderError unless `claim` would accept the folder; nothing is written."""
     if not os.path.lexists(folder.root):
         _check_parent(folder.root)
@@ -65,7 +91,7 @@ def check_claim(folder: RunFolder, config: BaseModel, *, resume: bool) -> None:
     elif not os.access(folder.root, os.W_OK | os.X_OK):
         raise RunFolderError(f"--output {folder.root} cannot be written to; choose another --output")
     if folder.config.is_file():
-        _check_same_run(folder, config, resume=resume)
+        _check_same_run(folder, config, resume=resume, how=how)
         return
     if resume:
         raise RunFolderError(f"--resume needs the folder of a run, and {folder.root} holds no run.json; leave it out")
@@ -91,7 +117,7 @@ def claim(folder: RunFolder, config: BaseModel, *, resume: bool) -> Claim:
     for private in (folder.sockets, temporary_folder(folder)):
         make_private(private)
     folder.summary.unlink(missing_ok=True)
-    write_json_atomic(folder.config, _description(config, resume=resume))
+    write_description(folder, config, resume=resume)
     return held
 
 
@@ -106,40 +132,65 @@ def installed_versions() -> dict[str, str | None]:
     return versions
 
 
-def _description(config: BaseModel, *, resume: bool) -> dict[str, Any]:
-    return {
+def held_config(folder: RunFolder) -> dict[str, Any]:
+    """The settings of the run that the folder holds, as they were written down."""
+    held = read_json(folder.config)
+    config = held.get("config") if isinstance(held, dict) else None
+    if not isinstance(config, dict):
+        raise RunFolderError(f"{folder.config} is not a run's; choose another --output")
+    return config
+
+
+def changes(folder: RunFolder, config: BaseModel) -> list[Difference]:
+    """The settings in which `config` is another run than the one in the folder."""
+    there = held_config(folder)
+    with contextlib.suppress(ValidationError):  # a key that was not there yet has its default
+        there = type(config).model_validate(there).model_dump(mode="json")
+    return settings_that_differ(redact(there), redact(config.model_dump(mode="json")))
+
+
+def write_description(folder: RunFolder, config: BaseModel, *, resume: bool) -> None:
+    """run.json: the settings, and how the run was started."""
+    told = {
         "config": redact(config.model_dump(mode="json")),
         "command": redact_command(sys.argv),
+        "directory": os.getcwd(),
         "versions": installed_versions(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "resume": resume,
     }
+    write_json_atomic(folder.config, told)
 
 
-def _check_same_run(folder: RunFolder, config: BaseModel, *, resume: bool) -> None:
-    held = read_json(folder.config)
-    there = held.get("config") if isinstance(held, dict) else None
-    if not isinstance(there, dict):
-        raise RunFolderError(f"{folder.config} is not a run's; choose another --output")
-    differences = _differences(there, redact(config.model_dump(mode="json")))
+def _check_same_run(folder: RunFolder, config: BaseModel, *, resume: bool, how: Resume) -> None:
+    differences = [] if how.accept_changes else changes(folder, config)
+    if differences and not resume:
+        raise RunFolderError(f"{folder.root} holds another run ({in_words(differences)}); choose another --output")
     if differences:
-        raise RunFolderError(f"{folder.root} holds another run ({differences}); choose another --output")
-    status = read_json(folder.summary).get("status") if folder.summary.is_file() else None
-    if status == "finished":
-        raise RunFolderError(f"{folder.root} holds this run, finished; choose another --output to run it again")
+        raise RunFolderError(
+            f"{folder.root} is another run ({in_words(differences)}); leave these as they were, "
+            "or go on all the same with --accept-changes"
+        )
+    goes_on = resume and (how.step is not None or _wants_more_steps(folder, config))
+    if is_finished(folder) and not goes_on:
+        raise RunFolderError(
+            f"{folder.root} holds this run, finished; go on for longer with --resume and more --steps, "
+            "or choose another --output to run it again"
+        )
     if not resume:
         raise RunFolderError(
             f"{folder.root} holds this run, not finished; go on with --resume, or choose another --output"
         )
 
 
-def _differences(there: dict[str, Any], here: dict[str, Any]) -> str:
-    """The first few values that differ; the folder's own name may be written in many ways, so it does not count."""
-    keys = sorted((there.keys() | here.keys()) - {"output"})
-    found = [
-        f"{key}: {there.get(key)!r} there, {here.get(key)!r} here" for key in keys if there.get(key) != here.get(key)
-    ]
-    return "; ".join(found[:2]) + ("; ..." if len(found) > 2 else "")
+def is_finished(folder: RunFolder) -> bool:
+    """Whether the run in the folder has come to its end."""
+    return folder.summary.is_file() and read_json(folder.summary).get("status") == "finished"
+
+
+def _wants_more_steps(folder: RunFolder, config: BaseModel) -> bool:
+    before, now = held_config(folder).get("steps"), config.model_dump().get("steps")
+    return isinstance(before, int) and isinstance(now, int) and now > before
 
 
 def _check_parent(root: Path) -> None:

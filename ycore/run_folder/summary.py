@@ -32,6 +32,22 @@ def summarise(
     return summary if error is None else {**summary, "error": error}
 
 
+def summarise_losses(
+    metrics: Sequence[Mapping[str, Any]], status: Status, wall_s: float, *, error: str | None = None
+) -> dict[str, Any]:
+    """The summary of a run without rollouts: its loss in place of its reward; short runs have shorter ends."""
+    losses = [float(row["loss"]) for row in metrics if _is_finite(row.get("loss"))]
+    window = min(_WINDOW, max(1, len(losses) // 2))
+    summary: dict[str, Any] = {
+        "status": status,
+        "steps": num_steps(metrics),
+        "wall_s": round(wall_s, 1),
+        "loss_first": _mean(losses[:window]),
+        "loss_last": _mean(losses[-window:]),
+    }
+    return summary if error is None else {**summary, "error": error}
+
+
 def num_steps(metrics: Sequence[Mapping[str, Any]]) -> int:
     """The last step that the metrics tell of."""
     return max((int(row["step"]) for row in metrics if _is_finite(row.get("step"))), default=0)

@@ -18,7 +18,13 @@ def total_reward(scores: Sequence[Score], weights: Sequence[float]) -> float | N
 
 
 def can_teach(group: Group, weights: Sequence[float], *, tolerance: float = TOLERANCE) -> bool:
-    """Whether any advantage of the group would be other than zero: two scored completions whose rewards differ."""
+    """Whether any advantage of the group would be other than zero: two scored completions whose rewards differ.
+
+    Where the prompt's greedy completion is the baseline, one completion that differs from it is enough.
+    """
     totals = [total_reward(scores, weights) for scores in group.scores_GR]
     known = [total for total in totals if total is not None]
+    if group.greedy_scores_R is not None:
+        baseline = total_reward(group.greedy_scores_R, weights)
+        return baseline is not None and any(abs(total - baseline) > tolerance for total in known)
     return len(known) > 1 and max(known) - min(known) > tolerance

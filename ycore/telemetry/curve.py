@@ -30,16 +30,21 @@ def draw_curve(metrics: Sequence[Mapping[str, Any]], path: Path, title: str) -> 
     figure = Figure(figsize=(12, 7), dpi=100, layout="constrained")
     FigureCanvasAgg(figure)
     grid = figure.add_gridspec(2, 2, height_ratios=(2.2, 1))
-    _draw_reward(figure.add_subplot(grid[0, :]), reward)
+    draw_series(figure.add_subplot(grid[0, :]), reward, "reward")
     _draw_length(figure.add_subplot(grid[1, 0]), points(metrics, "completions/mean_length"))
     _draw_time(figure.add_subplot(grid[1, 1]), metrics)
     for axes in figure.axes:
-        _style(axes)
+        style(axes)
+    save(figure, path, title)
+    return True
+
+
+def save(figure: Any, path: Path, title: str) -> None:
+    """The picture under its title, whole or not there."""
     figure.suptitle(title, fontsize=14, fontweight="bold", x=0.01, ha="left")
     partial = path.with_name(f".{path.name}")
     figure.savefig(partial, format="png")
     partial.replace(path)
-    return True
 
 
 def points(metrics: Sequence[Mapping[str, Any]], name: str) -> Points:
@@ -65,8 +70,9 @@ def smooth(values: Sequence[float], *, window: int) -> list[float]:
     return means
 
 
-def _draw_reward(axes: Any, reward: Points) -> None:
-    steps, values = reward
+def draw_series(axes: Any, series: Points, name: str) -> None:
+    """Every step in grey, and smoothed in blue; shares of one on an axis from 0 to 1."""
+    steps, values = series
     window = max(3, len(values) // 10)
     axes.plot(
         steps,
@@ -79,8 +85,8 @@ def _draw_reward(axes: Any, reward: Points) -> None:
         markersize=3,
     )
     axes.plot(steps, smooth(values, window=window), color=_BLUE, linewidth=2.6, label="smoothed")
-    axes.set_ylabel("reward")
-    if min(values) >= 0 and max(values) <= 1:
+    axes.set_ylabel(name)
+    if name == "reward" and min(values) >= 0 and max(values) <= 1:
         axes.set_ylim(-0.02, 1.02)
     axes.legend(loc="best", frameon=False, fontsize=10)
 
@@ -104,7 +110,8 @@ def _draw_time(axes: Any, metrics: Sequence[Mapping[str, Any]]) -> None:
     axes.legend(loc="upper right", frameon=False, fontsize=9, ncols=3)
 
 
-def _style(axes: Any) -> None:
+def style(axes: Any) -> None:
+    """No frame, whole steps."""
     from matplotlib.ticker import MaxNLocator
 
     axes.spines[["top", "right"]].set_visible(False)

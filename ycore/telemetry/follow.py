@@ -3,6 +3,7 @@
 Not here: reading a finished file (`metrics.read_metrics`).
 """
 
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,22 +11,36 @@ from ycore.telemetry.metrics import parse_rows
 
 
 class MetricsFollower:
-    """Example: `for row in follower.read(): ...`, again and again; each whole row comes once."""
+    """Example: `for row in follower.read(): ...`, again and again; each whole row comes once.
 
-    def __init__(self, path: Path) -> None:
+    Nor do rows come that were there before: they were shown when they were new. The trainer of a run that goes on puts
+    a shorter file in the place of the old one; a step that is taken again has another row, which comes. Whoever looks
+    at a run from outside takes all of them: `from_the_start`.
+    """
+
+    def __init__(self, path: Path, *, from_the_start: bool = False) -> None:
         self._path = path
+        before = path.read_bytes() if path.is_file() and not from_the_start else b""
+        self._told = set(map(hash, before.split(b"\n")))
+        self._file_number = 0
         self._offset = 0
 
     def read(self) -> list[dict[str, Any]]:
-        """The rows that were completed since the last call; from the start again where the file was cut shorter."""
+        """The rows that were completed since the last call; from the start where another file is in its place."""
         try:
             with self._path.open("rb") as file:
-                if file.seek(0, 2) < self._offset:
-                    self._offset = 0
+                self._look_whether_it_is_another(file.fileno(), size=file.seek(0, os.SEEK_END))
                 file.seek(self._offset)
                 data = file.read()
         except FileNotFoundError:
             return []
         whole = data.rfind(b"\n") + 1
         self._offset += whole
-        return parse_rows(data[:whole].split(b"\n"))
+        lines = [line for line in data[:whole].split(b"\n") if hash(line) not in self._told]
+        self._told.update(map(hash, lines))
+        return parse_rows(lines)
+
+    def _look_whether_it_is_another(self, descriptor: int, *, size: int) -> None:
+        number = os.fstat(descriptor).st_ino
+        if number != self._file_number or size < self._offset:
+            self._file_number, self._offset = number, 0

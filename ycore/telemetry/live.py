@@ -38,6 +38,7 @@ class RunView:
         self._left = ""
         self._last: Row = {}
         self._rewards: list[float] = []
+        self._watched = "reward"
         self._lanes: dict[int, deque[str]] = {}
 
     def add(self, row: Row) -> None:
@@ -46,8 +47,10 @@ class RunView:
             return
         self._last, self._left = row, self._clock.after(row)
         reward = _number(row, "ycore/reward", "reward")
-        if reward is not None:
-            self._rewards.append(reward)
+        self._watched = "loss" if reward is None and "loss" in row else "reward"
+        watched = _number(row, "loss") if self._watched == "loss" else reward
+        if watched is not None:
+            self._rewards.append(watched)
         for slot, roles in enumerate(row.get("ycore/lanes", ())):
             self._lanes.setdefault(slot, deque(maxlen=_LANE_WIDTH)).extend(roles)
 
@@ -75,7 +78,7 @@ class RunView:
 
     def _lines(self) -> list[tuple[str, Text | str]]:
         row = self._last
-        lines: list[tuple[str, Text | str]] = [("reward", self._reward_line())] if self._rewards else []
+        lines: list[tuple[str, Text | str]] = [(self._watched, self._reward_line())] if self._rewards else []
         for name, parts in (("groups", _groups(row)), ("tokens", _tokens(row)), ("time", _times(row))):
             if parts:
                 lines.append((name, "  ".join(parts)))

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Self, TextIO
 
 
 class MetricsWriter:
@@ -17,22 +17,27 @@ class MetricsWriter:
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        self._file = open(descriptor, "a", encoding="utf-8")  # noqa: SIM115 - closed by close()
+        self._file = _open_to_append(path)
         if not _ends_a_line(path):
             self._file.write("\n")
 
     def write(self, row: Mapping[str, Any]) -> None:
         """Append one row; NaN and infinity, which JSON has no word for, become null."""
-        self._file.write(json.dumps(_finite(row), allow_nan=False) + "\n")
+        self._file.write(_line(row))
         self._file.flush()
 
     def forget_after(self, step: int) -> None:
-        """Drop rows of later steps: a run that goes on from a checkpoint takes those steps again."""
+        """Drop rows of later steps: a run that goes on from a checkpoint takes those steps again.
+
+        The rows that stay are in another file before the old one goes: a kill in between loses none.
+        """
         kept = [row for row in read_metrics(self._path) if row.get("step", 0) <= step]
-        self._file.truncate(0)
-        for row in kept:
-            self.write(row)
+        shorter = self._path.with_name(f".{self._path.name}.{os.getpid()}")
+        with _open_to_append(shorter) as file:
+            file.writelines(_line(row) for row in kept)
+        os.replace(shorter, self._path)
+        self._file.close()
+        self._file = _open_to_append(self._path)
 
     def close(self) -> None:
         self._file.close()
@@ -64,6 +69,14 @@ def parse_rows(lines: list[bytes]) -> list[dict[str, Any]]:
         if isinstance(row, dict):
             rows.append(row)
     return rows
+
+
+def _open_to_append(path: Path) -> TextIO:
+    return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8")
+
+
+def _line(row: Mapping[str, Any]) -> str:
+    return json.dumps(_finite(row), allow_nan=False) + "\n"
 
 
 def _ends_a_line(path: Path) -> bool:

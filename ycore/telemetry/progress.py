@@ -84,6 +84,7 @@ def describe_step(row: Mapping[str, Any]) -> list[str]:
     """The numbers of one step that a person watches; a number that the row has not is left out."""
     parts = [
         _part(row, "ycore/reward" if "ycore/reward" in row else "reward", "reward {:.3f}"),
+        *_learned(row),
         _part(row, "completions/mean_length", "length {:.0f}"),
         _part(row, "frac_reward_zero_std", "zero-variance {:.0%}"),
         _part(row, "ycore/sampling/yield", "yield {:.0%}"),
@@ -95,6 +96,21 @@ def describe_step(row: Mapping[str, Any]) -> list[str]:
         *(f"{count} x {problem}" for problem, count in row.get("ycore/reward_problems", {}).items()),
     ]
     return [part for part in parts if part]
+
+
+def _learned(row: Mapping[str, Any]) -> list[str]:
+    """What a run without rollouts tells: there is no reward to watch."""
+    if "reward" in row or "ycore/reward" in row:
+        return []
+    shares = ("accuracy", "rewards/accuracies")
+    return [
+        _part(row, "loss", "loss {:.4f}"),
+        *(_part(row, name, "accuracy {:.0%}") for name in shares),
+        _part(row, "mean_token_accuracy", "token accuracy {:.0%}") if not any(name in row for name in shares) else "",
+        _part(row, "rewards/margins", "margin {:.3f}"),
+        _part(row, "margin", "margin {:.3f}"),
+        _part(row, "learning_rate", "rate {:.1e}"),
+    ]
 
 
 def _part(row: Mapping[str, Any], name: str, form: str) -> str:

@@ -1,0 +1,102 @@
+"""`ycore pipeline`: several runs as one, from a file of stages.
+
+Not here: what a pipeline is (`ycore.pipeline`), and each stage's own checks and run, which are those of its command.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from ycore_cli import options as o
+
+if TYPE_CHECKING:
+    from ycore.config.kinds import AnyConfig
+
+File = Annotated[str, typer.Argument(metavar="FILE|NAME", help="A YAML file of stages, or a shipped recipe's name.")]
+Set = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="STAGE.KEY=VALUE", help="Any key of a stage; may be repeated; e.g. sft.steps=50."),
+]
+
+
+def pipeline(
+    file: File,
+    model: o.Model = None,
+    set_: Set = None,
+    output: o.Output = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Skip what is finished, go on with what was begun.")] = False,
+    dry_run: o.DryRun = False,
+    json: o.Json = False,
+) -> None:
+    """Run stages one after another, each one's output the next one's input.
+
+    \b
+    ycore pipeline rlhf-pipeline --dry-run
+    ycore pipeline stages.yaml --output runs/mine --set sft.steps=50
+    ycore pipeline stages.yaml --output runs/mine --resume
+    """
+    from ycore_cli.output import print_json, print_table, stdout_for_json
+
+    from ycore.config.recipes import PIPELINE, load_recipe, recipe_name
+    from ycore.pipeline.declaration import parse_pipeline, with_sets
+    from ycore.pipeline.report import table_rows
+    from ycore.pipeline.run import check_folder, check_pipeline, run_pipeline
+    from ycore.pipeline.steps import steps_of
+
+    with stdout_for_json(json):
+        sets = _sets(set_ or ()) | {k: v for k, v in (("model", model), ("output", output)) if v is not None}
+        declared = with_sets(load_recipe(file, command=PIPELINE), sets)
+        parsed = parse_pipeline(declared, name=recipe_name(file))
+        steps, commands = steps_of(parsed), _Commands()
+        check_folder(Path(parsed.output), declared, resume=resume)
+        check_pipeline(parsed, steps, commands, show=print)
+        report: dict[str, Any] = {"stages": [{"name": one.name, "command": one.command} for one in steps]}
+        if not dry_run:
+            report = run_pipeline(parsed, steps, commands, declared=declared, resume=resume, say=print)
+    if json:
+        print_json(report)
+    elif dry_run:
+        print("Nothing was started; leave out --dry-run to run it.")
+    else:
+        print_table([*table_rows(report), ("report", str(Path(parsed.output) / "pipeline.json"))])
+
+
+class _Commands:
+    """Each stage as its command does it."""
+
+    def check(self, config: "AnyConfig", *, resume: bool) -> list[tuple[str, str]]:
+        from ycore_cli.plan import checked_plan, plan_rows
+        from ycore_cli.tune_plan import tune_plan, tune_rows
+
+        from ycore.config.tune import TuneConfig
+        from ycore.judging.loading import with_declarations
+
+        rows: list[tuple[str, str]]
+        if isinstance(config, TuneConfig):
+            rows = tune_rows(tune_plan(config, resume=resume), resume=resume)
+        else:
+            rows = plan_rows(checked_plan(with_declarations(config), resume=resume), resume=resume)
+        return rows
+
+    def run(self, config: "AnyConfig", *, resume: bool) -> Mapping[str, Any]:
+        from ycore import launch
+        from ycore.config.tune import TuneConfig
+        from ycore.judging.loading import with_declarations
+        from ycore.run_folder.paths import RunFolder
+        from ycore.run_folder.prepare import AS_IT_WAS
+        from ycore.run_folder.resume import settle
+
+        if resume:
+            settle(RunFolder(Path(config.output)), config, AS_IT_WAS, say=print)
+        if isinstance(config, TuneConfig):
+            return launch.tune(config, resume=resume)
+        if config.algorithm == "eval":
+            return launch.evaluate(with_declarations(config))
+        return launch.run(with_declarations(config), resume=resume)
+
+
+def _sets(items: "tuple[str, ...] | list[str]") -> dict[str, Any]:
+    from ycore.config.overrides import parse_set
+
+    return {".".join(path): value for path, value in map(parse_set, items)}

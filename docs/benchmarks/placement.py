@@ -1,0 +1,241 @@
+"""Placement with real engines: colocated, split:1:1 and dynamic in turn, on two slots, doing the same work.
+
+    python docs/benchmarks/placement.py --output runs/placement
+
+Two slots are two cores; on each stands a rollout engine and a judge's, vLLM servers all four, of the same small model.
+The live run's own `Round`, `Slots` and allocator drive them. Nothing is trained, and no weights are sent.
+
+The same work: how long a completion is follows from its seed alone (long-tailed, up to --longest tokens, end of text
+ignored), a judge reads it and writes --judge-tokens tokens, and which groups can teach is a coin of their position.
+Groups that cannot are replaced one for one, so every placement draws the same prompts in the end. Engines are never
+slept here: a CPU has no sleep, and waking a role is a change of who gets requests.
+
+Afterwards the simulator is given the lengths and the measured speeds, and its seconds are set beside the real ones.
+
+Not here: the placements of a GPU, where a swap costs something (`simulate_sweep`).
+"""
+
+import argparse
+import asyncio
+import json
+import math
+import random
+import statistics
+import time
+from collections.abc import Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+from machine import busy_share, describe_machine
+from placement_engines import Engines, SeededEngine, engines_running
+
+from ycore.controller.dispatch import Slots
+from ycore.controller.draws import DrawSource, completion_seed
+from ycore.controller.peers import Alone
+from ycore.controller.round import Round, Rules
+from ycore.controller.scoring import Scoring, Writing, together
+from ycore.placement.allocator import Allocator, Hall
+from ycore.placement.load import Speed
+from ycore.placement.placement import JUDGE, ROLLOUT
+from ycore.placement.words import parse_placement
+from ycore.sampling.demand import Yield
+from ycore.simulate.compare import simulate
+from ycore.simulate.round import Demand, Machine
+from ycore.simulate.workload import SimulatedGroup
+from ycore.telemetry.timeline import draw_panels
+from ycore.telemetry.trace import ROUND, TraceWriter, read_trace
+from ycore.types import Prompt, Score
+
+PLACEMENTS = ("colocated", "split:1:1", "dynamic")
+APART = 1000
+"""Positions between the first prompts of two rounds."""
+
+ROLES = (ROLLOUT, JUDGE)
+
+
+class OneForOne(Yield):
+    """Draws exactly what is missing, so that the prompts drawn do not depend on which ended first."""
+
+    @property
+    def rate(self) -> float:
+        return 1.0
+
+    def observe(self, *, taught: bool) -> None:
+        """Nothing is learned."""
+
+
+def length_of(seed: int, job: argparse.Namespace) -> int:
+    """Tokens of the completion with this seed: lognormal with the asked mean, cut off at the longest."""
+    drawn = random.Random(seed).lognormvariate(math.log(job.mean) - job.sigma**2 / 2, job.sigma)
+    return max(4, min(job.longest, round(drawn)))
+
+
+def teaches(position: int, job: argparse.Namespace) -> bool:
+    return random.Random(f"teach {position}").random() < job.teach_share
+
+
+class LengthJudge:
+    """A scorer whose verdict is made up, and whose work is real: it reads the completion and writes so many tokens."""
+
+    def __init__(self, engines: Sequence[SeededEngine], job: argparse.Namespace) -> None:
+        self._engines = engines
+        self._job = job
+
+    async def start(self, *, timeout_s: float) -> None:
+        """The engines are up."""
+
+    async def close(self) -> None:
+        """They are the script's."""
+
+    async def score(self, writing: Writing) -> list[list[Score]]:
+        return await together([self._judge(writing, index) for index in range(len(writing))])
+
+    async def _judge(self, writing: Writing, index: int) -> list[Score]:
+        completion = await writing.tasks_G[index]
+        async with writing.slots.turn(JUDGE) as slot:
+            # What it reads is as long for every completion, so that a request has one size.
+            shown = (completion.token_ids * self._job.judge_reads)[: self._job.judge_reads]
+            verdict = await self._engines[slot].complete(shown, self._job.judge_tokens)
+            slot.num_tokens = len(verdict.token_ids)
+        position = writing.draw.position
+        return [Score(float(index % 2) if teaches(position, self._job) else 0.0)]
+
+
+class Contestant:
+    """One placement with its own slots and what it learned of them."""
+
+    def __init__(self, words: str, engines: Engines, job: argparse.Namespace, folder: Path) -> None:
+        self.words = words
+        self.trace = folder / f"{words.replace(':', '-')}.json"
+        self._job = job
+        self.hall = Hall(2, ROLES, dict.fromkeys(ROLES, job.max_num_seqs))
+        self.allocator = Allocator(self.hall, parse_placement(words))
+        self._slots = Slots(2, allocator=self.allocator, trace=TraceWriter(self.trace))
+        rules = Rules(group_size=job.group_size, seed=0, reward_weights=(1.0,), dynamic=True)
+        scoring = Scoring([((0,), LengthJudge(engines.judges, job))])
+        self._round = Round(engines.rollouts, scoring, rules, Alone(), self._slots)
+        self._round.yields = OneForOne()
+        self._draws = DrawSource(
+            [Prompt(row, "") for row in range(64)],
+            seed=None,
+            encode=lambda prompt: tuple(1000 + (7 * prompt.row + place) % 9000 for place in range(job.prompt_tokens)),
+            max_prompt_tokens=job.prompt_tokens,
+        )
+
+    async def play(self, number: int) -> dict[str, Any]:
+        """A round from position `number * APART` on."""
+        self._draws.cursor = number * APART
+        self._slots.begin_round()
+        began = time.perf_counter()
+        landed, stats = await self._round.run(self._draws.draw, need=self._job.need, ready=0, step=number)
+        seconds = time.perf_counter() - began
+        metrics = self._slots.end_round(list, step=number)
+        tokens = sum(item.group.num_tokens for item in landed)
+        row = {"seconds": seconds, "drawn": stats.drawn, "tokens": tokens, "division": dict(self.allocator.division)}
+        return row | {name.removeprefix("ycore/"): value for name, value in metrics.items()}
+
+
+def simulated_group(position: int, job: argparse.Namespace) -> SimulatedGroup:
+    lengths = [length_of(completion_seed(0, position, index), job) for index in range(job.group_size)]
+    return SimulatedGroup(
+        tuple({ROLLOUT: float(length), JUDGE: float(job.judge_tokens)} for length in lengths), teaches(position, job)
+    )
+
+
+def predict(words: str, speeds: dict[str, Speed], job: argparse.Namespace) -> list[float]:
+    """The simulator's seconds for the counted rounds of a placement."""
+    hall = Hall(2, ROLES, dict.fromkeys(ROLES, job.max_num_seqs))
+    result = simulate(
+        parse_placement(words),
+        hall,
+        Machine(speeds, {}),
+        lambda number: lambda position: simulated_group(position, job),
+        Demand(job.need, dynamic=True),
+        num_rounds=job.rounds,
+        warm_up=job.warm_up,
+        position_of=lambda number: number * APART,
+        yields=OneForOne(),
+    )
+    return [outcome.usage.seconds for outcome in result.rounds]
+
+
+async def play_all(contestants: Sequence[Contestant], job: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+    """Round by round, every placement in turn, another one first each time; the first rounds only warm up."""
+    rows: dict[str, list[dict[str, Any]]] = {one.words: [] for one in contestants}
+    for number in range(job.warm_up + job.rounds):
+        first = number % len(contestants)
+        for one in [*contestants[first:], *contestants[:first]]:
+            row = await one.play(number)
+            print(f"round {number} {one.words:10} {row['seconds']:6.1f} s, {row['drawn']} groups", flush=True)
+            if number >= job.warm_up:
+                rows[one.words].append(row)
+    return rows
+
+
+def summarise(rows: dict[str, list[dict[str, Any]]], predicted: dict[str, list[float]]) -> dict[str, Any]:
+    """The figures that the page quotes."""
+    mean = {words: statistics.fmean(row["seconds"] for row in told) for words, told in rows.items()}
+    better = min(value for words, value in mean.items() if words != "dynamic")
+    same = all(
+        len({row[key] for row in turn}) == 1 for turn in zip(*rows.values(), strict=True) for key in ("drawn", "tokens")
+    )
+    return {
+        "seconds": mean,
+        "range": {
+            words: [min(r["seconds"] for r in told), max(r["seconds"] for r in told)] for words, told in rows.items()
+        },
+        "bound_ratio": {words: statistics.fmean(row["bound_ratio"] for row in told) for words, told in rows.items()},
+        "idle_share": {words: statistics.fmean(row["idle_share"] for row in told) for words, told in rows.items()},
+        "simulated": {words: statistics.fmean(seconds) for words, seconds in predicted.items()},
+        "simulated_over_real": {words: statistics.fmean(predicted[words]) / mean[words] for words in rows},
+        "dynamic_over_better": mean["dynamic"] / better,
+        "same_work": same,
+    }
+
+
+def main() -> None:
+    job = arguments()
+    job.output.mkdir(parents=True, exist_ok=True)
+    busy = busy_share()
+    with ExitStack() as stack:
+        engines = stack.enter_context(engines_running(job, job.output, length_of=lambda seed: length_of(seed, job)))
+        contestants = [Contestant(words, engines, job, job.output) for words in PLACEMENTS]
+        rows = asyncio.run(play_all(contestants, job))
+    speeds = {role: load.speed for role, load in contestants[-1].allocator.loads.items()}
+    predicted = {words: predict(words, speeds, job) for words in PLACEMENTS}
+    told = {"job": {key: str(value) for key, value in vars(job).items()}, "machine": describe_machine(), "busy": busy}
+    told |= {"speeds": {role: [speed.base, speed.each] for role, speed in speeds.items()}, "rounds": rows}
+    told |= {"summary": summarise(rows, predicted)}
+    (job.output / "results.json").write_text(json.dumps(told, indent=2))
+    print(json.dumps(told["summary"], indent=2))
+    draw_panels([(one.words, _last_round(one.trace)) for one in contestants], job.output / "timeline.png")
+
+
+def _last_round(trace: Path) -> list[Any]:
+    spans = read_trace(trace)
+    last = [span for span in spans if span.name == ROUND][-1]
+    return [span for span in spans if span.name != ROUND and span.began >= last.began]
+
+
+def arguments() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="smollm2-135m")
+    parser.add_argument("--rounds", type=int, default=10, help="counted rounds of each placement")
+    parser.add_argument("--warm-up", type=int, default=3, help="rounds before them, in which dynamic learns")
+    parser.add_argument("--need", type=int, default=8, help="groups that can teach, a round")
+    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--teach-share", type=float, default=0.7)
+    parser.add_argument("--mean", type=float, default=96.0, help="tokens of a completion")
+    parser.add_argument("--sigma", type=float, default=0.8, help="spread of the logarithm of a completion's length")
+    parser.add_argument("--longest", type=int, default=512)
+    parser.add_argument("--prompt-tokens", type=int, default=48)
+    parser.add_argument("--judge-reads", type=int, default=96, help="tokens that the judge reads for a completion")
+    parser.add_argument("--judge-tokens", type=int, default=48, help="tokens that it writes")
+    parser.add_argument("--max-num-seqs", type=int, default=64, help="requests that an engine holds at once")
+    parser.add_argument("--output", type=Path, default=Path("runs/placement"))
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

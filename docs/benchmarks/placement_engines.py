@@ -1,0 +1,116 @@
+"""The engines of `placement`: a rollout's and a judge's on each of two cores, stock vLLM servers, gone at the end.
+
+Not here: what they are asked (`placement`).
+"""
+
+import argparse
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ycore.launch.health import is_healthy
+from ycore.launch.processes import ManagedProcess
+from ycore.launch.reaper import RunWatch, remove_leftovers
+from ycore.models.fetch import fetch_model
+from ycore.models.plan import resolve_model
+from ycore.roles.rollout import RolloutEngine, engine_command, engine_environment
+from ycore.roles.server import Server
+from ycore.run_folder.paths import RunFolder
+from ycore.run_folder.private import make_private, temporary_folder
+from ycore.types import Completion
+
+_START_S = 300.0
+
+
+class SeededEngine:
+    """An engine that writes exactly as many tokens as the seed's length says, whatever the model would like."""
+
+    def __init__(self, name: str, socket: Path, length_of: Callable[[int], int]) -> None:
+        self.name = name
+        self._server = Server(name, socket, request_timeout_s=600)
+        self._length_of = length_of
+
+    async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
+        length = self._length_of(seed)
+        body = {"model": "policy", "prompt": list(prompt_ids), "n": 1, "seed": seed, "temperature": 1.0, "logprobs": 0}
+        body |= {"min_tokens": length, "max_tokens": length, "ignore_eos": True, "return_token_ids": True}
+        answer = await self._server.ask("POST", "/v1/completions", body)
+        tokens = answer["choices"][0]["token_ids"]
+        assert len(tokens) == length
+        return Completion(tuple(tokens), None, "", "length", 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Engines:
+    """Both roles, slot by slot."""
+
+    rollouts: Sequence[SeededEngine]
+    judges: Sequence[SeededEngine]
+
+
+@contextmanager
+def engines_running(job: argparse.Namespace, output: Path, *, length_of: Callable[[int], int]) -> Iterator[Engines]:
+    """Four servers on two cores; their logs stay in `output`, and nothing else of them."""
+    folder = RunFolder(Path(tempfile.mkdtemp(prefix="ycore-placement-")))
+    model = fetch_model(resolve_model(job.model, trust_remote_code=False), log=output / "model.log")
+    cores = sorted(os.sched_getaffinity(0))[:2]
+    planned = [
+        _engine(f"{role}-{slot}", model, folder, job, cores[slot]) for role in ("rollout", "judge") for slot in (0, 1)
+    ]
+    for path in (folder.sockets, planned[0].temporary):
+        make_private(path)
+    watch, processes = RunWatch(folder.run_id), []
+    try:
+        for engine in planned:
+            processes.append(
+                ManagedProcess.start(
+                    engine.name,
+                    engine_command(engine),
+                    environment=engine_environment(engine),
+                    run_id=folder.run_id,
+                    log=output / f"{engine.name}.log",
+                    cores=engine.cores,
+                )
+            )
+        _wait(planned, processes, watch)
+        rollouts = [SeededEngine(one.name, one.socket, length_of) for one in planned[:2]]
+        yield Engines(rollouts, [SeededEngine(one.name, one.socket, lambda length: length) for one in planned[2:]])
+    finally:
+        watch.look()
+        watch.kill(grace_s=0)
+        for process in processes:
+            process.wait(timeout_s=20)
+        watch.remove_segments()
+        remove_leftovers(folder)
+        shutil.rmtree(folder.root, ignore_errors=True)
+
+
+def _engine(name: str, model: Path, folder: RunFolder, job: argparse.Namespace, core: int) -> RolloutEngine:
+    return RolloutEngine(
+        name=name,
+        model=model,
+        socket=folder.socket(name),
+        temporary=temporary_folder(folder),
+        run_id=folder.run_id,
+        dtype="bfloat16",
+        max_model_len=max(job.longest + job.prompt_tokens, job.judge_reads + job.judge_tokens),
+        max_num_seqs=job.max_num_seqs,
+        seed=0,
+        cores=(core,),
+    )
+
+
+def _wait(planned: Sequence[RolloutEngine], processes: Sequence[Any], watch: RunWatch) -> None:
+    deadline = time.monotonic() + _START_S
+    while not all(is_healthy(engine.socket) for engine in planned):
+        watch.look()
+        for process in processes:
+            if process.exit_code is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"{process.name} did not start: {process.last_line()}")
+        time.sleep(0.5)

@@ -1,0 +1,178 @@
+"""Plan against measured on this machine: real runs of models of several sizes, each beside what the formulas say of it.
+
+    python docs/benchmarks/plan_and_measured.py --output runs/plan-and-measured
+
+Each combination is a size (30m, 135m, 360m), what is trained (full, lora), the number of ranks, how they share, and
+whether a judge scores too. The models have random weights, so every completion is as long as it may be and a run's work
+is known. At the start the processor is measured for a few seconds, with torch, on one core. Figures go to
+`results.json` in the output folder as they come; the table is printed. `time/step` is read from the clock,
+`processor/step` from the processes: their seconds of processor time over the cores, which others at work on the machine
+disturb less.
+
+Not here: the models (`shaped_models`), the processor (`processor_speed`), processor time (`processor_clock`), the
+formulas (`ycore.planning`).
+"""
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from bounded import RunFailed, run_bounded
+from contestants import BIN
+from machine import busy_share, describe_machine
+from processor_clock import ProcessorClock
+from processor_speed import Speed
+from shaped_models import write_model, write_prompts
+
+from ycore.config.run import RunConfig
+from ycore.launch.engines import this_machine
+from ycore.launch.layout import layout_of
+from ycore.launch.plan_check import compared
+from ycore.launch.site import Site
+from ycore.models.cache import cache_dir
+from ycore.planning.compare import Row
+from ycore.planning.devices import Device
+from ycore.planning.machine import processor
+from ycore.run_folder.paths import RunFolder
+from ycore.telemetry.metrics import read_metrics
+
+COMBINATIONS = (
+    "30m-full", "30m-lora", "135m-full", "135m-lora", "360m-full", "360m-lora",
+    "135m-full-2", "135m-lora-2", "30m-full-2-zero2", "135m-lora-judge",
+)  # fmt: skip
+MEMORY_WITHIN, TIME_WITHIN = 0.15, 0.25
+
+_REWARD = "def spread(completion_ids):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
+_JUDGE = """model: {model}
+rubric: Is the answer right?
+verdict: {{kind: score}}
+max_tokens: 16
+retries: 0
+"""
+_TIMEOUT_S = 400.0
+
+
+@dataclass(frozen=True, slots=True)
+class Combination:
+    """Example: `135m-full-2-zero2`, `135m-lora-judge`."""
+
+    size: str
+    full: bool
+    ranks: int = 1
+    sharding: str | None = None
+    judged: bool = False
+
+    @classmethod
+    def named(cls, name: str) -> "Combination":
+        size, kind, *more = name.split("-")
+        ranks = next((int(word) for word in more if word.isdigit()), 1)
+        sharding = next((word for word in more if word.startswith("zero")), None)
+        return cls(size, kind == "full", ranks, sharding, "judge" in more)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    options = parse(arguments)
+    stop = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: stop.set())
+    folder: Path = options.output.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    core, speed = calibrate()
+    results: dict[str, Any] = {"machine": describe_machine(), "core": asdict(speed), "busy": busy_share(), "runs": []}
+    failed = False
+    for name in options.combinations:
+        try:
+            rows = run_one(name, folder, core, steps=options.steps, stop=stop)
+        except RunFailed as problem:
+            print(f"failed: {name}: {problem}", file=sys.stderr)
+            failed = True
+            continue
+        results["runs"].append({"name": name, "rows": [row.as_json() for row in rows]})
+        (folder / "results.json").write_text(json.dumps(results, indent=2))
+        print(as_lines(name, rows), flush=True)
+    return 1 if failed else 0
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description="plan against measured on this machine")
+    parser.add_argument("--output", type=Path, required=True, help="folder for models, runs and results.json")
+    parser.add_argument("--steps", type=int, default=4)
+    parser.add_argument("combinations", nargs="*", default=list(COMBINATIONS), help="e.g. 135m-full-2-zero2")
+    return parser.parse_args(arguments)
+
+
+def calibrate() -> tuple[Device, Speed]:
+    """One core as the plan wants it, measured by torch in a process of its own, so that its threads are its own."""
+    here = Path(__file__).resolve().parent
+    answer = subprocess.run(
+        [sys.executable, str(here / "processor_speed.py")], capture_output=True, text=True, check=True
+    )
+    speed = Speed(**json.loads(answer.stdout.splitlines()[0]))
+    told = processor()
+    core = Device(
+        name=told.name, memory_bytes=told.memory_bytes, flops=speed.bfloat16, bandwidth=speed.copy, link=speed.copy / 2,
+        source="measured by torch, processor_speed.py", on_cpu=True,
+    )  # fmt: skip
+    return core, speed
+
+
+def run_one(name: str, folder: Path, core: Device, *, steps: int, stop: threading.Event) -> list[Row]:
+    """Run a combination unless its run is there already, and compare."""
+    one, run = Combination.named(name), folder / name / "run"
+    if not (run / "summary.json").is_file():
+        run.parent.mkdir(exist_ok=True)
+        environment = {"HF_HUB_OFFLINE": "1"}
+        command = command_of(one, folder, run, steps=steps)
+        with ProcessorClock(run) as clock:
+            run_bounded(command, folder=run.parent, environment=environment, timeout_s=_TIMEOUT_S, stop=stop)
+        (run.parent / "processor.json").write_text(json.dumps(clock.a_step()))
+    told = json.loads((run / "run.json").read_text())["config"]
+    config = RunConfig.model_validate(told)
+    home, machine = RunFolder(run), this_machine()
+    site = Site(home, layout_of(config, on_cpu=True), machine)
+    rows = compared(config, site, read_metrics(home.metrics), core=core)
+    spent = json.loads((run.parent / "processor.json").read_text())
+    planned = next(row.planned for row in rows if row.what == "time/step")
+    return [*rows, Row("processor/step", "s", planned, sum(spent.values()) / len(machine.cores))]
+
+
+def command_of(one: Combination, folder: Path, run: Path, *, steps: int) -> list[str]:
+    """`ycore grpo` on the shaped model."""
+    model = shaped(one.size, folder)
+    prompts = write_prompts(folder / "prompts.jsonl")
+    rewards = folder / "rewards.py"
+    rewards.write_text(_REWARD)
+    words = [str(BIN / "ycore"), "grpo", "--model", str(model), "--dataset", str(prompts), "--output", str(run)]
+    words += ["--reward", f"{rewards}:spread", "--full" if one.full else "--lora", "--no-dynamic-sampling"]
+    words += ["--prompts-per-step", "4", "--group-size", "4", "--max-tokens", "64", "--steps", str(steps)]
+    words += ["--processes", str(one.ranks), *(["--accelerate", one.sharding] if one.sharding else [])]
+    words += ["--set", "engine.max_model_len=512", "--set", f"checkpoint_every={steps}"]
+    if one.judged:
+        judge = folder / "judge.yaml"
+        judge.write_text(_JUDGE.format(model=shaped("30m", folder)))
+        words += ["--reward", f"judge:{judge}"]
+    return words
+
+
+def shaped(size: str, folder: Path) -> Path:
+    """The folder of the random model of this size, made where it is not there yet; the tokenizer is SmolLM2's."""
+    model = folder / f"model-{size}"
+    if not (model / "tokenizer.json").is_file():
+        write_model(size, model, tokenizer=cache_dir() / "builtin" / "smollm2-135m")
+    return model
+
+
+def as_lines(name: str, rows: Sequence[Row]) -> str:
+    """A row of a Markdown table: planned / measured and the error of each figure."""
+    cells = [f"{row.what} {row.planned:.2f} / {row.measured:.2f} {row.unit} ({row.error:+.0%})" for row in rows]
+    return f"| {name} | " + " | ".join(cells) + " |"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

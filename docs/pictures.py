@@ -1,0 +1,64 @@
+"""The pictures of the docs, made from a real run: its report in a real browser, and its live view.
+
+    python docs/pictures.py runs/quickstart
+
+Needs Chromium on the path. Not here: the run, which any recipe makes.
+"""
+
+import argparse
+import io
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from rich.console import Console
+
+from ycore.reporting.page import make_report, write_report
+from ycore.reporting.record import read_run
+from ycore.telemetry.live import RunView
+
+BROWSERS = ("chromium", "chromium-browser", "google-chrome")
+QUIET = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+HERE = Path(__file__).parent
+
+
+def photograph(page: Path, picture: Path, *, width: int, height: int) -> None:
+    """The page as the browser draws it."""
+    browser = next((found for name in BROWSERS if (found := shutil.which(name))), None)
+    if browser is None:
+        sys.exit(f"no browser: none of {', '.join(BROWSERS)} is on the path; install Chromium")
+    with tempfile.TemporaryDirectory() as profile:
+        size = [f"--window-size={width},{height}", "--hide-scrollbars", f"--user-data-dir={profile}"]
+        command = [browser, *QUIET.split(), *size, f"--screenshot={picture.resolve()}", page.resolve().as_uri()]
+        subprocess.run(command, check=True, timeout=120, capture_output=True)
+
+
+def live_view(run: Path, page: Path) -> None:
+    """The live view after the run's last step, as the terminal draws it."""
+    record = read_run(run)
+    view = RunView(record.config.get("steps"))
+    for row in record.metrics:
+        view.add(row)
+    console = Console(record=True, width=80, file=io.StringIO(), force_terminal=True, color_system="truecolor")
+    console.print(view)
+    page.write_text(console.export_svg(title=f"ycore watch {record.name}"), encoding="utf-8")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--report-height", type=int, default=1900)
+    parser.add_argument("--live-height", type=int, default=330)
+    told = parser.parse_args()
+    with tempfile.TemporaryDirectory() as scratch:
+        report, terminal = Path(scratch) / "report.html", Path(scratch) / "live.svg"
+        write_report(make_report([read_run(told.run)]), report)
+        photograph(report, HERE / "report.png", width=1160, height=told.report_height)
+        live_view(told.run, terminal)
+        photograph(terminal, HERE / "live.png", width=994, height=told.live_height)
+
+
+if __name__ == "__main__":
+    main()

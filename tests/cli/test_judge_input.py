@@ -1,0 +1,76 @@
+"""Judges through the real command: the plan shows them, and a bad one ends with exit status 2 and one line."""
+
+import json
+from pathlib import Path
+
+import pytest
+from ycore_cli.main import run
+
+from ycore.models.tiny import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("place")
+    write_tiny_model(root / "model", chat=True)
+    files = {
+        "good": "rubric: Is it right?\nverdict: {kind: score}",
+        "typo": "rubrick: Is it right?\nverdict: {kind: score}",
+        "range": "verdict: {kind: score, min: 7, max: 7}",
+        "column": "messages: [{role: user, content: '{completion} {anwser}'}]\nverdict: {kind: score}",
+        "missing": "messages: [{role: user, content: '{prompt}'}]\nverdict: {kind: score}",
+        "labels": "verdict: {kind: labels, labels: {yes: 1, no: 0}}",
+        "far": "base_url: http://judge.test/v1\nmodel: big\nverdict: {kind: json}\napi_key_env: YCORE_TEST_ABSENT_KEY",
+    }
+    for name, text in files.items():
+        (root / f"{name}.yaml").write_text(text + "\n")
+    return root
+
+
+GRPO = "grpo --model model --dataset task:addition --output out --dry-run "
+
+
+def test_the_plan_shows_every_judge(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("YCORE_TEST_ABSENT_KEY", "sk-canary-canary-canary")
+    line = GRPO + "--reward judge:good.yaml --reward judge:far.yaml --reward judge:cheerful --json"
+    assert run(line.split()) == 0
+    out = capsys.readouterr().out
+    told = json.loads(out)
+    assert told["scorers"] == [
+        "judge good: the policy's base weights, pointwise, verdict by score",
+        "judge far: big at http://judge.test/v1, pointwise, verdict by json",
+        "judge cheerful: the policy's base weights, pointwise, verdict by labels",
+    ]
+    first = told["config"]["rewards"][0]
+    assert (first["reward"], first["args"]) == ("judge:good", {"rubric": "Is it right?", "verdict": {"kind": "score"}})
+    assert "canary" not in out
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--reward judge:god.yaml", "no such judge file: god.yaml; did you mean 'good.yaml'?"),
+        ("--reward judge:typo.yaml", "no key rubrick; did you mean 'rubric'?"),
+        ("--reward judge:range.yaml", "min must be below its max; they are 7 and 7"),
+        ("--reward judge:column.yaml", "'anwser', which is no column of the dataset; did you mean 'answer'?"),
+        ("--reward judge:missing.yaml", "must have the field {completion}"),
+        ("--reward judge:labels.yaml", 'quote the labels: {"yes": 1, "no": 0}'),
+        ("--reward judge:far.yaml", "YCORE_TEST_ABSENT_KEY (api_key_env) is not set; export it"),
+        ("--reward judge:good.yaml --set rewards.0.args.scale=[1,1]", "scale gives the rewards of min and max"),
+        ("--reward judge:good.yaml --engine transformers", "runs in a vLLM engine, and this run generates with"),
+        ("--reward rm:model", "must be a sequence classifier with one label"),
+        ("--reward rm:no-such/folder/here", "reward model no-such/folder/here: "),
+    ],
+)
+def test_a_bad_one_is_one_line(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str, told: str
+) -> None:
+    monkeypatch.chdir(place)
+    monkeypatch.delenv("YCORE_TEST_ABSENT_KEY", raising=False)
+    status = run((GRPO + line).split())
+    out, err = capsys.readouterr()
+    assert status == 2 and out == ""
+    assert err.startswith("error: ") and err.count("\n") == 1 and told in err

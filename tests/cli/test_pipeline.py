@@ -1,0 +1,77 @@
+"""`ycore pipeline` as it is typed: plans and refusals, without starting anything."""
+
+from pathlib import Path
+
+import pytest
+from ycore_cli.main import run
+
+from ycore.models.tiny import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    file = tmp_path / "stages.yaml"
+    file.write_text(
+        """
+stages:
+  sft:
+    dataset: task:addition?size=20
+    steps: 2
+  rounds:
+    repeat: 2
+    stages:
+      pairs:
+        dataset: task:addition?size=8
+        rewards: [exact_answer]
+        max_tokens: 8
+      dpo:
+        dataset: ${pairs.dataset}
+"""
+    )
+    return file
+
+
+def test_a_dry_run_shows_every_stages_plan(stages: Path, model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = ["pipeline", str(stages), "--model", str(model), "--output", "out", "--set", "pairs.num_samples=6"]
+    assert run([*asked, "--dry-run"]) == 0
+    shown = capsys.readouterr().out
+    names = [line.split(": ")[1].split(" ")[0] for line in shown.splitlines() if line.startswith("stage ")]
+    assert names == ["sft", "pairs-1", "dpo-1", "pairs-2", "dpo-2"]
+    assert shown.count("6 completions of each prompt") == 2
+    assert "takes out/pairs-1/pairs.jsonl from an earlier stage" in shown
+    assert not Path("out").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (
+            ["--set", "spt.steps=3"],
+            "--set spt.steps: say STAGE.KEY=VALUE, of a stage that there is; did you mean 'sft'?",
+        ),
+        (["--set", "sft.step=3"], "stage sft: no key step; did you mean 'steps'?"),
+        (["--set", "pairs.num_samples=none"], "stage pairs-1: num_samples must be"),
+        (["--set", "dpo.dataset=${pair.dataset}"], "did you mean 'pairs'?"),
+        (["--resume"], "--resume needs the folder of a pipeline, and out holds none; leave it out"),
+    ],
+)
+def test_what_cannot_work_is_one_line_before_anything_runs(
+    arguments: list[str], said: str, stages: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["pipeline", str(stages), "--model", str(model), "--output", "out", *arguments]) == 2
+    told = capsys.readouterr().err.strip()
+    assert said in told and told.startswith("error: ") and "\n" not in told
+    assert not Path("out").exists()
+
+
+def test_a_pipeline_is_no_recipe_of_another_command(stages: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["grpo", "--recipe", str(stages)]) == 2
+    assert f"is for `ycore pipeline`, not grpo; say ycore pipeline {stages}" in capsys.readouterr().err
+    assert run(["pipeline", "quickstart"]) == 2
+    assert "say ycore grpo --recipe quickstart" in capsys.readouterr().err

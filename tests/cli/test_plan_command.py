@@ -1,0 +1,76 @@
+"""`ycore plan` as it is typed: a table or JSON, from a config.json alone, importing nothing heavy."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from ycore_cli.main import run
+
+HEAVY = ("torch", "transformers", "trl", "vllm", "datasets", "accelerate", "peft", "deepspeed", "matplotlib")
+
+
+def typed(line: str) -> int:
+    return run(line.split())
+
+
+def test_a_plan_for_devices_that_are_not_here(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "plan --model Qwen/Qwen2.5-7B-Instruct --devices 8x80GB --judge Qwen3-8B --max-tokens 1024"
+    assert run([*line.split(), "--prompts-per-step", "64", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    best = told["fits"][0]
+    assert told["model"]["num_params"] == 7_615_616_512 and told["devices"]["count"] == 8
+    assert set(best["seconds"]) == {"sync", "generate", "judge", "swaps", "round", "train", "step"}
+    assert best["peak_bytes"] <= best["capacity_bytes"] < 80e9
+    assert {"trainer", "judge"} <= set(best["memory"]["judge"])
+
+
+def test_the_table_says_what_a_person_wants_to_know(capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed("plan --model llama-3.1-8b --devices 4xH100 --accelerate zero3 --full --beta 0.1") == 0
+    told = capsys.readouterr().out
+    assert "8.03 billion parameters, every weight" in told and "4 x H100" in told
+    assert "zero3" in told and "zero2" not in told and "reference" in told
+    assert "wake-up and sync" in told
+
+
+def test_what_does_not_fit_says_why_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed("plan --model Qwen/Qwen2.5-7B-Instruct --devices 1x80GB --full") == 1
+    told = capsys.readouterr().out
+    assert "nothing fits" in told and "most of it the trainer" in told
+    assert "what would fit, nearest first" in told and "--lora" in told
+
+
+def test_a_recipe_is_planned_for_the_machine_here(capsys: pytest.CaptureFixture[str]) -> None:
+    assert typed("plan --recipe quickstart --devices cpu --set lora.r=4") == 0
+    told = capsys.readouterr().out
+    assert "LoRA r=4" in told and "all at once" in told and "GFLOP/s" in told
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("--model nosuch/model --devices 1x80GB", "no config of 'nosuch/model'"),
+        ("--model smollm2-135m --devices 8xh1000", "did you mean 'h100'"),
+        ("--devices 8x80GB", "model"),
+        ("--model smollm2-135m --devices 1x80GB --prompt-tokens few", "--prompt-tokens takes a whole number"),
+        ("--model smollm2-135m --devices 1x80GB --judge nosuch/judge", "no config of 'nosuch/judge'"),
+    ],
+)
+def test_mistakes_are_one_line(
+    line: str, told: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert run(["plan", *line.split()]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("error: ") and told in error and error.count("\n") == 1
+
+
+def test_nothing_heavy_is_imported(tmp_path: Path) -> None:
+    code = (
+        "import sys; from ycore_cli.main import run; "
+        "run('plan --model smollm2-135m --devices 1x80GB --json'.split()); "
+        f"print([name for name in {HEAVY!r} if name in sys.modules], file=sys.stderr)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path)
+    assert done.stderr.strip().splitlines()[-1] == "[]"

@@ -1,0 +1,180 @@
+"""Rows for the trainers without rollouts: every kind of column, what is left out, what is held out, what is refused."""
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ycore.config.kinds import tune_kind
+from ycore.config.overrides import resolve_as
+from ycore.data.dialogue import is_dialogue, to_messages
+from ycore.data.examples import ExampleSet, hold_out, load_examples
+from ycore.data.left_out import in_words
+from ycore.errors import DataError
+
+USER, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
+TALK = "\n\nHuman: hello\n\nAssistant: hi there\n\nHuman: colour of the sky?\n\nAssistant:"
+
+
+def load(folder: Path, method: str, rows: list[dict[str, Any]], *, as_chat: bool = True, **keys: Any) -> ExampleSet:
+    file = folder / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    options = {"algorithm": method, "model": "m", "dataset": str(file), "output": "o", "held_out": 0, **keys}
+    return load_examples(resolve_as(tune_kind(method), options=options), as_chat=as_chat)
+
+
+SFT: list[tuple[dict[str, Any], bool, dict[str, Any]]] = [
+    ({"text": "Once."}, True, {"text": "Once."}),
+    ({"prompt": "2 + 2?", "completion": "4"}, True, {"prompt": [USER], "completion": [ANSWER]}),
+    ({"prompt": "2 + 2?", "completion": "4"}, False, {"prompt": "2 + 2?", "completion": "4"}),
+    ({"question": "2 + 2?", "answer": "4"}, True, {"prompt": [USER], "completion": [ANSWER]}),
+    (
+        {"instruction": "Add.", "input": "2 2", "output": "4"},
+        False,
+        {"prompt": "Add.\n\n2 2", "completion": "4"},
+    ),
+    ({"messages": [USER, ANSWER, USER]}, True, {"prompt": [USER], "completion": [ANSWER]}),
+    (
+        {"conversations": [{"from": "human", "value": "2 + 2?"}, {"from": "gpt", "value": "4"}]},
+        True,
+        {"prompt": [USER], "completion": [ANSWER]},
+    ),
+]
+
+
+@pytest.mark.parametrize(("row", "as_chat", "expected"), SFT)
+def test_rows_of_sft(row: dict[str, Any], as_chat: bool, expected: dict[str, Any], tmp_path: Path) -> None:
+    assert load(tmp_path, "sft", [row], as_chat=as_chat).train == [expected]
+
+
+def test_a_conversation_stays_whole_for_a_loss_over_all_answers(tmp_path: Path) -> None:
+    rows = [{"messages": [USER, ANSWER, USER, ANSWER]}]
+    assert load(tmp_path, "sft", rows, trl={"assistant_only_loss": True}).train == rows
+
+
+def test_pairs_that_share_their_beginning_as_hh_rlhf_has_them(tmp_path: Path) -> None:
+    rows = [{"chosen": f"{TALK} blue", "rejected": f"{TALK} green"}]
+    (row,) = load(tmp_path, "reward", rows).train
+    assert [turn["role"] for turn in row["prompt"]] == ["user", "assistant", "user"]
+    assert row["chosen"] == [{"role": "assistant", "content": "blue"}]
+    assert row["rejected"] == [{"role": "assistant", "content": "green"}]
+    assert load(tmp_path, "reward", rows, as_chat=False).train == [
+        {"prompt": TALK, "chosen": " blue", "rejected": " green"}
+    ]
+
+
+def test_pairs_with_their_prompt(tmp_path: Path) -> None:
+    plain = [{"prompt": "2 + 2?", "chosen": "4", "rejected": "5", "margin": 2}]
+    (row,) = load(tmp_path, "dpo", plain).train
+    assert row == {
+        "prompt": [USER], "chosen": [ANSWER], "rejected": [{"role": "assistant", "content": "5"}], "margin": 2.0,
+    }  # fmt: skip
+    repeated = [{"prompt": "2 + 2?", "chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "5"}]}]
+    assert load(tmp_path, "dpo", repeated).train == [{name: value for name, value in row.items() if name != "margin"}]
+
+
+def test_texts_without_a_dialogue_are_cut_at_the_last_blank_they_share(tmp_path: Path) -> None:
+    rows = [{"chosen": "The sky is bright blue.", "rejected": "The sky is broken."}]
+    assert load(tmp_path, "dpo", rows).train == [
+        {"prompt": "The sky is", "chosen": " bright blue.", "rejected": " broken."}
+    ]
+
+
+def test_pairs_that_say_nothing_are_left_out_and_counted(tmp_path: Path) -> None:
+    good = {"chosen": f"{TALK} blue", "rejected": f"{TALK} green"}
+    equal = {"chosen": f"{TALK} blue", "rejected": f"{TALK} blue"}
+    empty = {"chosen": TALK, "rejected": f"{TALK} green"}
+    apart = {"chosen": f"{TALK} blue", "rejected": "\n\nHuman: bye\n\nAssistant: bye"}
+    examples = load(tmp_path, "reward", [good, equal, equal, empty, apart])
+    assert len(examples.train) == 1
+    assert in_words(examples.left_out) == (
+        "4 left out (2 answers equal, 1 conversations part before the last answer, 1 no answer)"
+    )
+    with pytest.raises(DataError, match=r"no row of .* can be learned from \(answers equal\)"):
+        load(tmp_path, "reward", [equal])
+
+
+def test_labels_and_pairs_for_kto_come_shuffled(tmp_path: Path) -> None:
+    labelled = [{"prompt": "2 + 2?", "completion": str(n), "label": "true" if n == 4 else 0} for n in range(8)]
+    rows = load(tmp_path, "kto", labelled).train
+    assert {(row["completion"][0]["content"], row["label"]) for row in rows} == {(str(n), n == 4) for n in range(8)}
+    pairs = [{"prompt": f"{n}?", "chosen": "yes", "rejected": "no"} for n in range(20)]
+    labels = [row["label"] for row in load(tmp_path, "kto", pairs).train]
+    assert sorted(labels) == [False] * 20 + [True] * 20
+    assert 3 < sum(labels[:20]) < 17, "the good answers must not all come first"
+
+
+def test_columns_may_have_other_names(tmp_path: Path) -> None:
+    rows = [{"ask": "2 + 2?", "better": "4", "worse": "5", "prompt": "not this"}]
+    names = {"prompt": "ask", "chosen": "better", "rejected": "worse"}
+    (row,) = load(tmp_path, "dpo", rows, columns=names).train
+    assert row["prompt"] == [USER] and row["chosen"] == [ANSWER]
+
+
+REFUSED: list[tuple[str, list[dict[str, Any]], str]] = [
+    ("sft", [{"a": "b"}], r"has not the columns that sft reads.*it has a; name yours, e.g. --set columns.completion=a"),
+    ("dpo", [{"prompt": "p", "chosen": "c"}], r"has no column rejected; wanted are chosen and rejected"),
+    ("kto", [{"prompt": "p", "completion": "c"}], r"has no column label"),
+    ("kto", [{"prompt": "p", "completion": "c", "label": True}], r"every label of .* is True"),
+    ("kto", [{"prompt": "p", "completion": "c", "label": "good"}], r"'label' is 'good' in row 0 \(line 1\)"),
+    ("sft", [{"text": 3}], r"'text' is int in row 0 \(line 1\)"),
+    ("sft", [{"messages": "hello"}], r"'messages' is text in row 0"),
+    ("sft", [{"messages": [{"role": "user"}]}], r"a turn of 'messages' in row 0 .*has role: str"),
+    ("sft", [{"messages": [USER, ANSWER]}, {"messages": [USER]}, {"messages": 3}], r"'messages' is int in row 2"),
+    ("sft", [], r"is empty; a run needs at least one row"),
+]
+
+
+@pytest.mark.parametrize(("method", "rows", "message"), REFUSED)
+def test_what_cannot_be_learned_from_is_refused(
+    method: str, rows: list[dict[str, Any]], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(DataError, match=message):
+        load(tmp_path, method, rows)
+
+
+def test_text_and_chats_do_not_mix(tmp_path: Path) -> None:
+    rows = [{"prompt": "2 + 2?", "completion": "4"}, {"prompt": [USER], "completion": [ANSWER]}]
+    with pytest.raises(DataError, match="mixes text and chats"):
+        load(tmp_path, "sft", rows, as_chat=False)
+
+
+def test_held_out_rows_share_no_prompt_with_the_others_and_the_seed_decides(tmp_path: Path) -> None:
+    rows = [{"prompt": f"{n // 3}?", "completion": str(n)} for n in range(60)]
+    one, again = (load(tmp_path, "sft", rows, as_chat=False, held_out=10) for _ in range(2))
+    other = load(tmp_path, "sft", rows, as_chat=False, held_out=10, seed=1)
+    assert 10 <= len(one.held_out) < 13 and len(one.train) + len(one.held_out) == 60
+    assert not {row["prompt"] for row in one.train} & {row["prompt"] for row in one.held_out}
+    assert one.fingerprint == again.fingerprint != other.fingerprint
+    assert len(load(tmp_path, "sft", rows, as_chat=False, held_out=None).held_out) == 6
+
+
+def test_held_out_rows_may_come_from_another_file(tmp_path: Path) -> None:
+    (tmp_path / "other.jsonl").write_text(json.dumps({"text": "other"}) + "\n")
+    examples = load(tmp_path, "sft", [{"text": "one"}], held_out=None, eval_dataset=str(tmp_path / "other.jsonl"))
+    assert (examples.train, examples.held_out) == ([{"text": "one"}], [{"text": "other"}])
+
+
+def test_too_many_held_out_rows_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="9 held-out rows of 2 leave none to train on"):
+        load(tmp_path, "sft", [{"text": "a"}, {"text": "b"}], held_out=9)
+
+
+@given(st.lists(st.integers(0, 5), min_size=1, max_size=30), st.integers(0, 30), st.integers(0, 3))
+def test_holding_out_loses_nothing(prompts: list[int], count: int, seed: int) -> None:
+    rows = [{"prompt": str(prompt), "completion": str(number)} for number, prompt in enumerate(prompts)]
+    train, apart = hold_out(rows, count, random.Random(seed))
+    assert sorted(row["completion"] for row in train + apart) == sorted(row["completion"] for row in rows)
+    assert len(apart) >= min(count, len(rows))
+
+
+def test_a_dialogue_is_taken_apart_turn_by_turn() -> None:
+    text = "\n\nHuman: one\n\ntwo\n\nAssistant: he said Human: x\n\nHuman: \n\nAssistant:"
+    assert is_dialogue(text) and not is_dialogue("Human beings: ...") and not is_dialogue("Say:\n\nHuman: hello")
+    assert [(turn["role"], turn["content"]) for turn in to_messages(text)] == [
+        ("user", "one\n\ntwo"), ("assistant", "he said Human: x"), ("user", ""), ("assistant", ""),
+    ]  # fmt: skip

@@ -1,0 +1,238 @@
+"""Engines and trainers that die or hang in the midst of a run: what is started again, what ends it, what it says.
+
+The engines are processes of the test's own that answer `/health` over a unix socket; what asks them is in
+`tests/roles/test_vllm_engine.py`, and a real engine that is killed in a round in `tests/roles/test_engine_restart.py`.
+"""
+
+import io
+import re
+import sys
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ycore.config.run import EngineSettings, RewardConfig, RunConfig
+from ycore.errors import EngineError, TrainerError
+from ycore.launch import launcher
+from ycore.launch.engine_processes import EngineProcess, engine_processes
+from ycore.launch.launcher import Worker, run_worker
+from ycore.models.tiny import write_tiny_model
+from ycore.roles import RUN_MARKER
+from ycore.run_folder.paths import RunFolder
+from ycore.telemetry.metrics import read_metrics
+
+ENGINE = """
+import http.server, os, socketserver, subprocess, sys, time
+part = subprocess.Popen(["sleep", "600"])
+class Server(socketserver.ThreadingUnixStreamServer):
+    def get_request(self):
+        return super().get_request()[0], ("engine", 0)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(f"{os.getpid()} {part.pid}".encode())
+Server(sys.argv[1], Handler).serve_forever()
+"""
+WORKER = """
+import http.client, os, signal, socket, sys, time
+from pathlib import Path
+from ycore.roles.stacks import tell_stacks
+from ycore.telemetry.metrics import MetricsWriter
+tell_stacks()
+root = Path(sys.argv[1])
+metrics = MetricsWriter(root / "metrics.jsonl")
+
+def ask(number=0):
+    deadline = time.monotonic() + 30
+    while time.monotonic() < deadline:
+        connection = http.client.HTTPConnection("engine", timeout=5)
+        connection.sock = socket.socket(socket.AF_UNIX)
+        try:
+            connection.sock.connect(str(root / "sockets" / f"rollout-{number}.sock"))
+            connection.request("GET", "/health")
+            return [int(word) for word in connection.getresponse().read().split()]
+        except OSError:
+            time.sleep(0.05)
+    sys.exit("the engine did not come")
+
+def ask_another(than, number=0):
+    while (pids := ask(number)) == than:
+        time.sleep(0.05)
+    return pids
+
+def step(number):
+    metrics.write({"step": number, "reward": 0.5, "ycore/time/step": 0.1})
+"""
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> RunConfig:
+    return RunConfig(
+        model=str(write_tiny_model(tmp_path / "model")),
+        dataset="task:addition",
+        rewards=[RewardConfig(reward="exact_answer")],
+        output=str(tmp_path / "r"),
+        steps=3,
+        engine=EngineSettings(kind="vllm", count=1, health_timeout_s=1.0),
+    )
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Run a worker of this code beside the test's engines; what was shown."""
+    root = Path(launcher.__file__).parents[2]
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
+    monkeypatch.setattr(launcher, "is_vllm_installed", lambda: True)
+
+    def instead(*arguments: Any) -> list[EngineProcess]:
+        commands = [(sys.executable, "-c", ENGINE, str(engine.socket)) for engine in engine_processes(*arguments)]
+        return [
+            replace(engine, command=one) for engine, one in zip(engine_processes(*arguments), commands, strict=True)
+        ]
+
+    monkeypatch.setattr(launcher, "engine_processes", instead)
+    stream = io.StringIO()
+
+    def work(code: str, config: RunConfig) -> str:
+        (tmp_path / "made_worker.py").write_text(textwrap.dedent(WORKER) + textwrap.dedent(code))
+        try:
+            run_worker(Worker("trainer", "made_worker"), config, resume=False, stream=stream)
+        finally:
+            assert_nothing_is_left(config)
+        return stream.getvalue()
+
+    return work
+
+
+def with_engine(config: RunConfig, **changes: Any) -> RunConfig:
+    return config.model_copy(update={"engine": config.engine.model_copy(update=changes)})
+
+
+def assert_nothing_is_left(config: RunConfig) -> None:
+    folder = RunFolder(Path(config.output))
+    for process in psutil.process_iter():
+        try:
+            assert process.environ().get(RUN_MARKER) != folder.run_id
+        except psutil.Error:
+            continue
+    assert not folder.sockets.exists()
+
+
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        ("os.kill(server, signal.SIGKILL)", r"rollout-0 ended with killed by SIGKILL"),
+        ("os.kill(part, signal.SIGKILL)", r"rollout-0 lost its process sleep \(\d+\), killed or out of memory"),
+        ("os.kill(server, signal.SIGSTOP)", r"rollout-0 has been stopped \(SIGSTOP\) for \d+ s"),
+        ("os.kill(part, signal.SIGSTOP)", r"rollout-0 has been stopped \(SIGSTOP\) for \d+ s"),
+    ],
+    ids=["server-killed", "part-killed", "server-stopped", "part-stopped"],
+)
+def test_an_engine_in_trouble_is_started_again(
+    run: Callable[..., str], config: RunConfig, harm: str, said: str
+) -> None:
+    code = f"""
+        time.sleep(2)  # the launcher has seen that it is ready, and of what it is made
+        server, part = ask()
+        {harm}
+        again = ask_another([server, part])
+        assert not Path(f"/proc/{{part}}").exists() or Path(f"/proc/{{part}}/stat").read_text().split()[2] == "Z"
+        step(1)
+        time.sleep(2.5)  # the launcher sees that it is back
+    """
+    shown = run(code, config)
+    assert re.search(said + r"(:.*)?; starting it again \(1 of 3\)", shown), shown
+    assert "rollout-0 is back after" in shown
+    stacks = list(RunFolder(Path(config.output)).logs.glob("stacks-*.txt"))
+    assert bool(stacks) == ("STOP" in harm)
+
+
+def test_only_the_dead_engine_is_started_again(run: Callable[..., str], config: RunConfig) -> None:
+    code = """
+        time.sleep(2)
+        one, other = ask(0), ask(1)
+        os.kill(one[0], signal.SIGKILL)
+        ask_another(one, 0)
+        assert ask(1) == other
+    """
+    shown = run(code, with_engine(config, count=2))
+    assert shown.count("starting it again") == 1
+
+
+def test_the_budget_of_restarts_is_the_runs(run: Callable[..., str], config: RunConfig) -> None:
+    code = """
+        pids = None
+        while True:
+            pids = ask_another(pids)
+            time.sleep(1.5)
+            os.kill(pids[0], signal.SIGKILL)
+    """
+    with pytest.raises(
+        EngineError, match=r"rollout-0 ended with killed by SIGKILL.*the run's 1 restarts are used up.*`ycore resume "
+    ):
+        run(code, with_engine(config, restarts=1))
+
+
+DIES_ONCE = """
+    import subprocess
+    once = root / "once"
+    if not once.exists():
+        once.touch()
+        (root / "left").write_text(str(subprocess.Popen(["sleep", "600"], start_new_session=True).pid))
+        time.sleep(1.5)
+        (root / "engine").write_text(str(ask()))
+        step(1)
+        os.kill(os.getpid(), signal.SIGKILL)
+    left = Path(f"/proc/{(root / 'left').read_text()}")
+    assert not left.exists() or (left / "stat").read_text().split()[2] == "Z", "something of the dead trainer lives"
+    assert (root / "engine").read_text() == str(ask()), "the engine was started again too"
+    step(2)
+"""
+
+
+def test_a_dead_trainer_is_started_again_beside_its_engines(run: Callable[..., str], config: RunConfig) -> None:
+    shown = run(DIES_ONCE, config.model_copy(update={"restarts": 1}))
+    assert "trainer ended with killed by SIGKILL" in shown
+    assert "in step 2; going on from the newest checkpoint (1 of 1)" in shown
+    assert [row["step"] for row in read_metrics(RunFolder(Path(config.output)).metrics)] == [1, 2]
+
+
+def test_without_restarts_the_error_names_the_command_that_goes_on(run: Callable[..., str], config: RunConfig) -> None:
+    with pytest.raises(TrainerError, match=r"killed by SIGKILL.*in step 2; `ycore resume .*/r` goes on$"):
+        run(DIES_ONCE, config)
+
+
+def test_a_stopped_trainer_is_named_with_its_step(run: Callable[..., str], config: RunConfig) -> None:
+    code = """
+        def busy_with_step_two():
+            os.kill(os.getpid(), signal.SIGSTOP)
+            time.sleep(60)
+        step(1)
+        busy_with_step_two()
+    """
+    with pytest.raises(
+        TrainerError, match=r"trainer has been stopped \(SIGSTOP\) for \d+ s, in step 2 .*stacks-step-2"
+    ):
+        run(code, config)
+    told = (RunFolder(Path(config.output)).logs / "stacks-step-2.txt").read_text()
+    assert "busy_with_step_two" in told, "it was let go on to say where it was"
+    assert "cannot be asked for its stack; state S (sleeping)" in told, "the engine has no handler, and lives"
+
+
+def test_a_trainer_that_does_not_get_on_is_named_with_its_stack(run: Callable[..., str], config: RunConfig) -> None:
+    code = """
+        def waits_for_godot():
+            time.sleep(60)
+        step(1)
+        waits_for_godot()
+    """
+    short = config.model_copy(update={"step_timeout_s": 2.0})
+    with pytest.raises(TrainerError, match=r"trainer has not finished a step for \d+ s \(step_timeout_s\), in step 2"):
+        run(code, short)
+    assert "waits_for_godot" in (RunFolder(Path(config.output)).logs / "stacks-step-2.txt").read_text()

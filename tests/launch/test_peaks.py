@@ -1,0 +1,60 @@
+"""Peaks of memory by role: whose process is whose, and one real process that holds what it says."""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from ycore.launch.peaks import MemoryPeaks, peak_bytes, role_of
+from ycore.roles import RUN_MARKER
+from ycore.run_folder.files import read_json
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.mark.parametrize(
+    ("command", "role"),
+    [
+        ("python -m ycore.roles.trainer runs/x", "trainer"),
+        ("python -P -m ycore.rewards.worker", "rewards"),
+        ("python -m vllm.entrypoints.openai.api_server --model m --uds /tmp/x/rollout-1.sock", "rollout-1"),
+        ("python -m accelerate.commands.launch --config_file a -m ycore.roles.trainer x", "helper"),
+        ("VLLM::EngineCore", None),
+    ],
+)
+def test_whose_process_a_command_line_is(command: str, role: str | None) -> None:
+    assert role_of(command.split()) == role
+
+
+def test_the_peak_of_a_running_process_is_kept_after_its_memory_is_given_back(tmp_path: Path) -> None:
+    """A process with a child, as an engine has one: both count, what they held at most, and nobody else's."""
+    child = "import time; held = bytearray(60 << 20); time.sleep(60)"
+    code = (
+        f"import subprocess as s, sys; held = bytearray(80 << 20); del held; s.run([sys.executable, '-c', {child!r}])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "--uds", "/tmp/rollout-0.sock"],
+        env={**os.environ, RUN_MARKER: "peaks-test"},
+        start_new_session=True,
+    )
+    file = tmp_path / "memory.json"
+    try:
+        with MemoryPeaks("peaks-test", file) as peaks:
+            deadline = time.monotonic() + 30
+            while time.monotonic() < deadline and peaks.now.get("rollout-0", 0) < 140 << 20:
+                time.sleep(0.1)
+    finally:
+        os.killpg(process.pid, 9)
+        process.wait()
+    told = read_json(file)
+    assert set(told) == {"rollout-0"}
+    assert 140 << 20 <= told["rollout-0"] <= 250 << 20
+
+
+def test_a_process_that_is_gone_has_no_peak() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    assert peak_bytes(process.pid) is None

@@ -1,0 +1,189 @@
+"""Which engines judges and reward models get, and what is refused before anything starts."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ycore.config.run import RunConfig
+from ycore.errors import UserError
+from ycore.judging.loading import with_declarations
+from ycore.launch.engine_processes import engine_processes
+from ycore.launch.scorers import check_scorers, plan_scorers, scoring_models
+from ycore.models.tiny import write_tiny_model
+from ycore.roles.rollout import RolloutEngine
+from ycore.run_folder.paths import RunFolder
+
+SCORE = {"verdict": {"kind": "score"}}
+CONFIG = {
+    "num_attention_heads": 4, "num_hidden_layers": 2, "num_key_value_heads": 2, "hidden_size": 64,
+    "max_position_embeddings": 2048, "architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "LABEL_0"},
+}  # fmt: skip
+
+
+def config_of(*rewards: Any, **settings: Any) -> RunConfig:
+    told: dict[str, Any] = {"model": "policy", "dataset": "task:addition", "output": "out", **settings}
+    return RunConfig(**told, rewards=list(rewards))
+
+
+def judge(name: str, **declared: Any) -> dict[str, Any]:
+    return {"reward": f"judge:{name}", "args": {**SCORE, **declared}}
+
+
+def slots(folder: Path, count: int = 2, **engine: Any) -> list[RolloutEngine]:
+    common: dict[str, Any] = {
+        "model": folder, "temporary": folder, "run_id": "x", "dtype": "bfloat16", "max_model_len": 512,
+        "max_num_seqs": 64, "seed": 0, **engine,
+    }  # fmt: skip
+    where = [{"cores": (slot,)} if "device" not in engine else {} for slot in range(count)]
+    return [RolloutEngine(name=f"rollout-{n}", socket=folder / str(n), **common, **where[n]) for n in range(count)]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
+    return tmp_path
+
+
+def test_judges_of_one_model_share_engines_and_addresses_have_none() -> None:
+    config = config_of(
+        judge("a"),
+        {"reward": "length"},
+        judge("b", max_tokens=300, max_model_len=900),
+        judge("c", model="other"),
+        judge("d", base_url="http://x", model="far"),
+        {"reward": "rm:scalar"},
+        judge("e", model="policy"),
+    )
+    told = [(one.role, one.name, one.sources, one.max_new_tokens) for one in scoring_models(config)]
+    assert told == [
+        ("judge", "policy", (0, 2, 6), 300),
+        ("judge", "other", (3,), 256),
+        ("reward_model", "scalar", (5,), 0),
+    ]
+
+
+def test_every_slot_has_an_engine_of_every_model_beside_its_rollout_engine(folder: Path) -> None:
+    config = config_of(judge("a"), judge("b", model="other", max_model_len=300), {"reward": "rm:scalar"})
+    fetched: list[str] = []
+
+    def fetch(name: str) -> Path:
+        fetched.append(name)
+        return folder
+
+    plans = plan_scorers(config, RunFolder(folder), slots(folder), fetch=fetch)
+    assert fetched == ["policy", "other", "scalar"]
+    assert [[one.name for one in plan.engines] for plan in plans] == [
+        ["judge-0", "judge-1"],
+        ["judge-2", "judge-3"],
+        ["reward-model-0", "reward-model-1"],
+    ]
+    assert [[one.cores for one in plan.engines] for plan in plans] == [[(0,), (1,)]] * 3
+    assert [plan.max_model_len for plan in plans] == [2048, 300, 2048]
+    assert {one.max_num_seqs for plan in plans for one in plan.engines} == {32}
+    assert {one.memory_gib for plan in plans for one in plan.engines} == {1}
+    assert plans[0].told()["sources"] == [0] and plans[2].told()["role"] == "reward_model"
+    assert plan_scorers(config, RunFolder(folder), [], fetch=fetch) == []
+
+
+def test_commands_are_those_of_the_role(folder: Path) -> None:
+    plans = plan_scorers(
+        config_of(judge("a"), {"reward": "rm:scalar"}), RunFolder(folder), slots(folder, 1), fetch=lambda name: folder
+    )
+    rollout, one_judge, reward_model = engine_processes(slots(folder, 1), plans)
+    assert "ycore.roles.vllm_extension.PolicyWorker" in rollout.command
+    assert "--worker-extension-cls" not in one_judge.command, "nothing can send a judge other weights"
+    assert reward_model.command[reward_model.command.index("--runner") + 1] == "pooling"
+    assert one_judge.environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
+
+
+def test_on_a_device_scorers_share_what_an_engine_may_take(folder: Path) -> None:
+    devices = slots(folder, 1, device="0", gpu_memory_utilization=0.3)
+    config = config_of(judge("a"), {"reward": "rm:scalar"})
+    plans = plan_scorers(config, RunFolder(folder), devices, fetch=lambda name: folder)
+    assert [plan.engines[0].gpu_memory_utilization for plan in plans] == [0.15, 0.15]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def classifier(folder: Path, model: Path, **changes: Any) -> str:
+    """The tiny model's folder with another config."""
+    target = folder / "classifier"
+    target.mkdir()
+    for file in model.iterdir():
+        (target / file.name).write_bytes(file.read_bytes())
+    told = json.loads((model / "config.json").read_text()) | {"id2label": {"0": "LABEL_0"}} | changes
+    (target / "config.json").write_text(json.dumps(told))
+    return str(target)
+
+
+def test_a_run_that_can_be_scored_is_told_line_by_line(tmp_path: Path, model: Path) -> None:
+    scalar = classifier(tmp_path, model, architectures=["LlamaForSequenceClassification"])
+    config = config_of(judge("a"), {"reward": f"rm:{scalar}"}, model=str(model))
+    first, second = check_scorers(config, ["answer"], engine="vllm")
+    assert first == "judge a: the policy's base weights, pointwise, verdict by score"
+    assert second.startswith("reward model ") and second.endswith("one number a completion")
+
+
+@pytest.mark.parametrize(
+    ("declared", "problem"),
+    [
+        ({"model": "no-such-folder/x/y"}, "judge a: .*no-such-folder"),
+        ({"max_model_len": 100_000}, "max_model_len is 100000, and its model has 512; lower it"),
+        ({"messages": [{"role": "user", "content": "{completion} {lvel}"}]}, "'lvel', .*did you mean 'level'"),
+        ({"mode": "pairwise", "against": "reference", "reference_column": "gold"}, "reference_column is 'gold'"),
+        ({"base_url": "http://x/v1", "model": "m", "api_key_env": "YCORE_NO_SUCH_KEY"}, "YCORE_NO_SUCH_KEY .* not set"),
+    ],
+)
+def test_a_judge_that_cannot_score_the_run_is_refused(model: Path, declared: dict[str, Any], problem: str) -> None:
+    with pytest.raises(UserError, match=problem):
+        check_scorers(config_of(judge("a", **declared), model=str(model)), ["answer", "level"], engine="vllm")
+
+
+def test_a_model_without_a_chat_template_cannot_judge(tmp_path: Path) -> None:
+    plain = write_tiny_model(tmp_path / "plain", chat=False)
+    with pytest.raises(UserError, match="no chat template; take an instruct model"):
+        check_scorers(config_of(judge("a"), model=str(plain)), [], engine="vllm")
+
+
+def test_without_vllm_only_an_address_can_judge(model: Path) -> None:
+    far = judge("a", base_url="http://x/v1", model="m")
+    assert check_scorers(config_of(far), [], engine="transformers") == [
+        "judge a: m at http://x/v1, pointwise, verdict by score"
+    ]
+    for reward in (judge("a"), {"reward": f"rm:{model}"}):
+        with pytest.raises(UserError, match="runs in a vLLM engine, and this run generates with transformers"):
+            check_scorers(config_of(reward, model=str(model)), [], engine="transformers")
+
+
+@pytest.mark.parametrize(
+    ("changes", "problem"),
+    [
+        ({}, "must be a sequence classifier with one label .* are LlamaForCausalLM"),
+        ({"architectures": ["LlamaForSequenceClassification"], "id2label": {"0": "a", "1": "b"}}, "has 2 labels"),
+        ({"architectures": ["NoveltyForSequenceClassification"]}, "vLLM has no NoveltyForSequenceClassification"),
+    ],
+)
+def test_a_model_that_gives_no_single_number_is_refused(
+    tmp_path: Path, model: Path, changes: dict[str, Any], problem: str
+) -> None:
+    with pytest.raises(UserError, match=problem):
+        check_scorers(config_of({"reward": f"rm:{classifier(tmp_path, model, **changes)}"}), [], engine="vllm")
+
+
+def test_a_run_carries_the_whole_declaration(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("strict.yaml").write_text("description: mine\nrubric: Is it right?\nverdict: {kind: score, max: 5}\n")
+    spec = {"reward": "judge:strict.yaml", "weight": 0.5, "args": {"retries": 3}}
+    config = with_declarations(config_of(spec, {"reward": "length"}))
+    Path("strict.yaml").unlink()
+    assert config.rewards[0].model_dump(exclude_defaults=True) == {
+        "reward": "judge:strict",
+        "weight": 0.5,
+        "args": {"rubric": "Is it right?", "verdict": {"kind": "score", "max": 5.0}, "retries": 3},
+    }
+    assert with_declarations(config) == config, "a resumed run needs no file"

@@ -1,0 +1,91 @@
+"""What judges and reward models did in a step, added up over sources and ranks, as the step's metrics.
+
+Not here: who counts (`judge_scorer`, `reward_model_scorer`), and the other metrics of a round (`source`).
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields
+from typing import Protocol
+
+AddUp = Callable[[Sequence[float]], Sequence[float]]
+"""Sums over all ranks, which call it together."""
+
+
+class Meter(Protocol):
+    """Counts that can be added to those of other ranks."""
+
+    def take(self) -> Sequence[float]:
+        """The counts since this was last asked; as many numbers on every rank."""
+
+    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
+        """The step's metrics, of the sums over all ranks."""
+
+
+@dataclass(slots=True)
+class JudgeMeter:
+    """All judges of a run; `seconds` are those of the calls, from a slot's turn on."""
+
+    calls: float = 0
+    parse_failures: float = 0
+    seconds: float = 0
+    tokens: float = 0
+    pairs: float = 0
+    pairs_by_position: float = 0
+
+    def take(self) -> Sequence[float]:
+        return _taken(self)
+
+    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
+        all_ranks = JudgeMeter(*sums)
+        told = {
+            "ycore/judge/calls": all_ranks.calls,
+            "ycore/judge/parse_failures": all_ranks.parse_failures,
+            "ycore/judge/latency_s": _ratio(all_ranks.seconds, all_ranks.calls),
+            "ycore/judge/tokens": all_ranks.tokens,
+        }
+        if all_ranks.pairs:
+            told["ycore/judge/position_bias"] = all_ranks.pairs_by_position / all_ranks.pairs
+        return told
+
+
+@dataclass(slots=True)
+class RewardModelMeter:
+    """All reward models of a run."""
+
+    calls: float = 0
+    seconds: float = 0
+    tokens: float = 0
+
+    def take(self) -> Sequence[float]:
+        return _taken(self)
+
+    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
+        all_ranks = RewardModelMeter(*sums)
+        return {
+            "ycore/reward_model/calls": all_ranks.calls,
+            "ycore/reward_model/latency_s": _ratio(all_ranks.seconds, all_ranks.calls),
+            "ycore/reward_model/tokens": all_ranks.tokens,
+        }
+
+
+def collect(meters: Sequence[Meter], add_up: AddUp) -> dict[str, float]:
+    """The metrics of all meters, over all ranks, by one sum."""
+    taken = [meter.take() for meter in meters]
+    flat = [value for counts in taken for value in counts]
+    sums = list(add_up(flat)) if flat else []
+    told: dict[str, float] = {}
+    for meter, counts in zip(meters, taken, strict=True):
+        told |= meter.metrics(sums[: len(counts)])
+        sums = sums[len(counts) :]
+    return told
+
+
+def _taken(meter: JudgeMeter | RewardModelMeter) -> tuple[float, ...]:
+    counts = astuple(meter)
+    for field in fields(meter):
+        setattr(meter, field.name, 0)
+    return counts
+
+
+def _ratio(amount: float, count: float) -> float:
+    return amount / count if count else 0.0

@@ -1,0 +1,121 @@
+"""From a reward's name, `judge:quality.yaml` or `rm:MODEL`, to its declaration.
+
+A run carries the whole declaration in the reward's `args`: `run.json` tells it, a resumed run is held to it, and the
+file is not needed again.
+
+Not here: what a declaration says (`declaration`, `reward_model`).
+"""
+
+from collections.abc import Iterable, Mapping
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from pydantic import ValidationError
+
+from ycore.config.problems import declared_error
+from ycore.config.run import RewardConfig, RunConfig, Strict
+from ycore.errors import RewardError, nearest
+from ycore.judging.declaration import Judge
+from ycore.judging.reward_model import RewardModel
+
+JUDGE, REWARD_MODEL = "judge:", "rm:"
+_SUFFIXES = (".yaml", ".yml")
+
+
+def is_judge(spec: RewardConfig) -> bool:
+    return spec.reward.startswith(JUDGE)
+
+
+def is_reward_model(spec: RewardConfig) -> bool:
+    return spec.reward.startswith(REWARD_MODEL)
+
+
+def is_rule(spec: RewardConfig) -> bool:
+    """Whether it is a plain function, for the worker processes."""
+    return not is_judge(spec) and not is_reward_model(spec)
+
+
+def with_declarations(config: RunConfig) -> RunConfig:
+    """The run with every judge's file read into its `args`; RewardError where a declaration cannot work."""
+    return config.model_copy(update={"rewards": [_with_declaration(spec) for spec in config.rewards]})
+
+
+def judge_of(spec: RewardConfig) -> Judge:
+    """The judge of a `judge:` reward."""
+    name = spec.reward.removeprefix(JUDGE)
+    data = {**_told_elsewhere(name, spec.args), **spec.args}
+    try:
+        return Judge.model_validate(data)
+    except ValidationError as problem:
+        raise RewardError(str(declared_error(problem, data, what=f"judge {name}", model=Judge))) from None
+
+
+def reward_model_of(spec: RewardConfig) -> RewardModel:
+    """The reward model of an `rm:` reward."""
+    name = spec.reward.removeprefix(REWARD_MODEL)
+    if not name:
+        raise RewardError("rm: needs a model's name: --reward rm:MODEL, a hub id or a folder")
+    data = {"model": name, **spec.args}
+    try:
+        return RewardModel.model_validate(data)
+    except ValidationError as problem:
+        raise RewardError(str(declared_error(problem, data, what=f"reward model {name}", model=RewardModel))) from None
+
+
+def require_columns(name: str, judge: Judge, columns: Iterable[str]) -> None:
+    """RewardError when a question needs a column that the dataset has not."""
+    known = sorted(columns)
+    for column in sorted(judge.columns - set(known)):
+        what = "reference_column" if column == judge.reference_column else "a field of its messages"
+        near = nearest(column, known, limit=1) or f"; the columns are {', '.join(known) or 'none'}"
+        raise RewardError(f"judge {name}: {what} is {column!r}, which is no column of the dataset{near}")
+
+
+def _with_declaration(spec: RewardConfig) -> RewardConfig:
+    if is_rule(spec):
+        return spec
+    if is_reward_model(spec):
+        reward_model_of(spec)
+        return spec
+    told: Strict = judge_of(spec)
+    name = spec.reward.removeprefix(JUDGE)
+    name = Path(name).stem if name.endswith(_SUFFIXES) else name
+    args = told.model_dump(mode="json", exclude_defaults=True)
+    return spec.model_copy(update={"reward": JUDGE + name, "args": args})
+
+
+def _told_elsewhere(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    """What a file says, or a judge that comes with ycore; nothing where the reward's `args` say it all."""
+    shipped = {entry.name.removesuffix(".yaml"): entry for entry in (files("ycore_recipes") / "judges").iterdir()}
+    if name.endswith(_SUFFIXES):
+        return _parsed(name, _read(Path(name).expanduser()))
+    if name in shipped:
+        return _parsed(name, shipped[name].read_text(encoding="utf-8"))
+    if "verdict" in args:
+        return {}
+    near = nearest(name, shipped) or f"; with ycore come {', '.join(sorted(shipped))}"
+    raise RewardError(f"no judge {name!r}: say judge:FILE.yaml, or write the judge under the reward's args{near}")
+
+
+def _read(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        siblings = [path.name for path in file.parent.glob("*") if path.suffix in _SUFFIXES]
+        raise RewardError(f"no such judge file: {file}{nearest(file.name, siblings, limit=1)}") from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise RewardError(f"the judge {file} cannot be read as text: {problem}") from None
+
+
+def _parsed(name: str, text: str) -> dict[str, Any]:
+    import yaml
+
+    try:
+        told = yaml.safe_load(text)
+    except yaml.YAMLError as problem:
+        raise RewardError(f"the judge {name} is not YAML: {' '.join(str(problem).split())}") from None
+    if not isinstance(told, dict) or not all(isinstance(key, str) for key in told):
+        raise RewardError(f"the judge {name} must be a mapping of keys such as `rubric: ...`")
+    told.pop("description", None)
+    return told

@@ -1,0 +1,124 @@
+"""The question that a judge is asked: the template filled with one answer, a pair, or a whole group.
+
+Whatever a template takes from the dataset or the policy is made harmless first. What the policy wrote also stands
+between marks with a random name of this request's own, which it cannot have written.
+
+Not here: the templates (`template`), what is harmless (`escaping`), and who asks (`controller`).
+"""
+
+import hashlib
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ycore.judging.declaration import JsonVerdict, Judge, LabelVerdict, RankingVerdict, ScoreVerdict
+from ycore.judging.escaping import harmless
+from ycore.types import Content, Prompt
+
+Question = list[dict[str, str]]
+"""Chat turns, as every chat API takes them."""
+
+_MARK = "text-"
+
+
+@dataclass(frozen=True, slots=True)
+class Questioner:
+    """Writes a judge's questions. `special_tokens` are those of the judge's own tokenizer, where it is known."""
+
+    judge: Judge
+    special_tokens: tuple[str, ...] = ()
+
+    def pointwise(self, prompt: Prompt, completion: str, *, key: str) -> Question:
+        """`key` names the request: another key gives other marks, the same key the same question."""
+        return self._fill(prompt, {"completion": self._shown(completion, key)})
+
+    def pairwise(self, prompt: Prompt, first: str, second: str, *, key: str) -> Question:
+        return self._fill(prompt, {"first": self._shown(first, key), "second": self._shown(second, key)})
+
+    def groupwise(self, prompt: Prompt, completions: Sequence[str], *, key: str) -> Question:
+        shown = (f"Answer {number}:\n{self._shown(text, key)}" for number, text in enumerate(completions, start=1))
+        return self._fill(prompt, {"completions": "\n\n".join(shown)})
+
+    def _fill(self, prompt: Prompt, written: Mapping[str, str]) -> Question:
+        judge = self.judge
+        told = {name: self._harmless(as_text(value)) for name, value in prompt.columns.items()}
+        values = {
+            **dict.fromkeys(judge.columns, ""),  # a row may lack what the others have
+            **told,
+            "prompt": self._harmless(as_text(prompt.content)),
+            "reference": told.get(judge.reference_column, ""),
+            "rubric": judge.rubric.strip(),
+            "how_to_answer": how_to_answer(judge),
+            **written,
+        }
+        return [{"role": role, "content": text.format_map(values)} for role, text in judge.template]
+
+    def _shown(self, text: str, key: str) -> str:
+        text = self._harmless(text)
+        if not self.judge.fence:
+            return text
+        mark = _mark(text, key)
+        return f"<{mark}>\n{text}\n</{mark}>"
+
+    def _harmless(self, text: str) -> str:
+        return harmless(text, tags=reserved_tags(self.judge), special_tokens=self.special_tokens)
+
+
+def how_to_answer(judge: Judge) -> str:
+    """The sentence that tells a judge the form of its verdict."""
+    match judge.verdict:
+        case ScoreVerdict() as verdict:
+            what = _what_number_means(judge)
+            return (
+                f"End with a number from {verdict.min:g} to {verdict.max:g}{what}, as <{verdict.tag}>N</{verdict.tag}>."
+            )
+        case JsonVerdict() as verdict:
+            keys = f'"reason" and "{verdict.field}"' if verdict.reason else f'"{verdict.field}"'
+            number = f"a number from {verdict.min:g} to {verdict.max:g}{_what_number_means(judge)}"
+            return f"Answer with a JSON object with {keys}; {verdict.field} is {number}."
+        case LabelVerdict() as verdict:
+            *others, last = verdict.labels
+            return f"Answer with one word: {', '.join(others)} or {last}."
+        case RankingVerdict() as verdict:
+            return f"End with the answers' numbers, best first, as <{verdict.tag}>2, 1, ...</{verdict.tag}>."
+
+
+def reserved_tags(judge: Judge) -> tuple[str, ...]:
+    """Names that no text from outside may write in brackets."""
+    match judge.verdict:
+        case ScoreVerdict(tag=tag) | RankingVerdict(tag=tag):
+            return (_MARK, tag)
+        case _:
+            return (_MARK,)
+
+
+def as_text(content: Content | Any) -> str:
+    """A text as it is; a conversation as its only question, or turn by turn; any other column's value as Python's."""
+    if isinstance(content, str):
+        return content
+    if (
+        isinstance(content, list)
+        and content
+        and all(isinstance(turn, Mapping) and "content" in turn for turn in content)
+    ):
+        asked = [turn for turn in content if turn.get("role") != "system"]
+        if len(asked) == 1:
+            return str(asked[0]["content"])
+        return "\n".join(f"{turn.get('role')}: {turn['content']}" for turn in asked)
+    return "" if content is None else str(content)
+
+
+def _what_number_means(judge: Judge) -> str:
+    if judge.mode != "pairwise":
+        return ""
+    assert isinstance(judge.verdict, ScoreVerdict | JsonVerdict)
+    return f" ({judge.verdict.max:g}: the first answer is better, {judge.verdict.min:g}: the second)"
+
+
+def _mark(text: str, key: str) -> str:
+    """A name that does not stand in the text; it follows from the request's key, so a resumed run asks the same."""
+    for number in range(1_000):
+        mark = _MARK + hashlib.sha256(f"{key}\0{number}".encode()).hexdigest()[:10]
+        if mark not in text:
+            return mark
+    raise ValueError("no mark is free of this text")  # a thousand 40-bit names in one text

@@ -1,0 +1,178 @@
+"""Keeping a run's engines alive, whatever their roles: one that dies or hangs is killed and started again.
+
+An engine that was never ready is not: what stopped it then would stop it again. Who asks an engine gives the new
+process what it needs before asking it anything (`roles.server`).
+
+Not here: which engines there are (`engine_processes`), the trainer (`supervise`).
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import psutil
+
+from ycore.errors import EngineError
+from ycore.launch.engine_processes import EngineProcess
+from ycore.launch.health import is_healthy
+from ycore.launch.processes import ManagedProcess, StopWatch, is_alive, is_stopped, kill_session
+from ycore.run_folder.paths import RunFolder
+
+_ASK_STARTING_EVERY_S = 1.0
+_ASK_READY_EVERY_S = 5.0
+
+
+class Trouble(NamedTuple):
+    """What is wrong with an engine, for a sentence that begins with its name; `hangs` where it is there and silent."""
+
+    what: str
+    hangs: bool = False
+
+
+class LiveEngine:
+    """One engine, through all the processes that it has been."""
+
+    def __init__(self, planned: EngineProcess, folder: RunFolder, *, health_timeout_s: float) -> None:
+        self.name, self.role = planned.name, planned.role
+        self.log = folder.log(planned.name)
+        self.is_ready = self.was_ready = False
+        self._planned = planned
+        self._folder = folder
+        self._health_timeout_s = health_timeout_s
+        self._stopped = StopWatch(health_timeout_s)
+        self._parts: dict[str, psutil.Process] = {}
+        self._start()
+
+    def _start(self) -> None:
+        self._planned.socket.unlink(missing_ok=True)  # of a process that was killed; nobody can listen there again
+        self._process = ManagedProcess.start(
+            self.name,
+            list(self._planned.command),
+            environment=self._planned.environment,
+            run_id=self._folder.run_id,
+            log=self.log,
+            cores=self._planned.cores,
+        )
+        self.is_ready = False
+        self._silent_since: float | None = None
+        self.started = self._asked = time.monotonic()
+
+    def processes(self) -> list[psutil.Process]:
+        """Its living processes."""
+        return [process for process in [*self._process.tree(), *self._parts.values()] if is_alive(process)]
+
+    def last_line(self) -> str:
+        return self._process.last_line()
+
+    def trouble(self) -> Trouble | None:
+        """What is wrong with it; None where nothing is.
+
+        vLLM's server outlives its engine core and lets requests wait for ever, so a ready engine is gone as soon as
+        any of its processes is.
+        """
+        if self._process.exit_code is not None:
+            line = self.last_line()
+            return Trouble(f"ended with {self._process.how_it_ended()}" + (f": {line}" if line else ""))
+        for name, part in self._parts.items():
+            if not is_alive(part):
+                return Trouble(f"lost its process {name}, killed or out of memory")
+        pids = [self._process.pid, *(part.pid for part in self._parts.values())]
+        stopped_s = self._stopped.look(pids)
+        silent_s = 0.0 if self._silent_since is None else time.monotonic() - self._silent_since
+        if stopped_s is not None or (self._is_silent(silent_s) and any(is_stopped(pid) for pid in pids)):
+            return Trouble(f"has been stopped (SIGSTOP) for {max(stopped_s or 0.0, silent_s):.0f} s", hangs=True)
+        if self._is_silent(silent_s):
+            return Trouble(f"has not answered /health for {silent_s:.0f} s (engine.health_timeout_s)", hangs=True)
+        return None
+
+    def _is_silent(self, for_s: float) -> bool:
+        return self.is_ready and for_s > self._health_timeout_s
+
+    def ask(self) -> bool:
+        """Ask now and then how it is; True when it has just become ready."""
+        now = time.monotonic()
+        every_s = min(_ASK_READY_EVERY_S, self._health_timeout_s / 4) if self.is_ready else _ASK_STARTING_EVERY_S
+        if now - self._asked < every_s:
+            return False
+        self._asked = now
+        if not is_healthy(self._planned.socket):
+            self._silent_since = self._silent_since or now
+            return False
+        self._silent_since = None
+        if self.is_ready:
+            return False
+        self.is_ready = self.was_ready = True
+        self._parts = self._process.children()
+        return True
+
+    def restart(self) -> None:
+        """Kill what is left of it, and start it anew."""
+        kill_session(self._process.pid, self.processes())
+        self._process.wait(timeout_s=5.0)
+        self._parts = {}
+        self._stopped = StopWatch(self._health_timeout_s)
+        self._start()
+
+
+class EngineWatch:
+    """All engines of a run, with `budget` restarts between them."""
+
+    def __init__(
+        self,
+        engines: Sequence[LiveEngine] = (),
+        *,
+        budget: int = 0,
+        start_timeout_s: float = 0.0,
+        say: Callable[[str], None] = lambda line: None,
+    ) -> None:
+        self._engines = engines
+        self._budget = budget
+        self._start_timeout_s = start_timeout_s
+        self._say = say
+        self._began = time.monotonic()
+        self.num_restarts = 0
+        self.on_hang: Callable[[str], object] = lambda why: None
+
+    def look(self) -> None:
+        """Ask all of them; start again what died. EngineError for what cannot be mended."""
+        for engine in self._engines:
+            if engine.ask():
+                self._tell_ready(engine)
+            trouble = engine.trouble()
+            if trouble is not None:
+                self._restart(engine, trouble)
+            elif not engine.is_ready and time.monotonic() - engine.started > self._start_timeout_s:
+                why = f"{engine.name} was not ready after {self._start_timeout_s:.0f} s: {engine.last_line()}"
+                self.on_hang(why)
+                raise EngineError(f"{why} (see {engine.log}, or raise engine.start_timeout_s)")
+
+    def check(self) -> None:
+        """EngineError where one is in trouble; nothing is started."""
+        for engine in self._engines:
+            trouble = engine.trouble()
+            if trouble is not None:
+                raise EngineError(f"{engine.name} {trouble.what} (see {engine.log})")
+
+    def processes(self) -> list[psutil.Process]:
+        return [process for engine in self._engines for process in engine.processes()]
+
+    @property
+    def are_ready(self) -> bool:
+        return all(engine.is_ready for engine in self._engines)
+
+    def _restart(self, engine: LiveEngine, trouble: Trouble) -> None:
+        if trouble.hangs:
+            self.on_hang(f"{engine.name} {trouble.what}")
+        if not engine.was_ready or self.num_restarts >= self._budget:
+            spent = f"; the run's {self._budget} restarts are used up (engine.restarts)" if self._budget else ""
+            raise EngineError(f"{engine.name} {trouble.what} (see {engine.log}){spent if engine.was_ready else ''}")
+        self.num_restarts += 1
+        self._say(f"{engine.name} {trouble.what}; starting it again ({self.num_restarts} of {self._budget})")
+        engine.restart()
+
+    def _tell_ready(self, engine: LiveEngine) -> None:
+        if self.num_restarts:
+            self._say(f"{engine.name} is back after {time.monotonic() - engine.started:.0f} s")
+        elif self.are_ready:
+            many = "engine" if len(self._engines) == 1 else f"{len(self._engines)} engines"
+            self._say(f"{many} ready after {time.monotonic() - self._began:.0f} s")

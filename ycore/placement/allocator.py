@@ -1,0 +1,341 @@
+"""The allocator: events in, actions out. Who asks, ends, swaps is told to it; what to start and to swap it answers.
+
+It has no clock, no process and no wait of its own. The live run drives it from asyncio (`controller.dispatch`), the
+simulator from a virtual clock (`simulate.round`): both get the same decisions from the same events.
+
+Not here: what a move is worth (`moves`), and the division a round starts with (`division`).
+"""
+
+import heapq
+import math
+from collections import deque
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from ycore.placement.division import next_division
+from ycore.placement.forecast import Setting
+from ycore.placement.levels import MovingAverage
+from ycore.placement.load import Load, Speed, Sums, as_numbers, faded, from_numbers
+from ycore.placement.moves import Backlog, Cost, best_move
+from ycore.placement.placement import ROLLOUT, Division, Placement, placement_of
+from ycore.placement.usage import SlotClock, Usage
+from ycore.placement.words import DYNAMIC, Wanted, split_division
+
+UNLIMITED = 10**9
+_LEAST_DEPTH = 4
+_SPARE = 4
+"""Where engines of several roles run side by side, a slot that is less than a quarter full can take another's work."""
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Send this request to the slot's engine now."""
+
+    request: int
+    slot: int
+
+
+@dataclass(frozen=True, slots=True)
+class Swap:
+    """Put one role of the slot to sleep and wake another; then tell `swapped`."""
+
+    slot: int
+    asleep: str
+    awake: str
+
+
+Action = Start | Swap
+
+
+@dataclass(slots=True)
+class _Flying:
+    role: str
+    slot: int
+    began: float
+    steps: float
+    depth: float
+
+
+@dataclass(frozen=True, slots=True)
+class Hall:
+    """What there is to allocate: slots, roles (the rollout first), and what one slot may hold of each.
+
+    `exclusive`: one engine of a slot is awake at a time, and is emptied before it sleeps. Else the engines of all
+    roles stay up, a change is only one of who gets requests, and running ones are kept.
+    """
+
+    num_slots: int
+    roles: tuple[str, ...] = (ROLLOUT,)
+    capacity: Mapping[str, int] | None = None
+    exclusive: bool = False
+    first_swap_s: float = 0.0
+    """Assumed until one was measured."""
+
+    def capacity_of(self, role: str) -> int:
+        return UNLIMITED if self.capacity is None else self.capacity[role]
+
+
+class Allocator:
+    """Example: `allocator.ask(7, "judge", now)`, then carry out `allocator.decide(now)`."""
+
+    def __init__(self, hall: Hall, wanted: Wanted = DYNAMIC) -> None:
+        self.hall = hall
+        self.loads: dict[str, Load] = {}
+        self._wanted = wanted if len(hall.roles) > 1 else Wanted("split", (hall.num_slots,))
+        self._division: Division = (
+            split_division(self._wanted, hall.roles)
+            if self._wanted.kind == "split"
+            else {role: hall.num_slots if role == ROLLOUT else 0 for role in hall.roles}
+        )
+        self._chosen = False
+        self._sums: dict[str, Sums] = {}
+        self._swap_cost = MovingAverage()
+        self._depth = {role: hall.capacity_of(role) for role in hall.roles}
+        self._flying: dict[int, _Flying] = {}
+        self._waiting: dict[str, deque[int]] = {role: deque() for role in hall.roles}
+        self.begin_round(0.0)
+
+    # -- events ----------------------------------------------------------------------------------------------------
+
+    def begin_round(self, now: float) -> None:
+        """A round begins; its slots are awake as `placement` says."""
+        assert not self._flying, "a round begins when the last has ended"
+        self._began = now
+        self._swaps = 0
+        self._verdict_given = False
+        self._asked = dict.fromkeys(self.hall.roles, 0)
+        self._round: dict[str, Sums] = {role: Sums() for role in self.hall.roles}
+        self._awake = list(placement_of(self._division).awake)
+        self._clocks = [SlotClock(self._speed(role), since=now) for role in self._awake]
+        self._free: dict[str, list[tuple[int, int]]] = {role: [] for role in self.hall.roles}
+        self._spare: dict[str, set[int]] = {role: set() for role in self.hall.roles}
+        self._num_slots = {role: self._awake.count(role) for role in self.hall.roles}
+        for slot in range(self.hall.num_slots):
+            self._note(slot)
+
+    def ask(self, request: int, role: str) -> None:
+        """A request of this role wants a slot; `decide` says when and where."""
+        self._waiting[role].append(request)
+        self._asked[role] += 1
+        if role == ROLLOUT and self._verdict_given:
+            self._round[role].late += 1
+
+    def withdraw(self, request: int, role: str, now: float) -> None:
+        """Whoever asked has given up, in flight or not."""
+        flying = self._flying.pop(request, None)
+        if flying is None:
+            self._waiting[role].remove(request)
+        else:
+            self._leave(flying, now)
+
+    def ended(self, request: int, now: float, *, size: float = 1.0) -> None:
+        """A request that was started has its answer, of `size` tokens (1 where nobody counts them)."""
+        flying = self._flying.pop(request)
+        self._leave(flying, now)
+        self._verdict_given |= flying.role != ROLLOUT
+        seconds, clock = now - flying.began, self._clocks[flying.slot]
+        if seconds > 0:
+            depth = (clock.depth - flying.depth) / (clock.steps - flying.steps)
+            self._round[flying.role].observe(seconds=seconds, depth=depth, size=max(size, 1.0))
+
+    def swapped(self, slot: int, now: float) -> None:
+        """A swap is through: the slot's new role can be asked."""
+        clock = self._clocks[slot]
+        assert clock.swap_began is not None
+        seconds = now - clock.swap_began
+        clock.swap_s += seconds
+        clock.swap_began = None
+        clock.speed = self._speed(self._awake[slot])
+        self._swap_cost.observe(seconds)
+        self._note(slot)
+
+    def end_round(self, now: float) -> Usage:
+        """How the slots were used since it began."""
+        for clock in self._clocks:
+            clock.advance(now)
+        clocks = self._clocks
+        return Usage(now - self._began, [c.busy_s for c in clocks], [c.swap_s for c in clocks], self._swaps)
+
+    # -- between rounds --------------------------------------------------------------------------------------------
+
+    def numbers(self) -> list[float]:
+        """What this controller learned in the round, to be added to the others'."""
+        for sums in self._round.values():
+            sums.rounds = 1.0
+        return [*as_numbers(self._round, self.hall.roles), self.swap_s, 1.0]
+
+    def learn(self, added: Sequence[float]) -> None:
+        """The sum of all controllers' numbers: they all come to the same division for the next round."""
+        *numbers, swap_s, controllers = added
+        now = from_numbers(numbers, self.hall.roles)
+        self._sums = {role: faded(self._sums.get(role, Sums()), now[role]) for role in self.hall.roles}
+        self.loads = {role: load for role, sums in self._sums.items() if (load := sums.load()) is not None}
+        if self._wanted.kind != "dynamic":
+            return
+        slots = self.hall.num_slots
+        for role, load in self.loads.items():
+            self._depth[role] = load.depth(slots, self.hall.capacity_of(role))
+        if len(self.loads) == len(self.hall.roles):
+            setting = Setting(slots, self._depth, swap_s / controllers)
+            self._division = next_division(self._division if self._chosen else None, self.loads, setting)
+            self._chosen = True
+
+    @property
+    def placement(self) -> Placement:
+        """Who is awake now; on a slot that swaps, who is waking."""
+        return Placement(tuple(self._awake))
+
+    @property
+    def division(self) -> Division:
+        """What the next round starts with."""
+        return self._division
+
+    @property
+    def swap_s(self) -> float:
+        """What a swap costs: measured, or assumed until then."""
+        return self.hall.first_swap_s if self._swap_cost.value is None else self._swap_cost.value
+
+    @property
+    def is_idle(self) -> bool:
+        return not self._flying and not any(self._waiting.values())
+
+    # -- decisions -------------------------------------------------------------------------------------------------
+
+    def decide(self, now: float) -> list[Action]:
+        """What to do now, in order. To be asked after every event, or after several of one moment."""
+        if not any(self._waiting.values()):
+            return []
+        actions: list[Action] = []
+        for role in self.hall.roles:
+            self._start_waiting(role, now, actions)
+        if self._wanted.kind == "dynamic":
+            self._move_spare(now, actions)
+        elif self._wanted.kind == "colocated":
+            self._next_phase(now, actions)
+        return actions
+
+    def _start_waiting(self, role: str, now: float, actions: list[Action]) -> None:
+        waiting = self._waiting[role]
+        while waiting:
+            slot = self._pick(role)
+            if slot is None:
+                return
+            request = waiting.popleft()
+            clock = self._clocks[slot]
+            clock.advance(now)
+            clock.in_flight += 1
+            self._flying[request] = _Flying(role, slot, now, clock.steps, clock.depth)
+            self._note(slot)
+            actions.append(Start(request, slot))
+
+    def _pick(self, role: str) -> int | None:
+        """The slot with the fewest in flight."""
+        depth = self._depth_now(role)
+        free = self._free[role]
+        while free:
+            in_flight, slot = free[0]
+            if in_flight == self._clocks[slot].in_flight and self._can_take(slot, role, depth):
+                return slot
+            heapq.heappop(free)  # an old entry, or a full slot: one that gets room is noted anew
+        return None
+
+    def _depth_now(self, role: str) -> int:
+        """Less than a slot may hold, where slots of other roles will soon help: what one holds no other can take."""
+        depth = self._depth[role]
+        load = self.loads.get(role)
+        if load is None or self._wanted.kind != "dynamic":
+            return depth
+        soon = math.floor(sum(self._soon_free(other) for other in self.hall.roles if other != role))
+        slots = self._num_slots[role] + soon
+        left = len(self._waiting[role]) + self._coming(role, load)
+        if not soon or left * load.engine_s(depth) < 2 * self.swap_s * slots:
+            return depth
+        in_flight = self._asked[role] - self._round[role].num - len(self._waiting[role])
+        return min(depth, max(_LEAST_DEPTH, math.ceil((in_flight + left) / slots)))
+
+    def _soon_free(self, role: str) -> float:
+        """Slots of a role with nothing waiting: as many as of its requests have ended."""
+        load = self.loads.get(role)
+        if self._waiting[role] or load is None:
+            return 0.0
+        expected = self._asked[role] + self._coming(role, load)
+        return self._num_slots[role] * self._round[role].num / expected if expected else 0.0
+
+    def _can_take(self, slot: int, role: str, depth: int) -> bool:
+        clock = self._clocks[slot]
+        return self._awake[slot] == role and clock.swap_began is None and clock.in_flight < depth
+
+    def _move_spare(self, now: float, actions: list[Action]) -> None:
+        """Slots with nothing left in their role go where the backlog is worth it, one by one."""
+        for role in self.hall.roles:
+            spare = self._spare[role]
+            while spare and not self._waiting[role]:
+                others = {other: self._backlog(other) for other in self.hall.roles if other != role}
+                target = best_move(self._backlog(role), others, Cost(self.swap_s, self._late_s(role)))
+                if target is None:
+                    break
+                slot = min(spare, key=lambda slot: (self._clocks[slot].in_flight, slot))
+                self._swap(slot, target, now, actions)
+
+    def _backlog(self, role: str) -> Backlog:
+        waiting, slots = len(self._waiting[role]), self._num_slots[role]
+        load = self.loads.get(role)
+        if load is None:  # nothing is known yet: more than a request a slot is worth a try
+            return Backlog(min(waiting, 1), 0, 0 if waiting > slots else slots, 0.0)
+        return Backlog(waiting, self._coming(role, load), slots, load.engine_s(self._depth[role]))
+
+    def _coming(self, role: str, load: Load) -> float:
+        """Requests that this round is still to bring: for completions under way, and as earlier rounds had them."""
+        if role == ROLLOUT:
+            return max(0.0, load.num_late - self._round[role].late)
+        rollout = self.loads.get(ROLLOUT)
+        under_way = self._asked[ROLLOUT] - self._round[ROLLOUT].num
+        return under_way * load.num_requests / rollout.num_requests if rollout else 0.0
+
+    def _late_s(self, role: str) -> float:
+        """What it costs if verdicts come late: the prompts that are drawn by them have yet to be written."""
+        rollout = self.loads.get(ROLLOUT)
+        if role == ROLLOUT or rollout is None:
+            return 0.0
+        return min(1.0, rollout.num_late) * rollout.longest * rollout.speed.step_s(1)
+
+    def _next_phase(self, now: float, actions: list[Action]) -> None:
+        """All slots change together, once the role has nothing left anywhere."""
+        role = self._awake[0]
+        if self._waiting[role] or self._flying or any(clock.swap_began is not None for clock in self._clocks):
+            return
+        target = max(self.hall.roles, key=lambda other: len(self._waiting[other]))
+        for slot in range(self.hall.num_slots):
+            self._swap(slot, target, now, actions)
+
+    def _swap(self, slot: int, target: str, now: float, actions: list[Action]) -> None:
+        role, clock = self._awake[slot], self._clocks[slot]
+        self._num_slots[role] -= 1
+        self._num_slots[target] += 1
+        self._spare[role].discard(slot)
+        self._awake[slot] = target
+        clock.swap_began = now
+        self._swaps += 1
+        actions.append(Swap(slot, role, target))
+
+    def _speed(self, role: str) -> Speed:
+        """As learned so far; before that, every step is taken to be as long as any other."""
+        load = self.loads.get(role)
+        return Speed(1.0, 0.0) if load is None else load.speed
+
+    def _leave(self, flying: _Flying, now: float) -> None:
+        clock = self._clocks[flying.slot]
+        clock.advance(now)
+        clock.in_flight -= 1
+        self._note(flying.slot)
+
+    def _note(self, slot: int) -> None:
+        """The slot's number in flight or its role has changed."""
+        role, clock = self._awake[slot], self._clocks[slot]
+        if clock.swap_began is not None:
+            return
+        heapq.heappush(self._free[role], (clock.in_flight, slot))
+        if clock.in_flight <= (0 if self.hall.exclusive else self._depth[role] // _SPARE):
+            self._spare[role].add(slot)
+        else:
+            self._spare[role].discard(slot)

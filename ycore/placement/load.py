@@ -1,0 +1,137 @@
+"""What a role's requests cost, learned from requests that ended: how many, how large, and how fast at which depth.
+
+The model of an engine is the time of one of its steps with n requests in flight, `base + each * n` seconds: each
+request grows by one token a step, so n of them at once cost more than one and less than n. It is a line, fitted by
+least squares to (mean number in flight, seconds a token) of the requests that ended. Everything is kept as sums, so
+that controllers can add theirs up and all know the same.
+
+Not here: what follows for the slots (`moves`, `division`).
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+
+MEMORY = 0.7
+"""Weight that a round keeps when the next one comes: about the last three count."""
+
+_GOOD_DEPTH = 4.0
+"""In units of base / each; there an engine gives four fifths of what it can at most."""
+
+
+_HIGH = 16
+"""A sum of high powers is nearly the power of the largest: so the longest is known from sums alone."""
+
+
+@dataclass(frozen=True, slots=True)
+class Speed:
+    """Seconds of an engine's step: `base + each * n` with n requests in flight."""
+
+    base: float
+    each: float
+
+    def step_s(self, in_flight: float) -> float:
+        return self.base + self.each * in_flight
+
+    @property
+    def good_depth(self) -> float:
+        """In flight from which on more at once gives little; infinite where each further one is free."""
+        return _GOOD_DEPTH * self.base / self.each if self.each > 0 else math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Load:
+    """One role's work in a round of one controller. Sizes are in tokens, or in requests where tokens are not told."""
+
+    num_requests: float
+    size: float
+    deviation: float
+    longest: float
+    speed: Speed
+    num_late: float = 0.0
+    """Of the requests, those asked once a verdict was there: work that waits for other work."""
+
+    def engine_s(self, depth: float) -> float:
+        """Seconds of a slot that one request costs when `depth` are in flight there."""
+        return self.size * self.speed.step_s(depth) / depth
+
+    def depth(self, num_slots: int, capacity: int) -> int:
+        """Requests a slot should hold: enough to run well, no more than leaves others their share."""
+        share = math.ceil(self.num_requests / num_slots)
+        return max(1, int(min(capacity, max(share, self.speed.good_depth))))
+
+
+@dataclass(slots=True)
+class Sums:
+    """Sums over the requests of a role; the squares give spread and slope."""
+
+    num: float = 0.0
+    size: float = 0.0
+    size_squared: float = 0.0
+    depth: float = 0.0
+    depth_squared: float = 0.0
+    step_s: float = 0.0
+    depth_step_s: float = 0.0
+    late: float = 0.0
+    size_high: float = 0.0
+    rounds: float = 0.0
+
+    def observe(self, *, seconds: float, depth: float, size: float) -> None:
+        """One request of `size` that took so long, with `depth` in flight on its slot on the mean, itself included."""
+        step_s = seconds / size
+        self.num += 1
+        self.size += size
+        self.size_squared += size * size
+        self.size_high += size**_HIGH
+        # A long request says more of a step's time than a short one, so the line is fitted by size.
+        self.depth += size * depth
+        self.depth_squared += size * depth * depth
+        self.step_s += size * step_s
+        self.depth_step_s += size * depth * step_s
+
+    def load(self) -> Load | None:
+        """None as long as nothing has ended."""
+        if self.num < 0.5 or self.rounds <= 0:
+            return None
+        mean = self.size / self.num
+        deviation = math.sqrt(max(0.0, self.size_squared / self.num - mean * mean))
+        return Load(
+            self.num / self.rounds,
+            mean,
+            deviation,
+            self.size_high ** (1 / _HIGH),
+            self._speed(),
+            self.late / self.rounds,
+        )
+
+    def _speed(self) -> Speed:
+        depth, step_s = self.depth / self.size, self.step_s / self.size
+        spread = self.depth_squared / self.size - depth * depth
+        covariance = self.depth_step_s / self.size - depth * step_s
+        # Where all ran at the same depth nothing is known of the slope: then take it as all slope.
+        each = covariance / spread if spread > 0.01 * depth * depth else step_s / depth
+        each = min(max(each, 0.0), step_s / depth)
+        return Speed(step_s - each * depth, each)
+
+
+def as_numbers(sums: Mapping[str, Sums], roles: Sequence[str]) -> list[float]:
+    """All sums in an order that every controller shares."""
+    return [value for role in roles for value in _row(sums.get(role, Sums()))]
+
+
+def _row(sums: Sums) -> tuple[float, ...]:
+    return (
+        sums.num, sums.size, sums.size_squared, sums.depth, sums.depth_squared,
+        sums.step_s, sums.depth_step_s, sums.late, sums.size_high, sums.rounds,
+    )  # fmt: skip
+
+
+def from_numbers(numbers: Sequence[float], roles: Sequence[str]) -> dict[str, Sums]:
+    """What `as_numbers` told, or the sum of what several told; a load of it is that of their mean."""
+    width = len(fields(Sums))
+    return {role: Sums(*numbers[index * width : (index + 1) * width]) for index, role in enumerate(roles)}
+
+
+def faded(before: Sums, now: Sums, memory: float = MEMORY) -> Sums:
+    """Old rounds count less."""
+    return Sums(*(memory * old + new for old, new in zip(_row(before), _row(now), strict=True)))

@@ -1,0 +1,133 @@
+"""Configurations made up from a seed: keys of ycore and TRL, in their places and out of them, with values of every kind.
+
+Not here: single mistakes with the right words for each (`command_lines`).
+"""
+
+import random
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from ycore.config.batch import derive_batch
+from ycore.config.needs import check_needs
+from ycore.config.overrides import resolve
+from ycore.config.presets import PRESETS
+from ycore.config.run import RunConfig
+from ycore.config.trl_arguments import trl_arguments
+from ycore.config.trl_fields import fields_of
+from ycore.errors import YcoreError
+from ycore.run_folder.paths import RunFolder
+
+_TEXTS = ("", "a", "auto", "none", "null", "true", "vllm", "8", "-1", "1e-5", "nan", "ünï", "a/b", "x" * 300, "{", "[1")
+_NUMBERS = (0, 1, 2, 3, 4, 7, 8, 16, 64, -1, 2**31, 2**64, 0.0, 0.5, -0.5, 1e-5, 1e308, float("inf"), float("nan"))
+_RIGHT: dict[str, tuple[Any, ...]] = {
+    "steps": (1, 100),
+    "seed": (0, 7, "3"),
+    "group_size": (2, 4, 8),
+    "prompts_per_step": (2, 8, 64),
+    "max_tokens": (1, 64, 256),
+    "lora": (None, {}, {"r": 4}),
+    "dtype": ("auto", "float32", "bfloat16"),
+    "preset": (None, *PRESETS),
+    "checkpoint_every": (None, 1, 5),
+    "merge": (True, False),
+    "engine": ({}, {"count": 1}, {"kind": "transformers"}),
+    "sampling": ({"dynamic": False}, {"max_age": 0}),
+    "learning_rate": (1e-5, "1e-4", 0),
+    "beta": (0.0, "0.1"),
+    "per_device_train_batch_size": (4, "8"),
+    "gradient_accumulation_steps": (2, "4"),
+    "loss_type": ("grpo", "dr_grpo"),
+    "save_total_limit": (2, None),
+}
+_SEVERAL = 5
+
+Source = random.Random
+
+
+def check_made_up(count: int, *, seed: int) -> tuple[int, list[str]]:
+    """How many were accepted, and those from which something else came than a config or an error of ycore's."""
+    source, accepted, failures = Source(f"made-up/{seed}"), 0, []
+    for number in range(count):
+        told = make_up(source)
+        try:
+            accepted += _is_accepted(*told)
+        except Exception as error:  # noqa: BLE001 - anything that gets here is what this looks for
+            failures.append(f"{number}: {type(error).__name__}: {error} from {told}"[:500])
+    return accepted, failures
+
+
+def make_up(source: Source) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
+    """A recipe, `--set`s and options: mostly right, so that checks behind the first ones are reached too."""
+    recipe: dict[str, Any] = {"model": "m", "dataset": "d", "rewards": ["exact_answer"], "output": "o"}
+    for _ in range(source.randrange(_SEVERAL)):
+        _put(recipe, _key(source), source)
+    sets = [f"{_path(source)}={_value(source, depth=1)}" for _ in range(source.choice((0, 0, 1)))]
+    options: dict[str, Any] = {}
+    for _ in range(source.randrange(3)):
+        _put(options, _key(source), source)
+    if source.random() < 0.5:
+        options["trl"] = {}
+        for _ in range(source.randrange(_SEVERAL)):
+            _put(options["trl"], _trl_field(source), source)
+    return recipe, sets, options
+
+
+def _put(where: dict[str, Any], key: str, source: Source) -> None:
+    """Mostly a value that belongs there, where one is known."""
+    right = _RIGHT.get(key)
+    where[key] = source.choice(right) if right and source.random() < 0.9 else _value(source)
+
+
+def _is_accepted(recipe: dict[str, Any], sets: Sequence[str], options: dict[str, Any]) -> bool:
+    try:
+        config = resolve(recipe=recipe, sets=sets, options=options)
+        batch = derive_batch(config, world_size=1, on_cpu=True)
+        check_needs(config)
+        trl_arguments(config, batch, RunFolder(Path(config.output)))
+    except YcoreError:
+        return False
+    return True
+
+
+def _key(source: Source) -> str:
+    return _name(source, list(RunConfig.model_fields))
+
+
+def _trl_field(source: Source) -> str:
+    return _name(source, list(fields_of("GRPOConfig")))
+
+
+def _name(source: Source, names: Sequence[str]) -> str:
+    """Mostly one with known values, then any, now and then a mistyped one or no name at all."""
+    known = [name for name in names if name in _RIGHT]
+    draw = source.random()
+    if draw < 0.7:
+        return source.choice(known)
+    if draw < 0.95:
+        return source.choice(names)
+    return source.choice((*_TEXTS, _mistyped(source.choice(names), source)))
+
+
+def _path(source: Source) -> str:
+    inner = ("engine.count", "engine.kind", "lora.r", "lora.dropout", "sampling.dynamic", "rewards.0.weight", "trl.beta")
+    choose: Callable[[], str] = source.choice((lambda: _key(source), lambda: f"trl.{_trl_field(source)}", lambda: ""))
+    return source.choice(inner) if source.random() < 0.5 else choose()
+
+
+def _value(source: Source, *, depth: int = 0) -> Any:
+    kind = source.random()
+    if kind < 0.5:
+        return source.choice(_NUMBERS)
+    if kind < 0.75:
+        return source.choice((*_TEXTS, *PRESETS)) if depth or source.random() < 0.8 else None
+    if kind < 0.85 or depth > 1:
+        return source.choice((True, False, None))
+    if kind < 0.93:
+        return [_value(source, depth=depth + 1) for _ in range(source.randrange(3))]
+    return {_key(source): _value(source, depth=depth + 1) for _ in range(source.randrange(3))}
+
+
+def _mistyped(name: str, source: Source) -> str:
+    place = source.randrange(len(name) + 1)
+    return name[:place] + source.choice("_-x1") + name[place:]

@@ -1,0 +1,63 @@
+"""Rows: processes killed and stopped at moments drawn from the seed.
+
+Not here: kills aimed at a save (`rows_save`), and what a kill leaves behind when nothing goes on (`rows_exits`).
+"""
+
+import signal
+import time
+from dataclasses import replace
+
+from ycore.selftest.bench import Bench, Row, row_of
+from ycore.selftest.moments import Moment, draw_moments
+from ycore.selftest.runs import Run
+from ycore.selftest.trial import Deed, Outcome, kill, trial
+
+KILLED = ("launcher", "trainer", "rollout", "reward")
+_SHORT_S = 3.0
+_DEADLINE_S = 8.0
+
+
+def kill_row(bench: Bench, role: str) -> Row:
+    """SIGKILL of one process of the role."""
+    oracle = bench.oracle()
+    name = f"kill-{role}"
+    moments = draw_moments(bench.count, steps=bench.job.steps, seed=bench.seed, row=name)
+    if role in ("rollout", "reward"):  # gone, as they should be, by the time the run ends
+        moments = [replace(moment, steps=min(moment.steps, bench.job.steps - 1)) for moment in moments]
+    numbered = list(enumerate(moments))
+    outcomes = bench.all(lambda item: trial(f"{name}-{item[0]}", oracle, item[1], kill(role)), numbered)
+    return row_of(name, f"kill -9 of the {role} at a random moment", outcomes)
+
+
+def stop_row(bench: Bench, role: str) -> Row:
+    """SIGSTOP: for a while and then SIGCONT, where nothing may change; and for good, which must be noticed.
+
+    A launcher that is stopped for good is a shell's Ctrl-Z: nobody is there to notice, so it is stopped for a while only.
+    """
+    oracle = bench.oracle(replace(bench.job, more=("--set", f"engine.request_timeout_s={_DEADLINE_S}")))
+    name = f"stop-{role}"
+    moments = draw_moments(max(2, bench.count // 5), steps=bench.job.steps - 1, seed=bench.seed, row=name)
+    numbered = [(number, replace(moment, steps=max(1, moment.steps))) for number, moment in enumerate(moments)]
+
+    def one(item: tuple[int, Moment]) -> Outcome:
+        number, moment = item
+        for_good = number % 2 == 1 and role != "launcher"
+        deed = kill(role, signal.SIGSTOP) if for_good else pause(role)
+        return trial(f"{name}-{number}{'-for-good' if for_good else ''}", oracle, moment, deed)
+
+    return row_of(name, f"SIGSTOP of the {role}: for {_SHORT_S:.0f} s, or for good", bench.all(one, numbered))
+
+
+def pause(role: str) -> Deed:
+    """Stop one process of the role, and let it go on after a while."""
+
+    def deed(run: Run) -> bool:
+        stopped = run.role(role)[:1]
+        if not run.send(role, signal.SIGSTOP):
+            return False
+        time.sleep(_SHORT_S)
+        for process in stopped or run.role(role)[:1]:
+            process.send_signal(signal.SIGCONT)
+        return True
+
+    return deed

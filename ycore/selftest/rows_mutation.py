@@ -1,0 +1,139 @@
+"""Row: seeded defects in copies of the package, and how many of them this scorecard's own comparisons find.
+
+Every defect goes through the same battery, in the same order, until something finds it. The battery knows nothing of the
+defect; the package as it is goes through all of it first, and must not be found guilty.
+
+Not here: the defects (`mutations`).
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ycore.errors import RunError
+from ycore.selftest.bench import Bench, Row
+from ycore.selftest.copies import Patch, copy_package
+from ycore.selftest.flushes import VARIABLE, read_flushes
+from ycore.selftest.moments import Moment
+from ycore.selftest.mutations import MUTATIONS
+from ycore.selftest.oracle import Oracle
+from ycore.selftest.rows_account import account_trial
+from ycore.selftest.rows_calls import calls_trial, stale_trial
+from ycore.selftest.rows_files import damage_checkpoint, damage_round, stopped_run
+from ycore.selftest.runs import Setting
+from ycore.selftest.trial import Outcome, kill, trial
+
+
+@dataclass(frozen=True, slots=True)
+class Suspect:
+    """A package to look at, and where its runs go."""
+
+    name: str
+    oracle: Oracle
+    setting: Setting
+    seed: int
+
+    @property
+    def steps(self) -> int:
+        return self.oracle.job.steps
+
+
+def _killed_trainer(suspect: Suspect) -> str | None:
+    """In the middle of a round behind a checkpoint, and in the training behind that."""
+    for share in (0.3, 0.9):
+        moment = Moment(suspect.steps - 3, share)
+        found = _guilt(trial(f"trainer-{share}", suspect.oracle, moment, kill("trainer"), setting=suspect.setting))
+        if found:
+            return found
+    return None
+
+
+def _killed_launcher(suspect: Suspect) -> str | None:
+    moment = Moment(suspect.steps - 3, 0.5)
+    return _guilt(trial("launcher", suspect.oracle, moment, kill("launcher"), setting=suspect.setting))
+
+
+def _flushes(suspect: Suspect) -> str | None:
+    _, others = read_flushes(Path(suspect.setting.environment[VARIABLE]))
+    return others[0] if others else None
+
+
+def _damaged(suspect: Suspect) -> str | None:
+    base = stopped_run(suspect.oracle, suspect.setting, "stopped", after=suspect.steps - 2)
+    for file in ("adapter_model.safetensors", "optimizer.pt"):
+        found = _guilt(damage_checkpoint(suspect.oracle, suspect.setting, base, file, "flipped"))
+        if found:
+            return found
+    return _guilt(damage_round(suspect.oracle, suspect.setting, base, "flipped"))
+
+
+def _calls(suspect: Suspect) -> str | None:
+    return _guilt(calls_trial(suspect.oracle, suspect.setting, "errors", suspect.seed))
+
+
+def _stale(suspect: Suspect) -> str | None:
+    return _guilt(stale_trial(suspect.oracle, suspect.setting, 0, 3))
+
+
+def _account(suspect: Suspect) -> str | None:
+    for steps in (3, 5):
+        moment = Moment(suspect.steps - steps, 0.3)
+        found = _guilt(account_trial(suspect.oracle, suspect.setting, f"account-{steps}", moment))
+        if found:
+            return found
+    return None
+
+
+BATTERY: dict[str, Callable[[Suspect], str | None]] = {
+    "kill the trainer": _killed_trainer,
+    "order of flushes": _flushes,
+    "kill the launcher": _killed_launcher,
+    "engine without its weights": _stale,
+    "calls that fail": _calls,
+    "damaged files": _damaged,
+    "account of prompts": _account,
+}
+
+
+def mutation_row(bench: Bench) -> Row:
+    """Every defect, and first the package without one."""
+    oracle = bench.oracle()
+    began = time.monotonic()
+    suspects: list[Patch | None] = [None, *MUTATIONS]
+    told = list(bench.pool.map(lambda patch: _examine(bench, oracle, patch), suspects))
+    guilty, caught = told[0], {patch.name: found for patch, found in zip(MUTATIONS, told[1:], strict=True)}
+    missed = [f"{name}: not noticed" for name, found in caught.items() if found is None]
+    accused = [f"the package without a defect: {guilty}"] if guilty else []
+    return Row(
+        "mutations",
+        "seeded defects that the scorecard's own comparisons find",
+        0 if guilty else sum(found is not None for found in caught.values()),
+        len(MUTATIONS),
+        failures=(*accused, *missed),
+        more={"found_by": caught, "seconds": round(time.monotonic() - began)},
+    )
+
+
+def _examine(bench: Bench, oracle: Oracle, patch: Patch | None) -> str | None:
+    """By what the suspect was found guilty; RunError where its patch does not apply."""
+    name = "none" if patch is None else patch.name.replace(" ", "-").replace("'", "").replace(",", "")
+    place = bench.place / f"mutant-{name}"
+    package = copy_package(place / "package", () if patch is None else (patch,))
+    environment = {**bench.setting.environment, VARIABLE: str(place / "flushes.log")}
+    setting = replace(bench.setting, place=place, package=package, environment=environment)
+    suspect = Suspect(name, oracle, setting, bench.seed)
+    for test, look in BATTERY.items():
+        try:
+            found = look(suspect)
+        except RunError as error:  # the battery's own run could not be made with this package
+            found = str(error)
+        if found:
+            bench.say(f"  {'FAIL' if patch is None else 'ok  '} {name}: found by {test}: {found}")
+            return f"{test}: {found}"
+    bench.say(f"  {'ok  ' if patch is None else 'FAIL'} {name}: nothing found")
+    return None
+
+
+def _guilt(outcome: Outcome) -> str | None:
+    return None if outcome.passes else str(outcome)

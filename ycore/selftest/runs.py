@@ -1,0 +1,194 @@
+"""A real `ycore` process and its run folder: start, look, wait, kill, and what was left behind.
+
+Not here: what is to be trained (`job`), and what the result must be (`comparison`).
+"""
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import psutil
+
+from ycore.launch.processes import is_alive
+from ycore.roles import RUN_MARKER
+from ycore.run_folder.paths import RunFolder
+from ycore.run_folder.private import temporary_folder
+from ycore.selftest.command import ENGINE_MODULE
+from ycore.selftest.phases import count_rows
+from ycore.selftest.terminal import Terminal
+
+_INSTALLED = "import sys; from ycore_cli.main import main; sys.exit(main())"
+_POLL_S = 0.002
+
+ROLES: Mapping[str, tuple[str, ...]] = {
+    "trainer": ("ycore.roles.trainer",),
+    "rollout": (ENGINE_MODULE, "vllm.entrypoints.openai.api_server"),
+    "reward": ("ycore.rewards.worker_process",),
+}
+"""By which word of its command line a role's process is known; the launcher is the process that we started."""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """How `ycore` is started: with which engine, from which copy of the package, in which environment."""
+
+    place: Path
+    """A folder for logs, and the working folder of every process."""
+
+    scripted: Mapping[str, str] | None = None
+    """Options of the scripted engine; None is real vLLM."""
+
+    package: Path | None = None
+    """A folder to import the package from; None is the installed one."""
+
+    environment: Mapping[str, str] = field(default_factory=dict)
+
+    def command(self, words: Sequence[str]) -> list[str]:
+        if self.scripted is None:
+            return [sys.executable, "-c", _INSTALLED, *words]
+        return [sys.executable, "-m", "ycore.selftest.command", json.dumps(dict(self.scripted)), *words]
+
+    def full_environment(self) -> dict[str, str]:
+        """One thread a process, for the sake of exact repetition."""
+        threads = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
+        package = {} if self.package is None else {"PYTHONPATH": str(self.package)}
+        return {**os.environ, **threads, **package, "COLUMNS": "100", **self.environment}
+
+
+class Run:
+    """One `ycore` process in a session of its own, and the folder that it works in."""
+
+    def __init__(
+        self, setting: Setting, words: Sequence[str], output: Path, *, in_terminal: bool = False
+    ) -> None:
+        self.folder = RunFolder(output)
+        self.log = setting.place / f"{output.name}.log"
+        self.began = time.monotonic()
+        self.seen: dict[int, psutil.Process] = {}
+        """Every process of the run that was ever seen."""
+        self._terminal: Terminal | None = None
+        command, environment = setting.command(words), setting.full_environment()
+        if in_terminal:
+            self._terminal = Terminal(command, cwd=setting.place, environment=environment, log=self.log)
+            self.process = self._terminal.process
+            return
+        with self.log.open("ab") as log:
+            self.process = subprocess.Popen(
+                command,
+                cwd=setting.place,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    @property
+    def exit_code(self) -> int | None:
+        return self.process.poll()
+
+    def wait(self, *, timeout_s: float) -> int | None:
+        """The exit status; None where it still runs then."""
+        try:
+            return self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return None
+
+    def num_steps(self) -> int:
+        """Steps that metrics.jsonl tells of, now."""
+        return count_rows(self.folder.metrics)
+
+    def wait_for(self, what: Callable[[], bool], *, timeout_s: float) -> bool:
+        """Whether it came true while the run was alive."""
+        deadline = time.monotonic() + timeout_s
+        while not what():
+            if self.exit_code is not None or time.monotonic() > deadline:
+                return what()
+            time.sleep(_POLL_S)
+        return True
+
+    def members(self) -> list[psutil.Process]:
+        """The run's living processes besides the launcher: those that carry its marker."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):
+                if process.environ().get(RUN_MARKER) == self.folder.run_id and is_alive(process):
+                    found.append(process)
+        self.seen |= {process.pid: process for process in found}
+        return found
+
+    def role(self, name: str) -> list[psutil.Process]:
+        """The living processes of a role, by their process ids."""
+        if name == "launcher":
+            return [psutil.Process(self.process.pid)] if self.exit_code is None else []
+        found = [process for process in self.members() if set(ROLES[name]) & set(_words(process))]
+        return sorted(found, key=lambda process: int(process.pid))
+
+    def send(self, role: str, number: signal.Signals, *, timeout_s: float = 60.0) -> bool:
+        """Signal the first process of a role, once there is one; False where none came."""
+        return self.wait_for(lambda: self._send(role, number), timeout_s=timeout_s)
+
+    def _send(self, role: str, number: signal.Signals) -> bool:
+        for process in self.role(role):
+            with contextlib.suppress(psutil.Error):
+                process.send_signal(number)
+                return True
+        return False
+
+    def close_terminal(self) -> None:
+        """As if its window had been closed."""
+        if self._terminal is not None:
+            self._terminal.close()
+            self._terminal = None
+
+    def end(self) -> None:
+        """Whatever still lives of it, gone."""
+        self.close_terminal()
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.wait()
+        for process in self.members():
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+
+    def tail(self, num_lines: int = 3) -> str:
+        lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
+        return " / ".join(line.strip() for line in lines[-num_lines:])
+
+
+def leftovers(run: Run, *, within_s: float = 10.0) -> list[str]:
+    """What is left of a run that has ended: processes, sockets, shared memory, temporary files; asked until then."""
+    deadline = time.monotonic() + within_s
+    while found := _left(run):
+        if time.monotonic() > deadline:
+            break
+        time.sleep(0.1)
+    return found
+
+
+def _left(run: Run) -> list[str]:
+    run.members()
+    processes = [f"process {pid} ({_name(process)})" for pid, process in run.seen.items() if is_alive(process)]
+    folder = run.folder
+    paths = [folder.sockets, folder.shared_memory, temporary_folder(folder)]
+    return processes + [str(path) for path in dict.fromkeys(paths) if path.exists()]
+
+
+def _words(process: psutil.Process) -> list[str]:
+    try:
+        words: list[str] = process.cmdline()
+    except psutil.Error:
+        return []
+    return words
+
+
+def _name(process: psutil.Process) -> str:
+    words = _words(process)
+    return " ".join(words[:4])[:80] if words else "gone"

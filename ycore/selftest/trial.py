@@ -1,0 +1,121 @@
+"""One trial: a real run, something done to it at a moment, at most one resume, and the result against the whole run's.
+
+Not here: what the rows of the scorecard are made of (`rows`), and the whole run itself (`oracle`).
+"""
+
+import signal
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from ycore.selftest.comparison import Difference, compare, read_result
+from ycore.selftest.job import Job
+from ycore.selftest.moments import Moment
+from ycore.selftest.oracle import Oracle
+from ycore.selftest.phases import Phase, glimpse, phase_of
+from ycore.selftest.runs import Run, Setting, leftovers
+
+INTERRUPTED = 130
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What became of one trial."""
+
+    name: str
+    exits: tuple[int | None, ...]
+    """The exit status of the run and, where there was one, of the resume; None is a run that hung."""
+
+    difference: Difference = Difference()
+    phase: Phase | None = None
+    left: tuple[str, ...] = ()
+    said: str = ""
+    seconds: float = 0.0
+    landed: bool = True
+    """Whether what was to be done was done, before the run had ended."""
+
+    steps_before_resume: int | None = None
+
+    @property
+    def is_equal(self) -> bool:
+        return self.exits[-1] == 0 and self.difference.is_none
+
+    @property
+    def is_wrong(self) -> bool:
+        """The worst there is: another result, and exit status 0."""
+        return self.exits[-1] == 0 and not self.difference.is_none
+
+    @property
+    def is_clean(self) -> bool:
+        return not self.left
+
+    @property
+    def passes(self) -> bool:
+        return self.is_equal and self.is_clean
+
+    def __str__(self) -> str:
+        told = [f"{self.name}: exit {', then '.join(map(str, self.exits))}"]
+        told += [f"in {self.phase}"] if self.phase else []
+        told += [] if self.landed else ["it did not land"]
+        told += [f"difference {self.difference}"] if not self.difference.is_none else []
+        told += [f"left {', '.join(self.left)}"] if self.left else []
+        told += [self.said] if self.said and not self.passes else []
+        return "; ".join(told)
+
+
+Deed = Callable[[Run], bool]
+"""What is done to a run; whether it could be."""
+
+
+def kill(role: str, number: signal.Signals = signal.SIGKILL) -> Deed:
+    """Signal one process of a role."""
+    return lambda run: run.send(role, number)
+
+
+def wait_for_moment(run: Run, moment: Moment, oracle: Oracle) -> bool:
+    """Return at the moment; False where the run had ended before."""
+    if not run.wait_for(lambda: run.num_steps() >= moment.steps, timeout_s=oracle.limit_s):
+        return False
+    due = time.monotonic() + moment.delay_s(oracle.pace, of=oracle.job.steps)
+    return run.wait_for(lambda: time.monotonic() >= due, timeout_s=oracle.limit_s) and run.exit_code is None
+
+
+def trial(name: str, oracle: Oracle, moment: Moment, deed: Deed, *, setting: Setting | None = None) -> Outcome:
+    """Start, do the deed at the moment, let it end, resume it once where it did not finish, and compare."""
+    setting, job, began = setting or oracle.setting, oracle.job, time.monotonic()
+    output = setting.place / name
+    run = Run(setting, job.words(output), output)
+    try:
+        in_time = wait_for_moment(run, moment, oracle)
+        landed = in_time and deed(run)
+        phase = phase_of(glimpse(run.folder), steps=job.steps, checkpoint_every=job.checkpoint_every)
+        first = run.wait(timeout_s=oracle.limit_s)
+        said = run.tail(1)
+        left = leftovers(run) if first is not None else ["the run itself"]
+    finally:
+        run.end()
+    outcome = Outcome(name, (first,), phase=phase, left=tuple(left), said=said, landed=landed)
+    if first not in (None, 0):
+        outcome = go_on(outcome, oracle, setting)
+    seen = compare(oracle.result, read_result(run.folder))
+    return replace(outcome, difference=seen, seconds=time.monotonic() - began)
+
+
+def go_on(outcome: Outcome, oracle: Oracle, setting: Setting) -> Outcome:
+    """The one resume that a trial may take."""
+    output = setting.place / outcome.name
+    run = Run(setting, resume_words(oracle.job, output), output)
+    try:
+        status = run.wait(timeout_s=oracle.limit_s)
+        left = leftovers(run) if status is not None else ["the resumed run itself"]
+    finally:
+        run.end()
+    said = run.tail(1) if status != 0 else outcome.said
+    return replace(outcome, exits=(*outcome.exits, status), left=(*outcome.left, *left), said=said)
+
+
+def resume_words(job: Job, output: Path) -> list[str]:
+    """The same command with `--resume`; a run that was killed before it had a folder is simply begun."""
+    words = job.words(output)
+    return [*words, "--resume"] if (output / "run.json").is_file() else words

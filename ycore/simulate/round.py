@@ -1,0 +1,206 @@
+"""One round in virtual time: the live run's allocator and sampling decisions, driven by a heap of events.
+
+Not here: the decisions (`placement.allocator`, `sampling.demand`), and comparing placements (`compare`).
+"""
+
+import heapq
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ycore.placement.allocator import Allocator, Start, Swap
+from ycore.placement.load import Speed
+from ycore.placement.placement import ROLLOUT
+from ycore.placement.usage import Usage
+from ycore.sampling.demand import Yield, num_to_draw
+from ycore.simulate.machine import VirtualSlot
+from ycore.simulate.workload import GroupAt, SimulatedGroup
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """How fast the engines of each role are, and what their sleeping and waking takes.
+
+    `swap_s[role]`: a sleep and the wake after it; a swap pays half for the role that goes and half for the one that
+    comes.
+    """
+
+    speeds: Mapping[str, Speed]
+    swap_s: Mapping[str, float]
+
+    def swap_between(self, asleep: str, awake: str) -> float:
+        return (self.swap_s.get(asleep, 0.0) + self.swap_s.get(awake, 0.0)) / 2
+
+
+@dataclass(frozen=True, slots=True)
+class Demand:
+    """How a round draws; the same rules as a live round's."""
+
+    need: int
+    dynamic: bool = False
+    max_tries: int = 4
+    max_in_flight: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Lane:
+    """A stretch of one slot's time: a request's role, or `swap`."""
+
+    slot: int
+    name: str
+    began: float
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A simulated round."""
+
+    usage: Usage
+    lanes: list[Lane]
+    drawn: int
+    written_s: float
+    """When the last completion was written."""
+
+
+class SimulatedRound:
+    """Example: `SimulatedRound(allocator, machine, group_at, demand).run()`; `position` goes on from round to round."""
+
+    def __init__(
+        self,
+        allocator: Allocator,
+        machine: Machine,
+        group_at: GroupAt,
+        demand: Demand,
+        *,
+        position: int = 0,
+        yields: Yield | None = None,
+    ) -> None:
+        self.position = position
+        self._allocator = allocator
+        self._machine = machine
+        self._group_at = group_at
+        self._demand = demand
+        self._yields = yields or Yield()
+        self._slots = [VirtualSlot(machine.speeds) for _ in range(allocator.hall.num_slots)]
+        self._stamps = [0] * len(self._slots)
+        self._events: list[tuple[float, int, int, int]] = []  # when, order, slot, the slot's stamp (-1: a swap's end)
+        self._num_events = 0
+        self._asked: dict[int, tuple[str, int, int]] = {}  # request: role, group, completion
+        self._began: dict[int, tuple[int, float]] = {}
+        self._groups: dict[int, SimulatedGroup] = {}
+        self._open: Counter[tuple[int, int]] = Counter()  # (group, completion): requests still to come
+        self._unfinished: Counter[int] = Counter()  # group: completions still to be scored
+        self._lanes: list[Lane] = []
+        self._num_requests = self._drawn = self._kept = self._finished = 0
+        self._written_s = 0.0
+
+    def run(self) -> Outcome:
+        """The round, from time 0 to the end of the last request."""
+        now = 0.0
+        self._allocator.begin_round(now)
+        self._draw()
+        self._act(now)
+        while self._events:
+            now, _, slot, stamp = heapq.heappop(self._events)
+            if stamp == -1:
+                self._allocator.swapped(slot, now)
+            elif stamp == self._stamps[slot]:
+                self._end_request(slot, now)
+            else:
+                continue
+            self._act(now)
+        assert self._allocator.is_idle, "every request was answered"
+        return Outcome(self._allocator.end_round(now), self._lanes, self._drawn, self._written_s)
+
+    def _draw(self) -> None:
+        demand, flying = self._demand, self._drawn - self._finished
+        wanted = num_to_draw(
+            need=demand.need,
+            kept=self._kept,
+            in_flight=flying,
+            drawn=self._drawn,
+            max_draws=demand.need * (demand.max_tries if demand.dynamic else 1),
+            rate=self._yields.rate if demand.dynamic else 1.0,
+        )
+        if demand.max_in_flight is not None:
+            wanted = max(0, min(wanted, demand.max_in_flight - flying))
+        for _ in range(wanted):
+            group = self._group_at(self.position)
+            if group.after > self._finished:
+                return
+            self._open_group(self.position, group)
+            self.position += 1
+
+    def _open_group(self, position: int, group: SimulatedGroup) -> None:
+        self._drawn += 1
+        self._groups[position] = group
+        self._unfinished[position] = len(group.completions)
+        for index in range(len(group.completions)):
+            self._ask(ROLLOUT, position, index)
+
+    def _ask(self, role: str, position: int, index: int) -> None:
+        request = self._num_requests
+        self._num_requests += 1
+        self._asked[request] = (role, position, index)
+        self._open[position, index] += 1
+        self._allocator.ask(request, role)
+
+    def _act(self, now: float) -> None:
+        for action in self._allocator.decide(now):
+            if isinstance(action, Start):
+                role, position, index = self._asked[action.request]
+                self._slots[action.slot].start(action.request, role, self._size(role, position, index), now)
+                self._began[action.request] = (action.slot, now)
+                self._schedule(action.slot)
+            else:
+                self._swap(action, now)
+
+    def _size(self, role: str, position: int, index: int) -> float:
+        return self._groups[position].completions[index][role]
+
+    def _swap(self, swap: Swap, now: float) -> None:
+        seconds = self._machine.swap_between(swap.asleep, swap.awake)
+        self._lanes.append(Lane(swap.slot, "swap", now, seconds))
+        self._push(now + seconds, swap.slot, -1)
+
+    def _schedule(self, slot: int) -> None:
+        self._stamps[slot] += 1
+        following = self._slots[slot].next_end()
+        if following is not None:
+            self._push(following[0], slot, self._stamps[slot])
+
+    def _push(self, when: float, slot: int, stamp: int) -> None:
+        self._num_events += 1
+        heapq.heappush(self._events, (when, self._num_events, slot, stamp))
+
+    def _end_request(self, slot: int, now: float) -> None:
+        following = self._slots[slot].next_end()
+        assert following is not None
+        _, request, role = following
+        self._slots[slot].end(role, now)
+        self._schedule(slot)
+        role, position, index = self._asked.pop(request)
+        _, began = self._began.pop(request)
+        self._lanes.append(Lane(slot, role, began, now - began))
+        self._allocator.ended(request, now, size=self._size(role, position, index))
+        if role == ROLLOUT:
+            self._written_s = now
+            for other in self._scorers(position, index):
+                self._ask(other, position, index)
+        self._open[position, index] -= 1
+        if not self._open[position, index]:
+            self._scored(position)
+
+    def _scorers(self, position: int, index: int) -> Iterable[str]:
+        return (role for role in self._groups[position].completions[index] if role != ROLLOUT)
+
+    def _scored(self, position: int) -> None:
+        self._unfinished[position] -= 1
+        if self._unfinished[position]:
+            return
+        group = self._groups.pop(position)
+        self._finished += 1
+        self._kept += group.teaches or not self._demand.dynamic
+        self._yields.observe(taught=group.teaches)
+        self._draw()

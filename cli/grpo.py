@@ -39,6 +39,7 @@ def grpo(
     dry_run: o.DryRun = False,
     resume: o.Resume = False,
     resume_from: o.ResumeFrom = None,
+    restarts: o.Restarts = None,
     accept_changes: o.AcceptChanges = False,
     keep_journal: o.KeepJournal = None,
     replay: o.Replay = None,

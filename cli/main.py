@@ -22,7 +22,9 @@ from ycore_cli.report import report
 from ycore_cli.resume import resume
 from ycore_cli.reward import reward
 from ycore_cli.rloo import rloo
+from ycore_cli.selftest import selftest
 from ycore_cli.sft import sft
+from ycore_cli.simulate import simulate
 from ycore_cli.watch import watch
 
 from ycore import __version__
@@ -47,6 +49,8 @@ app.command("recipes")(recipes)
 app.command("env")(env)
 app.command("doctor")(doctor)
 app.command("report")(report)
+app.command("selftest")(selftest)
+app.command("simulate")(simulate)
 app.command("watch")(watch)
 
 

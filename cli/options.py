@@ -71,6 +71,10 @@ Divergence = Annotated[
     str | None,
     typer.Option(metavar="NAME", help="Distance to the reference that --beta weighs: reverse-kl, forward-kl or js."),
 ]
+Restarts = Annotated[
+    str | None,
+    typer.Option(metavar="N", help="How often a trainer that dies goes on by itself; none unless said; e.g. 3."),
+]
 Processes = Annotated[
     str | None,
     typer.Option(metavar="N", help="Training processes on this machine, one a GPU or an even share of cores; e.g. 2."),
@@ -155,7 +159,7 @@ _TEXTS = (
     "eval_dataset", "eval_split",
 )  # fmt: skip
 _NUMBERS = (
-    "prompts_per_step", "group_size", "max_tokens", "steps", "seed", "num_samples", "limit", "processes",
+    "prompts_per_step", "group_size", "max_tokens", "steps", "seed", "num_samples", "limit", "processes", "restarts",
     "batch_size", "held_out",
 )  # fmt: skip
 

@@ -65,6 +65,9 @@ def pipeline(
 class _Commands:
     """Each stage as its command does it."""
 
+    def __init__(self) -> None:
+        self._num_steps: dict[str, int] = {}  # of the stages that were checked, for their progress bars
+
     def check(self, config: "AnyConfig", *, resume: bool) -> list[tuple[str, str]]:
         from ycore_cli.plan import checked_plan, plan_rows
         from ycore_cli.tune_plan import tune_plan, tune_rows
@@ -74,7 +77,9 @@ class _Commands:
 
         rows: list[tuple[str, str]]
         if isinstance(config, TuneConfig):
-            rows = tune_rows(tune_plan(config, resume=resume), resume=resume)
+            plan = tune_plan(config, resume=resume)
+            self._num_steps[config.output] = plan["batch"]["steps"]
+            rows = tune_rows(plan, resume=resume)
         else:
             rows = plan_rows(checked_plan(with_declarations(config), resume=resume), resume=resume)
         return rows
@@ -90,7 +95,7 @@ class _Commands:
         if resume:
             settle(RunFolder(Path(config.output)), config, AS_IT_WAS, say=print)
         if isinstance(config, TuneConfig):
-            return launch.tune(config, resume=resume)
+            return launch.tune(config, num_steps=self._num_steps.get(config.output), resume=resume)
         if config.algorithm == "eval":
             return launch.evaluate(with_declarations(config))
         return launch.run(with_declarations(config), resume=resume)

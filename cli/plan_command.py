@@ -3,13 +3,15 @@
 Not here: the arithmetic (`ycore.planning`), and the plan that a dry run shows (`plan`).
 """
 
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from ycore_cli import options as o
 
-from ycore.config.run import RunConfig
 from ycore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ycore.config.run import RunConfig
 
 Devices = Annotated[
     str | None,
@@ -80,7 +82,7 @@ def plan(
         raise typer.Exit(1)
 
 
-def _config(context: typer.Context) -> RunConfig:
+def _config(context: typer.Context) -> "RunConfig":
     """The run that is asked for; what only a real run needs, data and rewards, is filled in where not told."""
     from ycore_cli.options import config_keys
     from ycore_cli.resolve import declared_options
@@ -97,7 +99,7 @@ def _config(context: typer.Context) -> RunConfig:
     return resolve(recipe=base, sets=params.get("set_") or (), options=options | ({"trl": trl} if trl else {}))
 
 
-def _judge(config: RunConfig) -> tuple[str | None, int | None]:
+def _judge(config: "RunConfig") -> tuple[str | None, int | None]:
     """The model of the run's first judge and the tokens that it may write, where the rewards name one."""
     from ycore.judging.loading import with_declarations
     from ycore.launch.scorers import scoring_models

@@ -88,7 +88,7 @@ def _times(one: Forecast) -> Iterator[str]:
 
 def _nearest(made: Plan) -> Iterator[str]:
     if not made.mends:
-        yield "no single change of batch, length, LoRA or devices, nor two of them, would fit; take a smaller model"
+        yield "no change of batch, length, LoRA or devices, nor two of them, nor a smaller model would fit"
         return
     yield "what would fit, nearest first"
     for mend in made.mends:

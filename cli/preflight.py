@@ -88,7 +88,7 @@ def fly(config: "RunConfig") -> dict[str, Any]:
 
 def _beside(config: "RunConfig") -> "RunConfig":
     """The same run in a folder of its own, with as many prompts as a preflight asks."""
-    from ycore.roles.preflight import NUM_PROMPTS
+    from ycore.planning.preflight import NUM_PROMPTS
 
     folder = _unused(f"{config.output}-preflight")
     alone = {"output": folder, "prompts_per_step": NUM_PROMPTS, "processes": 1, "accelerate": None}

@@ -28,7 +28,7 @@ def resume(
     \b
     The run continues exactly, to the bit. What would make it another run (settings, dataset,
     model, rewards) is an error that names it; --accept-changes goes on all the same.
-    Fields of TRL's GRPOConfig are options too; see docs/reliability.md.
+    Fields of TRL's config of that run are options too; see docs/reliability.md.
 
     \b
     ycore resume runs/first
@@ -38,16 +38,26 @@ def resume(
     from ycore_cli.resolve import declared_options, stored_config
     from ycore_cli.training import plan_and_train
     from ycore_cli.trl_options import trl_options
+    from ycore_cli.tune import plan_and_tune
 
-    from ycore.config.overrides import resolve
+    from ycore.config.kinds import is_tuning, kind_of, tune_kind
+    from ycore.config.overrides import resolve, resolve_as
 
     folder = Path(run).expanduser().absolute()
     if resume_from is not None and not resume_from.isdigit():
         resume_from = str(Path(resume_from).expanduser().absolute())
     stored = _trained(folder, stored_config(str(folder)))
     options = config_keys(context.params) | {"output": str(folder)}
-    trl = trl_options(context.args, declared=declared_options(context))
-    config = resolve(recipe=stored, sets=set_ or (), options={**options, **({"trl": trl} if trl else {})})
+    kind = kind_of(str(stored["algorithm"]))
+    trl = trl_options(context.args, declared=declared_options(context), trl_class=kind.trl_class)
+    options |= {"trl": trl} if trl else {}
+    if is_tuning(stored["algorithm"]):
+        tuned = resolve_as(tune_kind(stored["algorithm"]), recipe=stored, sets=set_ or (), options=options)
+        plan_and_tune(
+            tuned, resume=True, resume_from=resume_from, accept_changes=accept_changes, dry_run=dry_run, json=json
+        )
+        return
+    config = resolve(recipe=stored, sets=set_ or (), options=options)
     plan_and_train(
         config, resume=True, resume_from=resume_from, accept_changes=accept_changes, dry_run=dry_run, json=json
     )

@@ -30,7 +30,7 @@ MAY_IMPORT = {
     "simulate": GROUND | {"placement", "sampling"},
     "planning": BASE | {"models", "placement", "simulate"},
     "reporting": BASE,
-    "roles": MIDDLE | {"sampling", "judging", "planning", "algorithms", "controller"},
+    "roles": MIDDLE | {"sampling", "placement", "judging", "planning", "algorithms", "controller"},
     "controller": MIDDLE | {"roles", "sampling", "judging", "placement"},
     "launch": MIDDLE | {"roles", "judging", "placement", "planning"},
     "pipeline": MIDDLE | {"launch"},
@@ -42,10 +42,10 @@ MAY_BE_HEAVY = {"algorithms", "controller"}
 HEAVY_FILES = {
     "roles/checkpoints.py",
     "roles/training_run.py",
+    "roles/tuning_run.py",
     "roles/step_metrics.py",
     "roles/trackers.py",
     "roles/transformers_engine.py",
-    "roles/tuning_run.py",
     "roles/vllm_extension.py",
 }
 

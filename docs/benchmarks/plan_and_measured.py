@@ -24,7 +24,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from bounded import RunFailed, run_bounded
+from bounded import RunFailed, Stopped, run_bounded
 from contestants import BIN
 from machine import busy_share, describe_machine
 from processor_clock import ProcessorClock
@@ -93,6 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
             print(f"failed: {name}: {problem}", file=sys.stderr)
             failed = True
             continue
+        except Stopped:
+            print("interrupted", file=sys.stderr)
+            return 130
         results["runs"].append({"name": name, "rows": [row.as_json() for row in rows]})
         (folder / "results.json").write_text(json.dumps(results, indent=2))
         print(as_lines(name, rows), flush=True)

@@ -14,17 +14,36 @@ VISIBLE = {
     "grpo": [
         "--model", "--dataset", "--reward", "--prompt-column", "--answer-column", "--system-prompt",
         "--trust-remote-code", "--prompts-per-step", "--group-size", "--max-tokens", "--steps", "--lora",
-        "--preset", "--advantage", "--engine",
-        "--dynamic-sampling", "--processes", "--accelerate", "--merge", "--seed", "--set", "--recipe", "--output",
-        "--dry-run", "--resume", "--json",
+        "--preset", "--advantage", "--divergence", "--engine",
+        "--dynamic-sampling", "--placement", "--processes", "--accelerate", "--merge", "--seed", "--set", "--recipe",
+        "--output",
+        "--preflight", "--dry-run", "--resume", "--resume-from", "--accept-changes", "--keep-journal", "--replay",
+        "--json",
     ],
+    "resume": ["run", "--resume-from", "--accept-changes", "--steps", "--set", "--dry-run", "--json"],
     "eval": [
         "--model", "--dataset", "--reward", "--split", "--prompt-column", "--answer-column", "--system-prompt",
         "--trust-remote-code", "--num-samples", "--limit", "--max-tokens", "--engine", "--seed", "--set", "--recipe",
         "--output", "--dry-run", "--json",
     ],
+    "pipeline": ["--model", "--set", "--output", "--resume", "--dry-run", "--json"],
     "recipes": ["--json"],
     "env": ["--json"],
+    "plan": [
+        "--model", "--devices", "--judge", "--prompts-per-step", "--group-size", "--max-tokens", "--prompt-tokens",
+        "--completion-tokens", "--lora", "--accelerate", "--dynamic-sampling", "--set", "--recipe", "--top", "--json",
+    ],
+    "preflight": [
+        "--model", "--dataset", "--reward", "--prompt-column", "--answer-column", "--system-prompt",
+        "--trust-remote-code", "--group-size", "--max-tokens", "--lora", "--preset", "--engine", "--seed", "--set",
+        "--recipe", "--output", "--dry-run", "--json",
+    ],
+    "doctor": ["--engines", "--json"],
+    "simulate": [
+        "name", "--model", "--slots", "--trace", "--judge-work", "--mean-tokens", "--swap-s", "--step-time", "--rounds",
+        "--picture", "--prompts-per-step", "--group-size", "--max-tokens", "--dynamic-sampling", "--seed", "--set",
+        "--json",
+    ],
 }  # fmt: skip
 
 
@@ -35,7 +54,7 @@ def test_the_visible_options_are_these() -> None:
     assert seen == VISIBLE
 
 
-@pytest.mark.parametrize("command", [[], ["grpo"], ["eval"], ["recipes"], ["env"]])
+@pytest.mark.parametrize("command", [[], ["grpo"], ["resume"], ["eval"], ["pipeline"], ["recipes"], ["env"]])
 def test_help_teaches(command: list[str], capfd: pytest.CaptureFixture[str]) -> None:
     assert run([*command, "--help"]) == 0
     out, err = capfd.readouterr()

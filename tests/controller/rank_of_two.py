@@ -141,6 +141,19 @@ def broken(peers: TorchPeers, folder: Path) -> dict[str, Any]:
     return fails(peers, engine, folder)
 
 
+def absent(peers: TorchPeers, folder: Path) -> dict[str, Any]:
+    """Rank 1 does not come to a collective in time."""
+    short = TorchPeers(timeout_s=1.0)
+    if peers.rank:
+        time.sleep(4)
+        return {"message": None}
+    try:
+        short.add_up([1.0])
+    except YcoreError as error:
+        return {"message": str(error)}
+    return {"message": "it came all the same"}
+
+
 def stopped(peers: TorchPeers, folder: Path) -> dict[str, Any]:
     """Rank 1 is asked to stop while both generate; rank 0 hears of it."""
     return stops(peers, ScriptedEngine(hangs=True), folder)

@@ -24,6 +24,7 @@ from ycore.config.owned import ALIASES, refusal
 from ycore.config.recipes import list_recipes, load_recipe
 from ycore.config.run import RewardConfig, RunConfig
 from ycore.config.trl_fields import fields_of
+from ycore.config.tune import TRL_CLASS, TUNE_ALIASES, TuneConfig
 from ycore.data.tasks import TASKS
 from ycore.rewards.builtin import BUILTIN
 from ycore.rewards.inputs import SUPPLIED, inputs_of
@@ -33,6 +34,8 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ENTRY = "from ycore_cli.main import main; main()"
 TO_WRITE = ("jsonl", "csv", "python", "yaml")
+STARTS = ("grpo", "rloo", "sft", "reward", "dpo", "kto", "eval", "preflight", "pipeline", "resume", "selftest")
+"""The commands that start something, unless it is a dry run."""
 OF_TRL = {"--config", "--model-name-or-path", "--dataset-name", "--reward-funcs", "--use-peft"}
 """Options of `trl grpo` that a page may set beside ours."""
 
@@ -113,21 +116,26 @@ def test_every_command_is_of_a_program_that_is_checked_here() -> None:
 def test_ycore_lines_work(page: Path, line: str, tmp_path: Path) -> None:
     for name, text in files_of(page).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
-    if "--resume" in line:
-        write_unfinished_run(page, option(line, "--output"), tmp_path)
+    words = shlex.split(line, comments=True)
+    if "--resume" in line or words[1] == "resume":
+        write_unfinished_run(page, words[2] if words[1] == "resume" else option(line, "--output"), tmp_path)
+    if "--replay" in line:
+        write_unfinished_run(page, option(line, "--replay"), tmp_path)
+        (tmp_path / option(line, "--replay") / "journal").mkdir()
+        (tmp_path / option(line, "--replay") / "journal" / "round-000000-rank-0.json").touch()
     done = dry_run(line, tmp_path)
     if needs_hub(line):
         assert done.returncode == 2
         assert re.match(r"error: no (model folder|dataset file) .*: HF_HUB_OFFLINE is set; .*\n\Z", done.stderr)
     else:
         assert done.returncode == 0, done.stderr
-        assert "Nothing was started" in done.stdout or line.split()[1] not in ("grpo", "eval", "preflight", "pipeline")
+        assert "Nothing was started" in done.stdout or line.split()[1] not in STARTS
 
 
 def dry_run(line: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     """The command in `folder`, without a hub and with empty caches; what would train or measure only plans."""
     words = shlex.split(line, comments=True)[1:]
-    if words[0] in ("grpo", "eval", "preflight", "pipeline") and "--dry-run" not in words:
+    if words[0] in STARTS and "--dry-run" not in words:
         words.append("--dry-run")
     if (model := option(line, "--model")).startswith("runs/"):
         write_stand_in(folder / model)
@@ -283,7 +291,9 @@ def test_every_option_is_documented_and_no_other(command: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_options_that_a_page_mentions_exist(page: Path) -> None:
     known = declared("grpo") | declared("eval") | {"--version"} | OF_TRL
-    known |= {field.option for field in fields_of("GRPOConfig").values()}
+    known |= declared("rloo") | declared("sft")
+    known |= declared("plan") | declared("preflight") | declared("doctor") | declared("selftest") | declared("simulate")
+    known |= {field.option for name in ("GRPOConfig", *TRL_CLASS.values()) for field in fields_of(name).values()}
     prose = _BLOCK.sub("", page.read_text(encoding="utf-8"))
     mentioned = {word.replace("_", "-") for text in quoted(prose) for word in re.findall(r"(?<!\S)--[a-z][\w-]+", text)}
     assert mentioned <= known
@@ -312,6 +322,22 @@ def test_every_key_is_documented_with_its_default_and_no_other() -> None:
         expected = "required" if default is PydanticUndefined else default
         cell = told[key]
         assert (yaml.safe_load(quoted(cell)[0]) if "`" in cell else cell) == expected, key
+
+
+def test_the_trainers_page_has_their_options_keys_and_aliases() -> None:
+    rows = table("docs/trainers.md", "## Options")
+    assert {option for names, _ in rows for option in quoted(names)} == declared("sft")
+    assert declared("sft") == declared("reward") == declared("dpo") == declared("kto")
+    told = {quoted(key)[0]: cell for key, cell, _ in table("docs/trainers.md", "## Keys")}
+    fields = TuneConfig.model_fields
+    assert told.keys() == fields.keys()
+    for key, field in fields.items():
+        default = {} if key == "lora" else field.default
+        expected = "required" if default is PydanticUndefined else default
+        assert (yaml.safe_load(quoted(told[key])[0]) if "`" in told[key] else told[key]) == expected, key
+    page = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
+    spelled, own = re.findall(r"`max_steps`.*? are TRL's names of (.*)\.\n", page, re.DOTALL), TUNE_ALIASES.values()
+    assert spelled and quoted(spelled[0]) == list(own)
 
 
 def test_trl_names_that_ycore_owns_are_documented() -> None:

@@ -1,5 +1,7 @@
 """Declaring a judge: what is refused, in one line that says the way out."""
 
+import re
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -103,6 +105,23 @@ def test_a_file_that_is_no_judge_is_one_line(
     Path("main.yaml").write_text(text or "verdict: {kind: score}")
     with pytest.raises(RewardError, match=problem):
         judge_of(RewardConfig(reward=f"judge:{name}"))
+
+
+@pytest.mark.parametrize(
+    "name", [entry.name.removesuffix(".yaml") for entry in (files("ycore_recipes") / "judges").iterdir()]
+)
+def test_every_judge_that_comes_with_ycore_is_one(name: str) -> None:
+    judge = judge_of(RewardConfig(reward=f"judge:{name}"))
+    assert judge.model == "policy-base" and judge.columns <= {"answer"}
+
+
+def test_every_key_is_documented_and_no_other() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "judges.md").read_text(encoding="utf-8")
+    table = page.partition("These are the keys:")[2].partition("A judge can also")[0]
+    told = [
+        key for line in table.splitlines() for key in re.findall(r"`(\w+)`", line.split("|")[1] if "|" in line else "")
+    ]
+    assert sorted(told) == sorted(Judge.model_fields)
 
 
 def test_reward_models_are_declared_by_their_name() -> None:

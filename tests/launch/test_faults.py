@@ -71,10 +71,15 @@ def step(number):
 """
 
 
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
 @pytest.fixture
-def config(tmp_path: Path) -> RunConfig:
+def config(tmp_path: Path, model: Path) -> RunConfig:
     return RunConfig(
-        model=str(write_tiny_model(tmp_path / "model")),
+        model=str(model),
         dataset="task:addition",
         rewards=[RewardConfig(reward="exact_answer")],
         output=str(tmp_path / "r"),

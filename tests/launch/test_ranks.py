@@ -11,7 +11,7 @@ import pytest
 
 from ycore.launch.processes import ManagedProcess
 from ycore.launch.ranks import RankedTrainer
-from ycore.roles.ranks import Rank, Report, read_report, report_end, report_file
+from ycore.roles.ranks import Rank, Report, forget_reports, read_report, report_end, report_file
 from ycore.run_folder.files import write_json_atomic
 from ycore.run_folder.paths import RunFolder
 
@@ -120,3 +120,14 @@ def test_a_report_comes_back_as_it_was_written(folder: RunFolder) -> None:
     report = read_report(folder, 1)
     assert isinstance(report, Report)
     assert (report.number, report.exit_code, report.message, report.expected) == (3, 2, "no such row", True)
+
+
+def test_ranks_are_known_by_name_and_forgotten_before_others_come(
+    folder: RunFolder, trainer: RankedTrainer, rank: Callable[[int, str], "subprocess.Popen[bytes]"]
+) -> None:
+    working, ended = rank(0, SLEEPER), rank(1, SLEEPER)
+    assert trainer.members() == {"trainer rank 0": working.pid, "trainer rank 1": ended.pid}
+    fail(folder, 1, 1, "no memory", at=1.0)
+    assert trainer.members() == {"trainer rank 0": working.pid}
+    forget_reports(folder)
+    assert read_report(folder, 1) is None, "the next ranks would be taken for failed"

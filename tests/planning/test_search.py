@@ -58,7 +58,9 @@ def test_a_judge_can_be_apart_or_on_the_same_devices() -> None:
     job = replace(JOB, judge=model_facts("Qwen3-8B"))
     fitting, _ = ranked(job, EIGHT, ways(job, EIGHT, micro_batch=4))
     kinds = {one.way.kind for one in fitting}
-    assert kinds == {"colocated", "split"}
+    assert kinds == {"colocated", "split", "dynamic"}
+    best = {kind: min(one.step_s for one in fitting if one.way.kind == kind) for kind in kinds}
+    assert best["dynamic"] <= best["colocated"], "slots that move in the middle of a round wait less"
     apart = next(one for one in fitting if one.way.kind == "split")
     assert set(apart.phases) == {"train", "wake-up and sync", "generate", "judge"}
     assert "judge" not in apart.phases["generate"] and "rollout" not in apart.phases["judge"]

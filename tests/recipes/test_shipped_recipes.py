@@ -3,8 +3,11 @@
 import pytest
 
 from ycore.config.batch import derive_batch
-from ycore.config.overrides import resolve
-from ycore.config.recipes import list_recipes, load_recipe
+from ycore.config.kinds import is_tuning, tune_kind
+from ycore.config.overrides import resolve, resolve_as
+from ycore.config.recipes import RecipeEntry, list_recipes, load_recipe
+from ycore.config.tune_batch import derive_tune_batch
+from ycore.errors import ConfigError
 
 
 @pytest.mark.parametrize("name", [entry.name for entry in list_recipes() if entry.command == "grpo"])
@@ -15,6 +18,21 @@ def test_the_recipe_is_a_whole_run(name: str) -> None:
         derive_batch(config, world_size=world_size, on_cpu=True)
 
 
+@pytest.mark.parametrize("entry", [entry for entry in list_recipes() if is_tuning(entry.command)], ids=str)
+def test_the_recipe_of_a_trainer_without_rollouts_is_a_whole_run(entry: RecipeEntry) -> None:
+    recipe = load_recipe(entry.name, command=entry.command)
+    config = resolve_as(tune_kind(entry.command), recipe=recipe, run_name=entry.name)
+    assert config.output == f"runs/{entry.name}" and config.algorithm == entry.command
+    for world_size in (1, 2):
+        derive_tune_batch(config, num_rows=config.limit or 1000, world_size=world_size, on_cpu=True)
+
+
+def test_a_recipe_is_for_its_own_command() -> None:
+    with pytest.raises(ConfigError, match="hh-dpo is for `ycore dpo`, not sft; say ycore dpo --recipe hh-dpo"):
+        load_recipe("hh-dpo", command="sft")
+    assert load_recipe("quickstart", command="rloo") == load_recipe("quickstart", command="eval")
+
+
 def test_every_recipe_file_is_shipped_and_has_a_description() -> None:
-    assert {entry.name for entry in list_recipes()} >= {"quickstart", "gsm8k-grpo"}
+    assert {entry.name for entry in list_recipes()} >= {"quickstart", "gsm8k-grpo", "sft-chat", "hh-dpo", "hh-reward"}
     assert all(entry.description for entry in list_recipes())

@@ -1,8 +1,9 @@
 import asyncio
+import os
 import subprocess
 import sys
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import pytest
 
 from ycore.config.run import RewardConfig, RewardSettings
 from ycore.errors import RewardError
+from ycore.rewards.loading import check_reward
 from ycore.rewards.pool import RewardPool
 from ycore.types import Content, Score
 
@@ -278,3 +280,41 @@ def test_workers_die_with_a_parent_that_is_killed(folder: Path) -> None:
     while worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE and time.monotonic() < end:
         time.sleep(0.02)
     assert not worker.is_running() or worker.status() == psutil.STATUS_ZOMBIE
+
+
+DAEMON = """
+import subprocess, sys
+start = "import subprocess; subprocess.Popen(['sleep', '{seconds}'], start_new_session=True, env={{}})"
+subprocess.Popen([sys.executable, "-c", start], start_new_session=True, env={{}}).wait()
+
+def score(completions, **columns):
+    return [1.0 for _ in completions]
+"""
+
+
+def test_a_daemon_that_left_every_group_ends_with_the_worker_and_with_the_check(tmp_path: Path) -> None:
+    seconds = str(100_000 + os.getpid())  # known again by what it was told
+    file = tmp_path / "daemon.py"
+    file.write_text(DAEMON.format(seconds=seconds))
+    spec = RewardConfig(reward=f"{file}:score")
+
+    def living() -> list[int]:
+        return [p.pid for p in psutil.process_iter(["cmdline"]) if p.info["cmdline"] == ["sleep", seconds]]
+
+    check_reward(spec, [])
+    wait_until_gone(living)
+
+    async def work() -> None:
+        settings = RewardSettings(workers=1)
+        async with RewardPool([spec], settings=settings, log=tmp_path / "log", run_id="daemons"):
+            assert living(), "the reward had started none"
+
+    asyncio.run(work())
+    wait_until_gone(living)
+
+
+def wait_until_gone(living: Callable[[], list[int]]) -> None:
+    deadline = time.monotonic() + 20
+    while living():
+        assert time.monotonic() < deadline, "a daemon of the reward lives on"
+        time.sleep(0.05)

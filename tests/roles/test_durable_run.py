@@ -33,7 +33,7 @@ SAME = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length", "le
 REWARD = """
 def variety(prompts, completions, **columns):
     texts = [completion[0]["content"] for completion in completions]
-    return [len(set(text)) / 8 + 0.01 * len(text) for text in texts]
+    return [(len(set(text)) / 8 + 0.01 * len(text)) for text in texts]
 """
 
 VARIANTS: dict[str, dict[str, Any]] = {
@@ -120,7 +120,7 @@ def die(folder: RunFolder, *, after: int) -> None:
 
 
 def numbers(folder: RunFolder) -> list[dict[str, Any]]:
-    return [{key: row[key] for key in SAME} for row in read_metrics(folder.metrics)]
+    return [{key: row.get(key) for key in ("step", *SAME)} for row in read_metrics(folder.metrics)]
 
 
 def weights(folder: RunFolder) -> dict[str, torch.Tensor]:
@@ -143,6 +143,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Callable
             folder = make(tmp_path_factory.mktemp("whole"), model, VARIANTS[variant], keep_journal=True)
             train(folder)
             seen = numbers(folder)
+            assert [row["step"] for row in seen] == list(range(1, STEPS + 1))
             assert len({row["loss"] for row in seen}) == STEPS and all(row["grad_norm"] > 0 for row in seen)
             made[variant] = folder
         return made[variant]
@@ -166,11 +167,11 @@ def test_a_resume_is_exact_wherever_it_falls(
     assert_same(folder, reference(variant))
 
 
-def test_the_curve_depends_on_the_generators(
-    tmp_path: Path, model: Path, reference: Callable[[str], RunFolder], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The control: without the seeding of every round and step, the same resume is not exact."""
-    monkeypatch.setattr("ycore.algorithms.trl_seam.SeamGRPOTrainer._seed_generators", lambda self, use: None)
+def test_the_curve_depends_on_the_generators(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The control: neither seeded for every step nor restored from the checkpoint, they make another curve."""
+    seam = "ycore.algorithms.trl_seam.SeamGRPOTrainer"
+    monkeypatch.setattr(f"{seam}._seed_generators", lambda self, use: None)
+    monkeypatch.setattr(f"{seam}._load_rng_state", lambda self, checkpoint: None)
     folder = make(tmp_path, model, {})
     die(folder, after=4)
     train(folder)
@@ -274,36 +275,35 @@ def test_a_replay_with_other_settings_learns_otherwise_from_the_same_rollouts(
 
 
 class Poison(TrainerCallback):
-    """Puts a value into a weight at the beginning of a step."""
+    """Puts a value into a weight inside the fourth step, between its micro-batches, or at its end."""
 
-    def __init__(self, value: float, *, step: int) -> None:
-        self._value, self._step = value, step
+    def __init__(self, value: float, *, at_the_end: bool) -> None:
+        self._value, self._at_the_end = value, at_the_end
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        if state.global_step == self._step:
-            weight = next(weight for weight in model.parameters() if weight.requires_grad)
-            weight.data[0, 0] = self._value
+    def on_substep_end(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 3 and not self._at_the_end:
+            self._put_into(model)
 
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
+        if state.global_step == 3 and self._at_the_end:
+            self._put_into(model)
 
-class PoisonAtTheEnd(Poison):
-    def on_step_begin(self, *args: Any, **kwargs: Any) -> None: ...
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        super().on_step_begin(args, state, control, **kwargs)
+    def _put_into(self, model: torch.nn.Module) -> None:
+        next(weight for weight in model.parameters() if weight.requires_grad).data[0, 0] = self._value
 
 
 @pytest.mark.parametrize(
     ("poison", "said"),
     [
-        (Poison(math.nan, step=3), r"step 4: the loss is nan"),
-        (PoisonAtTheEnd(math.inf, step=4), r"after step 4 the weight .*lora_A.* is not finite"),
+        (Poison(math.nan, at_the_end=False), r"step 4: the loss is nan"),
+        (Poison(math.inf, at_the_end=True), r"after step 4 the weight .*lora_A.* is not finite"),
     ],
     ids=["loss", "weight"],
 )
 def test_a_number_that_is_none_stops_the_run_before_it_is_saved(
     tmp_path: Path, model: Path, poison: TrainerCallback, said: str
 ) -> None:
-    folder = make(tmp_path, model, {})
+    folder = make(tmp_path, model, VARIANTS["accumulation"])
     with pytest.raises(TrainerError, match=said + ".*the last checkpoint stands.*--accept-changes"):
         train(folder, poison)
     saved = checkpoints_in(folder.checkpoints)
@@ -313,9 +313,3 @@ def test_a_number_that_is_none_stops_the_run_before_it_is_saved(
         assert all(tensor.isfinite().all() for tensor in load_file(path / "adapter_model.safetensors").values())
     assert not folder.model.exists()
     assert TrainerError.exit_code == 1 and issubclass(TrainerError, RunError)
-
-
-def test_a_learning_rate_that_explodes_is_stopped(tmp_path: Path, model: Path) -> None:
-    folder = make(tmp_path, model, {"learning_rate": 1e38, "max_grad_norm": 0.0, "optim": "sgd"})
-    with pytest.raises(TrainerError, match=r"step \d: the (loss|gradient norm) is (nan|inf)|after step \d the weight"):
-        train(folder)

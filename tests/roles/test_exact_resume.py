@@ -19,7 +19,7 @@ from safetensors.numpy import load_file
 
 from ycore.models.tiny import write_tiny_model
 
-COMMAND = [sys.executable, "-c", "import sys; from ycore_cli.main import main; sys.exit(main())", "grpo"]
+COMMAND = [sys.executable, "-c", "import sys; from ycore_cli.main import main; sys.exit(main())"]
 SAME = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length", "learning_rate")
 STEPS = 6
 REWARD = """
@@ -85,14 +85,18 @@ def trainer(run: subprocess.Popen[bytes]) -> psutil.Process:
 def test_killed_and_resumed_is_never_killed(model: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     (tmp_path / "rewards.py").write_text(REWARD)
-    assert start(words(model, whole), tmp_path / "whole.log").wait(200) == 0, (tmp_path / "whole.log").read_text()
+    assert start(["grpo", *words(model, whole)], tmp_path / "whole.log").wait(200) == 0, (
+        tmp_path / "whole.log"
+    ).read_text()
 
-    run = start(words(model, killed), tmp_path / "killed.log")
+    run = start(["grpo", *words(model, killed)], tmp_path / "killed.log")
     wait_for_row(killed, 3, run)
     trainer(run).send_signal(signal.SIGKILL)
     assert run.wait(30) == 1
-    resumed = start(["--output", str(killed), "--resume"], tmp_path / "killed.log")
-    assert resumed.wait(200) == 0, (tmp_path / "killed.log").read_text()
+    resumed = start(["resume", str(killed)], tmp_path / "resumed.log")
+    assert resumed.wait(200) == 0, (tmp_path / "resumed.log").read_text()
+    shown = [line.split()[1] for line in (tmp_path / "resumed.log").read_text().splitlines() if line[:5] == "step "]
+    assert shown == [f"{step}/{STEPS}" for step in range(3, STEPS + 1)], "steps that were shown before are not again"
 
     expected, seen = rows(whole), rows(killed)
     assert [row["step"] for row in seen] == list(range(1, STEPS + 1))

@@ -16,7 +16,7 @@ from transformers import (
 
 from ycore.config.kinds import tune_kind
 from ycore.config.overrides import resolve_as
-from ycore.errors import DataError, Interrupted
+from ycore.errors import DataError, Interrupted, RunFolderError
 from ycore.models.fetch import fetch_model
 from ycore.models.plan import resolve_model
 from ycore.models.tiny import write_tiny_model
@@ -184,8 +184,17 @@ def test_a_damaged_checkpoint_is_passed_over(place: Path, tmp_path: Path) -> Non
     assert (RunFolder(tmp_path).checkpoints / "damaged-checkpoint-4").is_dir()
 
 
+def test_other_rows_are_another_run(place: Path, tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text((place / "pairs.jsonl").read_text())
+    opened(place, tmp_path / "run", "dpo", dataset=str(pairs)).close()
+    pairs.write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS[:-1]))
+    with pytest.raises(RunFolderError, match=r"did not begin with this \(dataset: '26 \+ 6 rows"):
+        opened(place, tmp_path / "run", "dpo", dataset=str(pairs))
+
+
 def test_rows_that_are_all_too_long_end_the_run_in_a_line(place: Path, tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"rows are longer than max_length, 4 tokens, and 0 are left"):
+    with pytest.raises(DataError, match=r"rows do not fit into max_length, 4 tokens, and 0 are left"):
         opened(place, tmp_path / "run", "reward", trl={"max_length": 4})
 
 

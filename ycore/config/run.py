@@ -90,6 +90,9 @@ class RewardSettings(Strict):
     deadline_s: Annotated[float, Field(gt=0)] = 10.0
     """One call's limit; what does not answer by then is masked and counted."""
 
+    run_as: Literal["auto", "same"] = "auto"
+    """`auto` gives up root where ycore runs as root; `same` runs rewards as the user who started the run."""
+
 
 class RunConfig(Strict):
     """One run, resolved. `run.json` is this object."""

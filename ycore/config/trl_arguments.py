@@ -26,6 +26,7 @@ def _defaults(config: RunConfig, batch: BatchPlan) -> dict[str, Any]:
         "report_to": "none",
         "save_total_limit": 2,
         "disable_tqdm": True,
+        "ddp_timeout": math.ceil(config.collective_timeout_s),
     }
     return defaults | ({"use_cpu": True, "gradient_checkpointing": False} if batch.on_cpu else {})
 

@@ -167,7 +167,9 @@ class JudgeScorer:
         if self._judge.base_url is not None:
             return await self._timed(self._engines[0], question, seed=seed, again=again)
         async with slots.turn(ROLE) as slot:
-            return await self._timed(self._engines[slot], question, seed=seed, again=again)
+            reply = await self._timed(self._engines[slot], question, seed=seed, again=again)
+            slot.num_tokens = reply.num_tokens
+            return reply
 
     async def _timed(self, engine: JudgeEngine, question: Question, *, seed: int, again: bool) -> Reply:
         started = time.perf_counter()

@@ -55,6 +55,7 @@ class RewardModelScorer:
         async with writing.slots.turn(ROLE) as slot:
             started = time.perf_counter()
             logit = await self._engines[slot].logit(token_ids)
+            slot.num_tokens = len(token_ids)
         self._meter.calls += 1
         self._meter.seconds += time.perf_counter() - started
         self._meter.tokens += len(token_ids)

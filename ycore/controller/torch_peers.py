@@ -7,7 +7,9 @@ Not here: what is counted and moved (`peers`).
 
 import asyncio
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -54,11 +56,13 @@ class TorchPeers:
     `bytes_sent` counts what this rank has given to others, `bytes_received` what it got.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, timeout_s: float = 300.0) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self._timeout_s = timeout_s
         self.bytes_sent = self.bytes_received = 0
         self._store = dist.PrefixStore("ycore/", _get_default_store())
-        self._on_cpu = dist.new_group(backend="gloo")  # groups live in host memory, whatever the devices
+        # Groups live in host memory, whatever the devices.
+        self._on_cpu = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
         self._num_rounds = self._num_meetings = 0
 
     def open_tally(self, *, need: int, ready: int, starts: int) -> TorchTally:
@@ -67,7 +71,8 @@ class TorchPeers:
             self._store.delete_key(f"round{self._num_rounds - 2}")
         all_need = need * self.world
         tally = TorchTally(self._store, f"round{self._num_rounds}", need=all_need, ready=ready, starts=starts)
-        dist.barrier(self._on_cpu)  # nobody judges by counts that another has not yet made
+        with self._in_time("beginning a round"):
+            dist.barrier(self._on_cpu)  # nobody judges by counts that another has not yet made
         return tally
 
     async def meet(self, *, stopping: bool) -> bool:
@@ -87,12 +92,14 @@ class TorchPeers:
     def gather_offers(self, offers: Sequence[Offer]) -> list[Offer]:
         mine = torch.tensor([[o.index, o.position, o.num_tokens, o.teaches] for o in offers], dtype=torch.long)
         counts = [torch.zeros(1, dtype=torch.long) for _ in range(self.world)]
-        dist.all_gather(counts, torch.tensor([len(offers)]), group=self._on_cpu)
+        with self._in_time("dealing out a round"):
+            dist.all_gather(counts, torch.tensor([len(offers)]), group=self._on_cpu)
         longest = max(int(count) for count in counts)
         padded = torch.zeros(longest, 4, dtype=torch.long)
         padded[: len(offers)] = mine.view(-1, 4)
         tables = [torch.zeros_like(padded) for _ in range(self.world)]
-        dist.all_gather(tables, padded, group=self._on_cpu)
+        with self._in_time("dealing out a round"):
+            dist.all_gather(tables, padded, group=self._on_cpu)
         return [
             Offer(rank, index, position, num_tokens, bool(teaches))
             for rank, (table, count) in enumerate(zip(tables, counts, strict=True))
@@ -103,16 +110,33 @@ class TorchPeers:
         came: dict[tuple[int, int], Group] = {}
         for offer, receiver in moves:  # the same order on every rank, so no two wait for each other
             if offer.rank == self.rank:
-                self._send(to_bytes(own[offer.index]), receiver)
+                with self._in_time(f"sending a group to rank {receiver}"):
+                    self._send(to_bytes(own[offer.index]), receiver)
             elif receiver == self.rank:
-                came[offer.rank, offer.index] = from_bytes(self._receive(offer.rank))
+                with self._in_time(f"receiving a group from rank {offer.rank}"):
+                    came[offer.rank, offer.index] = from_bytes(self._receive(offer.rank))
         return came
 
     def add_up(self, values: Sequence[float]) -> list[float]:
         total = torch.tensor(list(values), dtype=torch.float64)
-        dist.all_reduce(total, group=self._on_cpu)
+        with self._in_time("adding up"):
+            dist.all_reduce(total, group=self._on_cpu)
         added: list[float] = total.tolist()
         return added
+
+    @contextmanager
+    def _in_time(self, what: str) -> Iterator[None]:
+        """Around collectives: what torch says of a rank that does not come becomes an error that names the call."""
+        try:
+            yield
+        except RuntimeError as error:
+            with suppress(dist.DistError):  # the store is gone with the first rank
+                self._check()
+            told = str(error).partition("\n")[0][:200]
+            raise RunError(
+                f"rank {self.rank}: {what} did not end; another rank is gone, or did not come within "
+                f"{self._timeout_s:.0f} s (collective_timeout_s): {told}"
+            ) from error
 
     def _send(self, data: bytes, receiver: int) -> None:
         dist.send(torch.tensor([len(data)]), receiver, group=self._on_cpu)

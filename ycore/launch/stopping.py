@@ -3,7 +3,9 @@
 Not here: what one or two of them mean once the trainer runs (`supervise`).
 """
 
+import os
 import signal
+import termios
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from typing import Any, Self
 
 from ycore.errors import Interrupted
 
+_STREAMS = (0, 1, 2)
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -22,6 +25,7 @@ class StopRequests:
         self.count = 0
         self._at_once = False
         self._before: dict[signal.Signals, Any] = {}
+        self._terminals = [descriptor for descriptor in _STREAMS if os.isatty(descriptor)]
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
@@ -45,6 +49,8 @@ class StopRequests:
             self._at_once = False
 
     def _count(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _let_go_of_a_closed_terminal(self._terminals)
         self.count += 1
         if self._at_once:
             self._at_once = False
@@ -54,3 +60,14 @@ class StopRequests:
 def _outlives_its_terminal() -> bool:
     """Whether this process was started under `nohup`, or by something else that ignores a closed terminal."""
     return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def _let_go_of_a_closed_terminal(terminals: list[int]) -> None:
+    """What is shown goes nowhere from here on: to write to a terminal that is gone is an error, also in a save."""
+    for descriptor in terminals:
+        try:
+            termios.tcgetattr(descriptor)
+        except termios.error:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)

@@ -71,6 +71,7 @@ def _work(config: TuneConfig, site: Site, *, progress: RunProgress, stops: StopR
         follower=MetricsFollower(folder.metrics),
         progress=progress,
         stops=stops,
+        way_on=f"; `ycore resume {config.output}` goes on",
     )
     with MemoryPeaks(folder.run_id, folder.memory):
         supervisor.watch()

@@ -15,13 +15,16 @@ from ycore.errors import RunError, UserError
 from ycore.pipeline.declaration import PAIRS, Pipeline
 from ycore.pipeline.steps import Step
 
+_SETS: Mapping[str, Mapping[str, str]] = {"rloo": {"preset": "rloo"}}
+"""What a command says by its name."""
+
 
 def config_of(step: Step, pipeline: Pipeline) -> AnyConfig:
     """The step's run; a UserError that names the stage where a key or a value cannot be."""
     algorithm = "eval" if step.command == PAIRS else step.command
     fields = kind_of(algorithm).config.model_fields
     recipe = {key: value for key, value in pipeline.defaults.items() if key in fields} | dict(step.keys)
-    own = {"algorithm": algorithm, "output": str(step.folder)}
+    own = {"algorithm": algorithm, "output": str(step.folder), **_SETS.get(algorithm, {})}
     with in_stage(step):
         if is_tuning(algorithm):
             return resolve_as(tune_kind(algorithm), recipe=recipe, options=own)

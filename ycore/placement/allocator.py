@@ -22,7 +22,6 @@ from ycore.placement.usage import SlotClock, Usage
 from ycore.placement.words import DYNAMIC, Wanted, split_division
 
 UNLIMITED = 10**9
-_LEAST_DEPTH = 4
 _SPARE = 4
 """Where engines of several roles run side by side, a slot that is less than a quarter full can take another's work."""
 
@@ -109,6 +108,7 @@ class Allocator:
         self._clocks = [SlotClock(self._speed(role), since=now) for role in self._awake]
         self._free: dict[str, list[tuple[int, int]]] = {role: [] for role in self.hall.roles}
         self._spare: dict[str, set[int]] = {role: set() for role in self.hall.roles}
+        self._arriving = dict.fromkeys(self.hall.roles, 0)
         self._num_slots = {role: self._awake.count(role) for role in self.hall.roles}
         for slot in range(self.hall.num_slots):
             self._note(slot)
@@ -145,6 +145,7 @@ class Allocator:
         seconds = now - clock.swap_began
         clock.swap_s += seconds
         clock.swap_began = None
+        self._arriving[self._awake[slot]] -= 1
         clock.speed = self._speed(self._awake[slot])
         self._swap_cost.observe(seconds)
         self._note(slot)
@@ -240,21 +241,16 @@ class Allocator:
         return None
 
     def _depth_now(self, role: str) -> int:
-        """Less than a slot may hold, where slots of other roles will soon help: what one holds no other can take."""
+        """While slots are on their way to a role, those that are there leave them, and those to follow, their share."""
         depth = self._depth[role]
-        load = self.loads.get(role)
-        if load is None or self._wanted.kind != "dynamic":
+        if not self._arriving[role]:
             return depth
-        soon = math.floor(sum(self._soon_free(other) for other in self.hall.roles if other != role))
-        slots = self._num_slots[role] + soon
-        left = len(self._waiting[role]) + self._coming(role, load)
-        if not soon or left * load.engine_s(depth) < 2 * self.swap_s * slots:
-            return depth
-        in_flight = self._asked[role] - self._round[role].num - len(self._waiting[role])
-        return min(depth, max(_LEAST_DEPTH, math.ceil((in_flight + left) / slots)))
+        there_is = self._asked[role] - self._round[role].num
+        soon = sum(self._soon_free(other) for other in self.hall.roles if other != role)
+        return min(depth, max(1, math.ceil(there_is / (self._num_slots[role] + soon))))
 
     def _soon_free(self, role: str) -> float:
-        """Slots of a role with nothing waiting: as many as of its requests have ended."""
+        """Slots of a role with nothing waiting that others can hope for: as many as of its requests have ended."""
         load = self.loads.get(role)
         if self._waiting[role] or load is None:
             return 0.0
@@ -312,6 +308,7 @@ class Allocator:
         role, clock = self._awake[slot], self._clocks[slot]
         self._num_slots[role] -= 1
         self._num_slots[target] += 1
+        self._arriving[target] += 1
         self._spare[role].discard(slot)
         self._awake[slot] = target
         clock.swap_began = now

@@ -55,7 +55,7 @@ def divide(rollout: int, loads: Mapping[str, Load], setting: Setting) -> Divisio
 
 def shares(work: Mapping[str, float], num_slots: int) -> dict[str, int]:
     """Whole slots in proportion to work (largest remainders), at a tie to the first named."""
-    total = sum(work.values()) or 1.0
+    total = sum(work.values())
     exact = {role: num_slots * amount / total for role, amount in work.items()}
     whole = {role: math.floor(share) for role, share in exact.items()}
     for role in sorted(exact, key=lambda role: whole[role] - exact[role])[: num_slots - sum(whole.values())]:

@@ -50,9 +50,13 @@ def gain_s(here: Backlog, there: Backlog, cost: Cost) -> float:
         return -math.inf
     if there.num_slots == 0:
         return math.inf
+    if cost.swap_s == 0:  # it can be back at once
+        return there.through_s()
     stay_s = max(here.through_s(), there.through_s())
     if here.num_slots > 1 or here.work_s == 0:
         return stay_s - max(here.through_s(more=-1), there.through_s(more=1, extra_s=cost.swap_s))
+    if here.through_s() >= there.through_s():
+        return -math.inf
     # The last slot of its role: it, or another, has to come back.
     together_s = (here.work_s + there.work_s + 2 * cost.swap_s) / (here.num_slots + there.num_slots)
     return stay_s - together_s - cost.late_s

@@ -3,7 +3,7 @@
 Not here: how it is shown (`ycore_cli.plan_view`).
 """
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ycore.config.run import RunConfig
@@ -11,7 +11,7 @@ from ycore.planning import machine
 from ycore.planning.devices import GIB, Device, Fleet, parse_devices
 from ycore.planning.job import SHARDINGS, Job
 from ycore.planning.jobs import asks_checkpointing, job_of, micro_batch_of
-from ycore.planning.known import model_facts
+from ycore.planning.known import known_models, model_facts
 from ycore.planning.phases import Forecast
 from ycore.planning.search import Mend, mends, ranked, ways, why_not
 
@@ -70,8 +70,22 @@ def make_plan(
     wanted = asks_checkpointing(config.trl)
     candidates = [way for way in candidates if wanted is None or way.checkpointing == wanted]
     fitting, others = ranked(job, fleet, candidates)
-    nearest = () if fitting else tuple(mends(job, fleet, micro_batch=micro_batch))
+    nearest: tuple[Mend, ...] = ()
+    if not fitting:
+        nearest = tuple(mends(job, fleet, micro_batch=micro_batch) or _smaller_model(job, fleet, micro_batch))
     return Plan(job, fleet, tuple(fitting), tuple(others), nearest)
+
+
+def _smaller_model(job: Job, fleet: Fleet, micro_batch: int) -> list[Mend]:
+    """The largest model of the table that fits in this one's place."""
+    known = sorted((model_facts(name) for name in known_models()), key=lambda facts: -facts.num_params)
+    for facts in known:
+        if facts.num_params < job.policy.num_params:
+            smaller = replace(job, policy=facts)
+            fitting, _ = ranked(smaller, fleet, ways(smaller, fleet, micro_batch=micro_batch))
+            if fitting:
+                return [Mend(f"--model {facts.name}", fitting[0])]
+    return []
 
 
 def _fleet(devices: str | None, core: Device | None) -> Fleet:

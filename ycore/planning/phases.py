@@ -8,12 +8,13 @@ Not here: the bytes of a role (`memory`), the seconds of a phase alone (`timing`
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ycore.planning import memory, timing
 from ycore.planning.devices import GIB, Fleet
 from ycore.planning.facts import ModelFacts
 from ycore.planning.job import Job, Way
+from ycore.planning.rounds import round_s
 
 Roles = Mapping[str, float]
 """Bytes by role, on one device or, on a CPU, of one process."""
@@ -100,6 +101,15 @@ def forecast(job: Job, way: Way, fleet: Fleet) -> Forecast:
         phases = _on_device(way, footing, engines, trainer=sum(trainer.values()), resident=resident, syncing=syncing)
     seconds, tokens = _seconds(job, way, fleet, engines), float(job.completions * job.completion_tokens)
     return Forecast(way, trainer, engines, phases, capacity, seconds, tokens)
+
+
+def simulated(job: Job, one: Forecast, fleet: Fleet) -> Forecast:
+    """The same, with the round of a judged run as the simulator plays it."""
+    at_once = {role: max(1, engine.at_once) for role, engine in one.engines.items()}
+    taken = round_s(job, one.way, fleet.device, at_once=at_once)
+    step = one.seconds["sync"] + taken + one.seconds["train"]
+    kept = {name: value for name, value in one.seconds.items() if name != "swaps"}
+    return replace(one, seconds={**kept, "round": taken, "step": step})
 
 
 def _policy_bytes(job: Job) -> float:
@@ -195,7 +205,9 @@ def _seconds(job: Job, way: Way, fleet: Fleet, engines: Mapping[str, Engine]) ->
     swaps = timing.swap_s(job.policy, job, device) if way.sleeps else 0.0
     if job.judge is not None and way.kind != "split":
         swaps += timing.swap_s(job.judge, job, device)
-    if way.kind == "split":
+    if way.kind == "dynamic":
+        taken = (generate + judged) * 1.05  # near the work over the slots; the simulator says how near
+    elif way.kind == "split":
         # A verdict can begin when a completion has ended, and the first ends after a part of the round.
         a_group = min(generate, judged) / max(1, job.prompts_per_step)
         taken = max(generate, judged) + a_group

@@ -9,6 +9,9 @@ from typing import Any, Literal
 
 Level = Literal["stops", "warns"]
 
+NUM_PROMPTS = 16
+"""That a preflight asks, each for a whole group of completions."""
+
 TRUNCATED_STOPS, TRUNCATED_WARNS = 0.9, 0.25
 EQUAL_WARNS = 0.75
 UNREADABLE_STOPS, UNREADABLE_WARNS = 0.9, 0.1

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 from ycore.planning.devices import GIB, Fleet
 from ycore.planning.job import SHARDINGS, Job, Sharding, Way
-from ycore.planning.phases import Forecast, forecast
+from ycore.planning.phases import Forecast, forecast, simulated
 
+_WORTH_PLAYING = 1.5  # of the fastest: placements beyond it by the simple bound are not simulated
 _MOST_ON_CPU = 2  # engines that a run starts by itself (`launch.engines`)
 _ALONE: list[Sharding] = ["ddp"]
 
@@ -45,10 +46,26 @@ def ways(job: Job, fleet: Fleet, *, micro_batch: int, shardings: Iterable[str] |
 def ranked(job: Job, fleet: Fleet, candidates: Iterable[Way]) -> tuple[list[Forecast], list[Forecast]]:
     """Forecasts that fit, fastest first, and those that do not, least over first."""
     forecasts = [forecast(job, way, fleet) for way in candidates]
-    # Of ways within a hundredth, the simpler first, as `ways` has them.
-    fitting = sorted((one for one in forecasts if one.fits), key=lambda one: round(100 * math.log(one.step_s)))
+    fitting = _by_time(one for one in forecasts if one.fits)
+    if job.judge is not None:
+        fitting = _by_time(simulated(job, one, fleet) for one in _one_of_a_kind(fitting))
     others = sorted((one for one in forecasts if not one.fits), key=lambda one: one.peak[1] - one.capacity)
     return fitting, others
+
+
+def _by_time(forecasts: Iterable[Forecast]) -> list[Forecast]:
+    """Fastest first; of ways within a hundredth, the simpler first, as `ways` has them."""
+    return sorted(forecasts, key=lambda one: round(100 * math.log(one.step_s)))
+
+
+def _one_of_a_kind(fitting: Iterable[Forecast]) -> list[Forecast]:
+    """The best way to train for each placement of the engines: rounds do not depend on how training is cut up."""
+    best: dict[tuple[object, ...], Forecast] = {}
+    for one in fitting:
+        way = one.way
+        best.setdefault((way.kind, way.judge_slots, way.slots, way.tensor_parallel, way.sleeps), one)
+    fastest = min((one.step_s for one in best.values()), default=0.0)
+    return [one for one in best.values() if one.step_s <= _WORTH_PLAYING * fastest]
 
 
 def why_not(one: Forecast) -> str:
@@ -122,6 +139,7 @@ def _placed(job: Job, base: Way, fleet: Fleet) -> list[Way]:
     found = [replace(base, sleeps=asleep) for asleep in sleeps]
     if job.judge is None or base.slots < 2:
         return found
+    found += [replace(base, kind="dynamic", sleeps=asleep) for asleep in sleeps]
     splits = {1, base.slots // 4, base.slots // 2, base.slots - 1} - {0}
     apart = [replace(base, kind="split", judge_slots=a, sleeps=asleep) for a in sorted(splits) for asleep in sleeps]
     return found + apart

@@ -61,6 +61,7 @@ ON_CPU = Pace(
     training=0.40, serving=0.40, memory=0.40, passes=6.0, decode_s=0.010, sequence_s=1.4e-3, request_s=0.030,
     sync_s=0.15, sync_bandwidth=0.8e9, swap_s=0.0, swap_bandwidth=1e12, micro_batch_s=0.05,
 )  # fmt: skip
+"""For GPUs set so that three published step times come out within twice; for CPUs on steps of docs/benchmarks.md."""
 
 
 def pace_of(device: Device) -> Pace:
@@ -117,7 +118,9 @@ def generate_s(job: Job, device: Device, *, slots: int, tensor_parallel: int, at
     sequences = -(-job.completions * job.draws // slots)
     groups = sequences / job.group_size
     requests = sequences * pace_of(device).request_s
-    prompts = requests + prefill_s(job.policy, job, device, tokens=groups * job.prompt_tokens, tensor_parallel=tensor_parallel)
+    prompts = requests + prefill_s(
+        job.policy, job, device, tokens=groups * job.prompt_tokens, tensor_parallel=tensor_parallel
+    )
     lengths = [min(job.max_tokens, length) for length in spread_lengths(job.completion_tokens, job.max_tokens)]
     return prompts + decode_all_s(
         job.policy, job, device, sequences=sequences, lengths=lengths, context=job.prompt_tokens,

@@ -3,9 +3,12 @@
 Not here: the deadline, which its parent holds (`loading.check_reward`).
 """
 
+import os
+
 from ycore.config.run import RewardConfig
 from ycore.errors import RewardError
 from ycore.rewards.channel import Channel, end_with_parent
+from ycore.rewards.descendants import adopt_orphans, kill_below
 from ycore.rewards.loading import check_here
 
 
@@ -13,6 +16,7 @@ def main() -> None:
     """Read one question, `{"spec", "columns"}`, and answer it with `{"error": None or one line}`."""
     channel = Channel()
     end_with_parent()
+    adopt_orphans()
     question = next(iter(channel))
     try:
         check_here(RewardConfig.model_validate(question["spec"]), question["columns"])
@@ -20,6 +24,8 @@ def main() -> None:
         channel.reply({"error": str(error)})
     else:
         channel.reply({"error": None})
+    finally:
+        kill_below(os.getpid())
 
 
 if __name__ == "__main__":

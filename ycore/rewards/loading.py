@@ -8,17 +8,15 @@ import importlib.util
 import inspect
 import itertools
 import json
-import os
-import signal
 import subprocess
 import sys
 from collections.abc import Iterable, Sequence
-from contextlib import suppress
 from typing import Any
 
 from ycore.config.run import RewardConfig
 from ycore.errors import RewardError, nearest
 from ycore.rewards.builtin import BUILTIN, LIBRARIES, Reward
+from ycore.rewards.descendants import kill_group_and_below
 from ycore.rewards.environment import reward_environment
 from ycore.rewards.importing import import_function
 from ycore.rewards.inputs import SUPPLIED, Inputs, inputs_of, require_columns
@@ -156,7 +154,6 @@ def _check_apart(spec: RewardConfig, columns: list[str], deadline_s: float) -> N
 
 
 def _kill_group(process: "subprocess.Popen[str]") -> None:
-    """Also what the imported code started; the group outlives its leader while one of it runs."""
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
+    """Also what the imported code started."""
+    kill_group_and_below(process.pid)
     process.wait()

@@ -68,7 +68,7 @@ class RewardPool:
         self.problems: Counter[str] = Counter()
         self._names = reward_names(specs)
         self._workers = [
-            WorkerProcess(specs, deadline_s=settings.deadline_s, log=log, run_id=run_id)
+            WorkerProcess(specs, deadline_s=settings.deadline_s, log=log, run_id=run_id, run_as=settings.run_as)
             for _ in range(settings.workers)
         ]
         self._idle: asyncio.Queue[WorkerProcess] = asyncio.Queue()

@@ -2,28 +2,34 @@
 
 Not here: deadlines and restarts, which its parent holds (`worker_process`, `pool`). Imports no torch of its own.
 
-First line in: `{"specs": [...]}`; out: `{"ready": [inputs of each]}` or `{"error": line}`.
+First line in: `{"specs": [...], "run_as": "auto" or "same"}`; out: `{"ready": [inputs of each]}` or `{"error": line}`.
 Then in: `{"id", "source", "step", "count", "inputs": {parameter: one value per completion}}`; out: `{"id", "values",
 "problems"}`, one of each per completion, or `{"id", "failed": line}` where the call gave no such list.
 """
 
 import asyncio
+import faulthandler
 import importlib
 import inspect
 import math
 import os
+import signal
+import sys
 import traceback
 from collections.abc import Awaitable, Iterable
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, NamedTuple, SupportsFloat
 
 from ycore.config.run import RewardConfig
 from ycore.errors import RewardError
 from ycore.rewards.builtin import LIBRARIES, Reward
 from ycore.rewards.channel import Channel, end_with_parent
+from ycore.rewards.descendants import adopt_orphans
 from ycore.rewards.importing import one_line
 from ycore.rewards.inputs import Inputs, call_arguments, inputs_of
 from ycore.rewards.loading import load_reward
+from ycore.rewards.privileges import drop_root, python_files
 from ycore.rewards.text import without_thinking
 
 
@@ -37,16 +43,29 @@ class Source(NamedTuple):
 
 def main() -> None:
     channel = Channel()
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # the launcher asks for stacks so
     end_with_parent()
+    adopt_orphans()
     requests = iter(channel)
     try:
-        sources = [_loaded(RewardConfig.model_validate(spec)) for spec in next(requests)["specs"]]
+        sources = _sources(next(requests))
     except RewardError as error:
         channel.reply({"error": str(error)})
         return
     channel.reply({"ready": [asdict(source.inputs) for source in sources]})
     for request in requests:
         channel.reply({"id": request["id"], **answer(sources[request["source"]], request)})
+
+
+def _sources(first: dict[str, Any]) -> list[Source]:
+    """The rewards of the first line, loaded: with no more rights than they need, from before their first statement."""
+    specs = [RewardConfig.model_validate(spec) for spec in first["specs"]]
+    if first.get("run_as") == "auto":
+        files = [Path(spec.reward.rpartition(":")[0]) for spec in specs if ".py:" in spec.reward]
+        told = drop_root(os.environ.get("YCORE_RUN", ""), [*files, *python_files()])
+        print(f"reward worker {os.getpid()} {told}", file=sys.stderr, flush=True)
+        end_with_parent()  # which the kernel forgets with a change of user
+    return [_loaded(spec) for spec in specs]
 
 
 def answer(source: Source, request: dict[str, Any]) -> dict[str, Any]:

@@ -5,17 +5,16 @@ Not here: which items to ask it for, and what a failure costs (`pool`).
 
 import asyncio
 import json
-import os
-import signal
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from ycore.config.run import RewardConfig
 from ycore.errors import RewardError
+from ycore.rewards.descendants import kill_group_and_below
 from ycore.rewards.environment import reward_environment
 from ycore.rewards.inputs import Inputs
 
@@ -32,11 +31,20 @@ class CallFailed(Exception):
 class WorkerProcess:
     """Holds no process until `ready`, which replaces one that is gone; none any more after `close`."""
 
-    def __init__(self, specs: Sequence[RewardConfig], *, deadline_s: float, log: Path, run_id: str) -> None:
+    def __init__(
+        self,
+        specs: Sequence[RewardConfig],
+        *,
+        deadline_s: float,
+        log: Path,
+        run_id: str,
+        run_as: Literal["auto", "same"] = "auto",
+    ) -> None:
         self._specs = [spec.model_dump(mode="json") for spec in specs]
         self._deadline_s = deadline_s
         self._log = log
         self._run_id = run_id
+        self._run_as = run_as
         self._process: Process | None = None
         self._killed: Process | None = None
         self._is_closed = False
@@ -94,7 +102,9 @@ class WorkerProcess:
         if self._is_closed:  # closed while the process was being made
             self._kill()
             raise RuntimeError("this reward worker is closed")
-        reply = await self._exchange(process, {"specs": self._specs, "id": None}, START_TIMEOUT_S)
+        reply = await self._exchange(
+            process, {"specs": self._specs, "run_as": self._run_as, "id": None}, START_TIMEOUT_S
+        )
         if "error" in reply:
             self._kill()
             raise CallFailed(reply["error"])
@@ -138,9 +148,7 @@ class WorkerProcess:
     def _kill(self) -> None:
         if self._process is None:
             return
-        # The group, so that what a reward started goes too; it outlives its leader while one of it runs.
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        kill_group_and_below(self._process.pid)
         self._process, self._killed = None, self._process
 
     async def _reap(self) -> None:

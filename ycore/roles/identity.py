@@ -9,18 +9,24 @@ from ycore.controller.assemble import Assembly
 from ycore.errors import RunFolderError
 from ycore.run_folder.files import read_json, write_json_atomic
 from ycore.run_folder.identity import contents_that_differ, files_fingerprint, in_words, model_fingerprint
+from ycore.run_folder.paths import RunFolder
 
 
 def check_identity(parts: Assembly) -> None:
     """Write down what the run learns from at its first start; RunFolderError where a later start finds another."""
-    file, here = parts.home.identity, contents(parts)
+    check_contents(parts.home, contents(parts))
+
+
+def check_contents(home: RunFolder, here: dict[str, str]) -> None:
+    """The same for contents by name."""
+    file = home.identity
     if not file.is_file():
         write_json_atomic(file, here)
         return
     differences = contents_that_differ(read_json(file), here)
     if differences:
         raise RunFolderError(
-            f"{parts.home.root} did not begin with this ({in_words(differences)}); bring back what it was, "
+            f"{home.root} did not begin with this ({in_words(differences)}); bring back what it was, "
             "or go on all the same with --resume --accept-changes"
         )
 

@@ -16,10 +16,9 @@ from types import FrameType
 from typing import Any
 
 from ycore.errors import UserError, YcoreError
-from ycore.planning.preflight import JudgeCount, Measurements, PromptCount, TemplateCheck
+from ycore.planning.preflight import NUM_PROMPTS, JudgeCount, Measurements, PromptCount, TemplateCheck
 from ycore.types import Completion, Group, Prompt
 
-NUM_PROMPTS = 16
 RESULT = "preflight.json"
 
 _SYNC_PROMPTS = 2

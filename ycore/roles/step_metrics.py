@@ -38,7 +38,7 @@ class StepMetrics(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
     ) -> None:
-        if "reward" not in logs or not state.is_world_process_zero:
+        if "loss" not in logs or not state.is_world_process_zero:
             return  # the totals at the end of training, or another rank
         assert self._rounds is not None
         problems = dict(self._rounds.problems)

@@ -55,7 +55,11 @@ class TrainingRun:
             callbacks=[step_metrics, self._stopping],
             world_size=self._rank.world,
         )
-        self._peers: Peers = TorchPeers() if self._trainer.accelerator.num_processes > 1 else Alone()
+        self._peers: Peers = (
+            TorchPeers(timeout_s=parts.config.collective_timeout_s)
+            if self._trainer.accelerator.num_processes > 1
+            else Alone()
+        )
         self._rounds = self._make_rounds()
         step_metrics.watch(self._rounds)
         self._checkpoints = self._make_checkpoints()

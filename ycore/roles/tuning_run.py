@@ -6,6 +6,7 @@ Not here: the process and its signals (`trainer`), and the trainer itself (`algo
 import os
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,13 @@ from ycore.controller.assemble import load_tokenizer
 from ycore.data.examples import ExampleSet, load_examples
 from ycore.errors import DataError, Interrupted
 from ycore.roles.checkpoints import accept_numbered_cpus
+from ycore.roles.identity import check_contents
 from ycore.roles.ranks import this_rank
 from ycore.roles.training_run import StopBetweenSteps
 from ycore.roles.tuning_checkpoints import TuningCheckpoints
 from ycore.run_folder.checkpoints import checkpoint_of, step_of
 from ycore.run_folder.files import read_json, write_json_atomic
+from ycore.run_folder.identity import model_fingerprint
 from ycore.run_folder.paths import RunFolder
 from ycore.telemetry.interval import wilson_95
 from ycore.telemetry.metrics import MetricsWriter
@@ -42,6 +45,9 @@ def open_tuning(root: Path) -> "TuningRun":
     if config.algorithm == "reward":
         give_padding_its_own_token(tokenizer)
     examples = load_examples(config, as_chat=tokenizer.chat_template is not None)
+    if this_rank().number == 0:
+        rows = f"{len(examples.train)} + {len(examples.held_out)} rows, sha256 {examples.fingerprint[:16]}"
+        check_contents(home, {"dataset": rows, "model": model_fingerprint(model)})
     return TuningRun(config, home, model=model, tokenizer=tokenizer, examples=examples)
 
 
@@ -80,11 +86,11 @@ class TuningRun:
         longest = self._trainer.args.max_length
         if num_rows < self._trainer.args.per_device_train_batch_size:
             raise DataError(
-                f"{self._too_long} rows are longer than max_length, {longest} tokens, and {num_rows} are left, fewer "
+                f"{self._too_long} rows do not fit into max_length, {longest} tokens, and {num_rows} are left, fewer "
                 "than a micro-batch; raise --max-length"
             )
         if self._too_long > 0 and not self._config.trl.get("packing"):
-            print(f"{self._too_long} rows are longer than max_length, {longest} tokens, and left out", flush=True)
+            print(f"{self._too_long} rows do not fit into max_length, {longest} tokens, and are left out", flush=True)
 
     def ask_to_stop(self) -> None:
         """After the step that is being computed."""
@@ -102,14 +108,18 @@ class TuningRun:
         if self._leads:
             self._metrics.forget_after(step)
         self._checkpoints.saved_step = step
-        before = self._measure() if resume_from is None else self._measured_before()
-        if self._leads and before is not None:
-            write_json_atomic(self._home.held_out, {"held_out": {"before": before}})
+        if resume_from is None:
+            self._trainer.add_callback(AtTheStart(self._measure_first))
         with disable_input_dtype_casting(self._trainer.model):
             self._trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
         if self._trainer.state.global_step < self._trainer.args.max_steps:
             raise Interrupted(f"stopped after step {self._trainer.state.global_step}")
-        self._write_measured(before, self._measure())
+        self._write_measured(self._measured_before(), self._measure())
+
+    def _measure_first(self) -> None:
+        before = self._measure()
+        if self._leads and before is not None:
+            write_json_atomic(self._home.held_out, {"held_out": {"before": before}})
 
     def _measured_before(self) -> dict[str, Any] | None:
         if not self._home.held_out.is_file():
@@ -189,6 +199,16 @@ _OF_SPEED = (
     "eval_num_tokens",
     "eval_model_preparation_time",
 )
+
+
+class AtTheStart(TrainerCallback):
+    """Does something once the trainer has set itself up: before, DeepSpeed refuses to measure unless it is ZeRO-3."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._action()
 
 
 class TuningMetrics(TrainerCallback):

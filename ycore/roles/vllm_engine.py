@@ -109,7 +109,7 @@ class VllmEngine:
         reload = {"method": "load_policy", "kwargs": {"weights_path": str(folder)}}
         (read_back,) = (await call("POST", "/collective_rpc", reload))["results"]
         try:
-            self.proved = check_read_back(manifest.sums, read_back) / len(manifest.sums)
+            self.proved = check_read_back(manifest.sums, read_back or ()) / len(manifest.sums)
         except SyncError as error:
             raise SyncError(f"{self.name}: policy version {manifest.version}: {error}") from None
         await call("POST", "/reset_prefix_cache")

@@ -13,15 +13,15 @@ _WHOLE_BYTES = 64 * 2**20  # a larger file is known by its size and by blocks sp
 _BLOCK_BYTES = 64 * 2**10
 _NUM_BLOCKS = 256
 
-_FREE = {
-    "output", "checkpoint_every", "merge", "keep_journal",
-    "engine.count", "engine.memory_gib", "engine.gpu_memory_utilization",
-    "engine.start_timeout_s", "engine.request_timeout_s",
+FREE = {
+    "output", "checkpoint_every", "merge", "keep_journal", "restarts", "placement",
+    "step_timeout_s", "collective_timeout_s",
+    "engine.count", "engine.memory_gib", "engine.gpu_memory_utilization", "engine.restarts",
+    "engine.start_timeout_s", "engine.request_timeout_s", "engine.health_timeout_s",
     "reward_workers.workers", "reward_workers.deadline_s", "reward_workers.run_as",
-    "restarts", "step_timeout_s", "collective_timeout_s", "engine.restarts", "engine.health_timeout_s",
 }  # fmt: skip
-_FREE_OF_TRL = {
-    "logging_steps", "logging_first_step", "logging_strategy", "logging_dir", "log_level", "log_level_replica",
+FREE_OF_TRL = {
+    "logging_steps", "logging_first_step", "logging_strategy", "log_level", "log_level_replica",
     "log_completions", "log_unique_prompts", "num_completions_to_print", "log_multimodal", "report_to", "run_name",
     "project", "trackio_space_id", "disable_tqdm", "save_total_limit", "include_num_input_tokens_seen",
     "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",
@@ -85,7 +85,7 @@ def model_fingerprint(folder: Path) -> str:
 def _may_change(name: str, old: Any, new: Any) -> bool:
     if name == "steps":
         return isinstance(old, int) and isinstance(new, int) and new > old
-    return name in _FREE or name.removeprefix("trl.") in _FREE_OF_TRL
+    return name in FREE or name.removeprefix("trl.") in FREE_OF_TRL
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -1,7 +1,7 @@
-"""With dynamic sampling, what is drawn next depends on which group ends first; but no prompt may be lost, or come twice.
+"""With dynamic sampling, what is drawn next depends on which group ends first; but no prompt is lost or comes twice.
 
-Every prompt that was drawn is trained on, waits for a later step, or could teach nothing. The job's reward makes the last
-of these a property of the prompt's row, so that it is known here.
+Every prompt that was drawn is trained on, waits for a later step, or could teach nothing. The job's reward makes the
+last of these a property of the prompt's row, so that it is known here.
 
 Not here: runs that repeat to the bit (`comparison`).
 """

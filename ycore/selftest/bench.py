@@ -3,6 +3,7 @@
 Not here: the rows (`rows_*`), and their order (`scorecard`).
 """
 
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Executor
@@ -56,6 +57,10 @@ class Bench:
     seed: int
     count: int
     say: Callable[[str], None]
+    oracle_runs: int = 2
+    """How often a whole run is taken; from the second on, it must repeat the first."""
+
+    began: float = field(default_factory=time.monotonic)
     _oracles: dict[Job, Oracle] = field(default_factory=dict)
 
     @property
@@ -70,7 +75,9 @@ class Bench:
         """The whole run of a job, made once."""
         job = job or self.job
         if job not in self._oracles:
-            self._oracles[job] = make_oracle(job, self.setting, self.pool, name=f"whole-{len(self._oracles)}")
+            self._oracles[job] = make_oracle(
+                job, self.setting, self.pool, name=f"whole-{len(self._oracles)}", times=self.oracle_runs
+            )
         return self._oracles[job]
 
     def all(self, work: Callable[[T], Outcome], over: Iterable[T]) -> list[Outcome]:
@@ -102,5 +109,6 @@ def row_of(name: str, what: str, outcomes: Sequence[Outcome], *, good: Callable[
         more={
             "landed": sum(outcome.landed for outcome in outcomes),
             "resumed": sum(len(outcome.exits) > 1 for outcome in outcomes),
+            "differ_from_whole_run": sum(outcome.differs_from_whole for outcome in outcomes),
         },
     )

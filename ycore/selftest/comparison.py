@@ -6,7 +6,6 @@ Not here: how the runs came about (`trial`).
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -15,8 +14,11 @@ from safetensors.numpy import load_file
 from ycore.run_folder.paths import RunFolder
 from ycore.telemetry.metrics import read_metrics
 
-COMPARED = ("loss", "grad_norm", "reward", "ycore/reward", "learning_rate", "entropy", "completions/mean_length")
+COMPARED = ("loss", "grad_norm", "reward", "learning_rate", "entropy", "completions/mean_length", "ycore/reward")
 """Of a step's metrics; the others are times, or tell what became of the process."""
+
+_WHERE_TOLD = ("ycore/reward",)
+"""Of all completions drawn, which a step that is taken again from the journal does not tell."""
 
 WEIGHTS = "weights"
 _INFINITE = math.inf  # of what is missing on one side
@@ -47,6 +49,9 @@ class Difference:
         return ", ".join([*self.notes, *told]) or "none"
 
 
+SAME = Difference()
+
+
 def read_result(folder: RunFolder) -> Result:
     """Rows and weights of a run that has ended; a missing model has no weights."""
     weights: dict[str, Any] = {}
@@ -59,7 +64,7 @@ def read_result(folder: RunFolder) -> Result:
 def compare(expected: Result, seen: Result) -> Difference:
     """How far `seen` is from `expected`; a step that is missing, doubled or out of order is a note."""
     notes = [*_steps_note(expected, seen)]
-    largest = {name: _largest(_column(expected, name), _column(seen, name)) for name in COMPARED}
+    largest = _differences(expected, seen)
     largest[WEIGHTS] = _weights(expected.weights, seen.weights)
     if not seen.weights:
         notes.append("no model was saved")
@@ -68,9 +73,22 @@ def compare(expected: Result, seen: Result) -> Difference:
     return Difference(largest, tuple(notes))
 
 
+def compare_steps(before: Result, after: Result) -> Difference:
+    """How the steps that a run had told of, when it was killed, differ from the same steps at its end."""
+    ended = {row.get("step"): row for row in after.rows}
+    taken = [row for row in before.rows if row.get("step") in ended]
+    again = Result([ended[row["step"]] for row in taken], {})
+    whole = Result(taken, {})
+    notes = [f"steps {[row.get('step') for row in after.rows]}"] if not _is_gapless(after) else []
+    return Difference(
+        _differences(whole, again),
+        (*notes, *([] if after.weights else ["no model was saved"])),
+    )
+
+
 def worst(differences: Iterable[Difference]) -> dict[str, float]:
     """The largest of several, by name."""
-    found: dict[str, float] = {name: 0.0 for name in (*COMPARED, WEIGHTS)}
+    found: dict[str, float] = dict.fromkeys((*COMPARED, WEIGHTS), 0.0)
     for difference in differences:
         for name, value in difference.largest.items():
             found[name] = max(found.get(name, 0.0), value)
@@ -87,6 +105,10 @@ def is_lively(result: Result) -> str | None:
     if len(set(rewards)) < 2:
         return f"every step has the same reward: {rewards}"
     return None
+
+
+def _is_gapless(result: Result) -> bool:
+    return [row.get("step") for row in result.rows] == list(range(1, len(result.rows) + 1))
 
 
 def _steps_note(expected: Result, seen: Result) -> list[str]:
@@ -110,6 +132,17 @@ def _apart(one: float, other: float) -> float:
     return abs(one - other)
 
 
+def _differences(expected: Result, seen: Result) -> dict[str, float]:
+    found = {}
+    for name in COMPARED:
+        one, other = _column(expected, name), _column(seen, name)
+        if name in _WHERE_TOLD and len(one) == len(other):
+            told = [pair for pair in zip(one, other, strict=True) if not any(map(math.isnan, pair))]
+            one, other = [first for first, _ in told], [second for _, second in told]
+        found[name] = _largest(one, other)
+    return found
+
+
 def _weights(expected: Mapping[str, Any], seen: Mapping[str, Any]) -> float:
     if expected.keys() != seen.keys():
         return _INFINITE
@@ -123,7 +156,3 @@ def _tensor(one: Any, other: Any) -> float:
     if np.array_equal(one, other):
         return 0.0
     return float(np.max(np.abs(one.astype(np.float64) - other.astype(np.float64))))
-
-
-def model_folder(output: Path) -> Path:
-    return RunFolder(output).model

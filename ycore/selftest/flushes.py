@@ -1,8 +1,8 @@
 """A witness of flushes: whether a file was on the disk, with all that was written, before it got the name that counts.
 
-SIGKILL does not show a missing flush, because the kernel keeps what was written; only a power cut would. So the order is
-watched instead, in the processes of a selftest: at every rename to a name that counts, each file must have been flushed
-since it was last written. One line of `flushes.log` for each.
+SIGKILL does not show a missing flush, because the kernel keeps what was written; only a power cut would. So the order
+is watched instead, in the processes of a selftest: at every rename to a name that counts, each file must have been
+flushed since it was last written. One line of `flushes.log` for each.
 
 Not here: who reads it (`rows_files`). It is loaded by a `sitecustomize` in a copy of the package, never by the product.
 """
@@ -25,9 +25,9 @@ def watch_flushes() -> None:
     flushed: dict[tuple[int, int], int] = {}
     fsync, rename, replace = os.fsync, os.rename, os.replace
 
-    def watched_fsync(descriptor: int) -> None:
-        fsync(descriptor)
-        told = os.fstat(descriptor)
+    def watched_fsync(fd: Any) -> None:
+        fsync(fd)
+        told = os.fstat(fd if isinstance(fd, int) else fd.fileno())
         flushed[told.st_dev, told.st_ino] = told.st_mtime_ns
 
     def watched(original: Any) -> Any:

@@ -44,6 +44,13 @@ def with_daemon(prompts, completions, name, **columns):
     return variety(prompts, completions)
 '''
 
+_JUDGE = """rubric: Is it good?
+verdict: {kind: json, min: 0, max: 1}
+fence: false
+max_model_len: 512
+max_tokens: 64
+"""
+
 DAEMON = "ycore-selftest-daemon-"
 """How the name of a daemon begins, in its command line."""
 
@@ -72,6 +79,7 @@ class Job:
     """What the scripted engine waits before each answer."""
 
     reward: str = "variety"
+    has_judge: bool = False
 
     def words(self, output: Path) -> list[str]:
         """The command line after `ycore`."""
@@ -99,14 +107,19 @@ class Job:
         }
         given = [str(word) for option, value in options.items() for word in (option, value)]
         sets = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
-        return ["grpo", *given, *sets, *self.more]
+        judge = ["--reward", f"judge:{self.inputs / 'judge.yaml'}"] if self.has_judge else []
+        return ["grpo", *given, *judge, *sets, *self.more]
 
 
 def write_inputs(folder: Path) -> Path:
     """The model, the prompts and the reward that every job of a scorecard reads."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # a bar for a model of a hundred thousand numbers
     folder.mkdir(parents=True, exist_ok=True)
     write_tiny_model(folder / "model")
     rows = [{"prompt": f"{row} + {row + 1} =", "dull": is_dull(row)} for row in range(NUM_ROWS)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (folder / "rewards.py").write_text(_REWARD, encoding="utf-8")
+    (folder / "judge.yaml").write_text(_JUDGE, encoding="utf-8")
     return folder

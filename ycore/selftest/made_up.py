@@ -1,11 +1,14 @@
-"""Configurations made up from a seed: keys of ycore and TRL, in their places and out of them, with values of every kind.
+"""Configurations made up from a seed: keys of ycore and TRL, in their places and out of them, with all kinds of values.
 
 Not here: single mistakes with the right words for each (`command_lines`).
 """
 
 import random
-from collections.abc import Callable, Sequence
+import signal
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from ycore.config.batch import derive_batch
@@ -41,6 +44,7 @@ _RIGHT: dict[str, tuple[Any, ...]] = {
     "save_total_limit": (2, None),
 }
 _SEVERAL = 5
+_WITHIN_S = 2.0
 
 Source = random.Random
 
@@ -51,10 +55,27 @@ def check_made_up(count: int, *, seed: int) -> tuple[int, list[str]]:
     for number in range(count):
         told = make_up(source)
         try:
-            accepted += _is_accepted(*told)
+            with _within(_WITHIN_S):
+                accepted += _is_accepted(*told)
         except Exception as error:  # noqa: BLE001 - anything that gets here is what this looks for
             failures.append(f"{number}: {type(error).__name__}: {error} from {told}"[:500])
     return accepted, failures
+
+
+@contextmanager
+def _within(seconds: float) -> Iterator[None]:
+    """TimeoutError, raised into whatever goes on; in the main thread only."""
+
+    def too_long(number: int, frame: FrameType | None) -> None:
+        raise TimeoutError(f"no answer within {seconds:g} s of processor time")
+
+    before = signal.signal(signal.SIGVTALRM, too_long)
+    signal.setitimer(signal.ITIMER_VIRTUAL, seconds)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def make_up(source: Source) -> tuple[dict[str, Any], list[str], dict[str, Any]]:
@@ -110,7 +131,15 @@ def _name(source: Source, names: Sequence[str]) -> str:
 
 
 def _path(source: Source) -> str:
-    inner = ("engine.count", "engine.kind", "lora.r", "lora.dropout", "sampling.dynamic", "rewards.0.weight", "trl.beta")
+    inner = (
+        "engine.count",
+        "engine.kind",
+        "lora.r",
+        "lora.dropout",
+        "sampling.dynamic",
+        "rewards.0.weight",
+        "trl.beta",
+    )
     choose: Callable[[], str] = source.choice((lambda: _key(source), lambda: f"trl.{_trl_field(source)}", lambda: ""))
     return source.choice(inner) if source.random() < 0.5 else choose()
 

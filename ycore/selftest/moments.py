@@ -10,6 +10,7 @@ Not here: who is killed (`faults`), and where the kill then landed (`phases`).
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,17 +40,17 @@ class Pace:
 
 def draw_moments(count: int, *, steps: int, seed: int, row: str) -> list[Moment]:
     """`count` moments of a row of the scorecard, dealt evenly over start, steps and end, in an order of their own."""
-    source = random.Random(f"moments/{seed}/{row}")
+    deals, shares = (random.Random(f"{what}/{seed}/{row}") for what in ("deals", "shares"))
     places: list[int] = []
     while len(places) < count:
         deal = list(range(steps + 1))
-        source.shuffle(deal)
+        deals.shuffle(deal)
         places += deal
-    return [Moment(steps=place, share=source.random()) for place in places[:count]]
+    return [Moment(steps=place, share=shares.random()) for place in places[:count]]
 
 
 def pace_of(seconds_of_rows: Sequence[float], *, ended: float) -> Pace:
     """From the seconds, since the start, at which the rows of an undisturbed run appeared, and at which it ended."""
-    gaps = sorted(later - earlier for earlier, later in zip(seconds_of_rows, seconds_of_rows[1:], strict=False))
+    gaps = sorted(later - earlier for earlier, later in pairwise(seconds_of_rows))
     middle = gaps[len(gaps) // 2] if gaps else 1.0
     return Pace(start_s=seconds_of_rows[0], step_s=middle, end_s=ended - seconds_of_rows[-1])

@@ -15,7 +15,10 @@ _ENGINE = "ycore/roles/vllm_engine.py"
 
 _LOADED = "        super()._load_optimizer_and_scheduler(checkpoint)\n"
 _LOAD = f"    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:\n{_LOADED}"
-_ASKED = '        answer = await self._server.ask("POST", "/v1/completions", request)\n        choice = answer["choices"][0]\n'
+_ASKED = (
+    '        answer = await self._server.ask("POST", "/v1/completions", request)\n'
+    '        choice = answer["choices"][0]\n'
+)
 _NOTHING = {"token_ids": [6], "logprobs": {"token_logprobs": [0.0]}, "text": "0", "finish_reason": "stop"}
 
 IN_PLACE = Patch(
@@ -45,7 +48,13 @@ MUTATIONS: tuple[Patch, ...] = (
     Patch("optimizer not restored", (Edit(_DURABLE, _LOADED, f"{_LOADED}        self.optimizer.state.clear()\n"),)),
     Patch(
         "scheduler not restored",
-        (Edit(_DURABLE, _LOADED, f"{_LOADED}        self.lr_scheduler.scheduler.last_epoch = 0\n"),),
+        (
+            Edit(
+                _DURABLE,
+                _LOADED,
+                f'{_LOADED}        vars(self.lr_scheduler).get("scheduler", self.lr_scheduler).last_epoch = 0\n',
+            ),
+        ),
     ),
     Patch("no flush", (Edit("ycore/run_folder/files.py", "            os.fsync(file.fileno())\n", ""),)),
     IN_PLACE,
@@ -72,7 +81,13 @@ MUTATIONS: tuple[Patch, ...] = (
     ),
     Patch(
         "loaded weights not proved",
-        (Edit("ycore/algorithms/checksum.py", "        if (sum(sums[name] for", "        if False and (sum(sums[name] for"),),
+        (
+            Edit(
+                "ycore/algorithms/checksum.py",
+                "        if (sum(sums[name] for",
+                "        if False and (sum(sums[name] for",
+            ),
+        ),
     ),
     Patch(
         "an engine's error swallowed",

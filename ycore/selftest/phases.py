@@ -66,7 +66,7 @@ def glimpse(folder: RunFolder) -> Glimpse:
 def phase_of(seen: Glimpse, *, steps: int, checkpoint_every: int) -> Phase:
     """The phase of a run of so many steps. Pure."""
     is_due = seen.rows > 0 and (seen.rows % checkpoint_every == 0 or seen.rows >= steps)
-    if seen.has_model or seen.rows >= steps and seen.checkpoint >= steps and not seen.saving:
+    if seen.has_model or (seen.rows >= steps and seen.checkpoint >= steps and not seen.saving):
         return "end"
     if seen.committing:
         return "commit"

@@ -1,4 +1,6 @@
-"""Rows: an engine that drops calls, answers late or with an error, and one that does not take its weights. Scripted only.
+"""Rows: an engine that drops calls, answers late or with an error, and one that does not take its weights.
+
+The engine is the scripted one: a real one cannot be asked to.
 
 Not here: the misbehaviour itself (`scripted_engine.Faults`).
 """
@@ -19,7 +21,8 @@ from ycore.selftest.trial import go_on as resume
 KINDS: Mapping[str, Mapping[str, float]] = {
     "dropped": {"close": 0.05},
     "late": {"late": 0.05, "late_s": 1.5},
-    "errors": {"error": 0.02},
+    "errors": {"error": 0.05},
+    "failing": {"error": 0.6},  # more than asking again can mend: the run must fail, and go on
     "all": {"close": 0.03, "late": 0.02, "late_s": 1.0, "error": 0.01},
 }
 

@@ -70,7 +70,7 @@ def end_one(bench: Bench, number: int, kind: str, moment: Moment) -> Outcome:
     daemon = _a_name_for_the_daemon(bench, name)
     words = replace(bench.job, reward="with_daemon").words(bench.place / name)
     words += ["--set", f"rewards.0.args.name={daemon}"]
-    words += ["--max-grad-norm", "-1"] if kind == "error" else []
+    words += ["--learning-rate", "1e38"] if kind == "error" else []
     run = Run(bench.setting, words, bench.place / name, in_terminal=kind == "terminal-closed")
     try:
         landed = kind in ("success", "error") or wait_for_moment(run, moment, bench.oracle())

@@ -15,7 +15,7 @@ from ycore.selftest.comparison import Difference, compare, read_result
 from ycore.selftest.flushes import VARIABLE, read_flushes
 from ycore.selftest.manifests import published
 from ycore.selftest.moments import Moment
-from ycore.selftest.oracle import Oracle
+from ycore.selftest.oracle import Oracle, whole_run
 from ycore.selftest.runs import Run, Setting, leftovers
 from ycore.selftest.trial import Outcome, kill, resume_words, wait_for_moment
 
@@ -131,13 +131,14 @@ def damage_round(oracle: Oracle, setting: Setting, base: Path, how: str) -> Outc
 def resume_row(bench: Bench) -> Row:
     """From every checkpoint of a whole run: with the journal, and with its later rounds made again."""
     kept = replace(bench.job, more=(*bench.job.more, "--save-total-limit", "100"))
-    oracle = bench.oracle(kept)
-    steps = [int(path.name.rpartition("-")[2]) for path in published(oracle.folder.checkpoints)]
+    oracle = replace(bench.oracle(), job=kept)  # which changes nothing of the result
+    whole, _ = whole_run(kept, bench.setting, name="whole-with-checkpoints")
+    steps = [int(path.name.rpartition("-")[2]) for path in published(whole.checkpoints)]
     cases = [(step, replays) for step in steps if step < kept.steps for replays in (True, False)]
 
     def one(case: tuple[int, bool]) -> Outcome:
         step, replays = case
-        output = _copy(oracle.folder.root, bench.place / f"from-{step}-{'replayed' if replays else 'anew'}")
+        output = _copy(whole.root, bench.place / f"from-{step}-{'replayed' if replays else 'anew'}")
         shutil.rmtree(output / "model")
         if not replays:
             for path in (output / "journal").glob("round-*"):

@@ -49,7 +49,9 @@ def made_up_row(bench: Bench, *, count: int = _NUM_MADE_UP) -> Row:
 
 
 def _row(name: str, what: str, cases: Sequence[str], problems: Sequence[str | None]) -> Row:
-    failures = tuple(f"{case or '(nothing more)'}: {problem}" for case, problem in zip(cases, problems, strict=True) if problem)
+    failures = tuple(
+        f"{case or '(nothing more)'}: {problem}" for case, problem in zip(cases, problems, strict=True) if problem
+    )
     return Row(name, what, len(cases) - len(failures), len(cases), failures=failures)
 
 

@@ -13,17 +13,16 @@ from ycore.selftest.runs import Run
 from ycore.selftest.trial import Deed, Outcome, kill, trial
 
 KILLED = ("launcher", "trainer", "rollout", "reward")
+JUDGE = "judge"
 _SHORT_S = 3.0
-_DEADLINE_S = 8.0
+_DEADLINES = {"engine.health_timeout_s": 8, "engine.request_timeout_s": 15, "step_timeout_s": 20}
 
 
 def kill_row(bench: Bench, role: str) -> Row:
     """SIGKILL of one process of the role."""
-    oracle = bench.oracle()
+    oracle = bench.oracle(replace(bench.job, has_judge=role == JUDGE))
     name = f"kill-{role}"
     moments = draw_moments(bench.count, steps=bench.job.steps, seed=bench.seed, row=name)
-    if role in ("rollout", "reward"):  # gone, as they should be, by the time the run ends
-        moments = [replace(moment, steps=min(moment.steps, bench.job.steps - 1)) for moment in moments]
     numbered = list(enumerate(moments))
     outcomes = bench.all(lambda item: trial(f"{name}-{item[0]}", oracle, item[1], kill(role)), numbered)
     return row_of(name, f"kill -9 of the {role} at a random moment", outcomes)
@@ -32,9 +31,10 @@ def kill_row(bench: Bench, role: str) -> Row:
 def stop_row(bench: Bench, role: str) -> Row:
     """SIGSTOP: for a while and then SIGCONT, where nothing may change; and for good, which must be noticed.
 
-    A launcher that is stopped for good is a shell's Ctrl-Z: nobody is there to notice, so it is stopped for a while only.
+    A launcher that is stopped for good is a shell's Ctrl-Z, and nobody is there to notice: it is stopped for a while.
     """
-    oracle = bench.oracle(replace(bench.job, more=("--set", f"engine.request_timeout_s={_DEADLINE_S}")))
+    deadlines = tuple(word for key, value in _DEADLINES.items() for word in ("--set", f"{key}={value}"))
+    oracle = replace(bench.oracle(), job=replace(bench.job, more=deadlines))  # they change nothing of the result
     name = f"stop-{role}"
     moments = draw_moments(max(2, bench.count // 5), steps=bench.job.steps - 1, seed=bench.seed, row=name)
     numbered = [(number, replace(moment, steps=max(1, moment.steps))) for number, moment in enumerate(moments)]

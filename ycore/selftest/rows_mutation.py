@@ -1,11 +1,12 @@
 """Row: seeded defects in copies of the package, and how many of them this scorecard's own comparisons find.
 
-Every defect goes through the same battery, in the same order, until something finds it. The battery knows nothing of the
-defect; the package as it is goes through all of it first, and must not be found guilty.
+Every defect goes through the same battery, in the same order, until something finds it. The battery knows nothing of
+the defect; the package as it is goes through all of it first, and must not be found guilty.
 
 Not here: the defects (`mutations`).
 """
 
+import re
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -69,7 +70,7 @@ def _damaged(suspect: Suspect) -> str | None:
 
 
 def _calls(suspect: Suspect) -> str | None:
-    return _guilt(calls_trial(suspect.oracle, suspect.setting, "errors", suspect.seed))
+    return _guilt(calls_trial(suspect.oracle, suspect.setting, "failing", suspect.seed))
 
 
 def _stale(suspect: Suspect) -> str | None:
@@ -100,8 +101,8 @@ def mutation_row(bench: Bench) -> Row:
     """Every defect, and first the package without one."""
     oracle = bench.oracle()
     began = time.monotonic()
-    suspects: list[Patch | None] = [None, *MUTATIONS]
-    told = list(bench.pool.map(lambda patch: _examine(bench, oracle, patch), suspects))
+    suspects = [_suspect(bench, oracle, patch) for patch in (None, *MUTATIONS)]
+    told = list(bench.pool.map(lambda suspect: _examine(bench, suspect), suspects))
     guilty, caught = told[0], {patch.name: found for patch, found in zip(MUTATIONS, told[1:], strict=True)}
     missed = [f"{name}: not noticed" for name, found in caught.items() if found is None]
     accused = [f"the package without a defect: {guilty}"] if guilty else []
@@ -115,23 +116,28 @@ def mutation_row(bench: Bench) -> Row:
     )
 
 
-def _examine(bench: Bench, oracle: Oracle, patch: Patch | None) -> str | None:
-    """By what the suspect was found guilty; RunError where its patch does not apply."""
-    name = "none" if patch is None else patch.name.replace(" ", "-").replace("'", "").replace(",", "")
+def _suspect(bench: Bench, oracle: Oracle, patch: Patch | None) -> Suspect:
+    """RunError where the patch does not apply: then the whole row fails, before anything is run."""
+    name = "no-defect" if patch is None else re.sub(r"[^a-z]+", "-", patch.name)
     place = bench.place / f"mutant-{name}"
     package = copy_package(place / "package", () if patch is None else (patch,))
     environment = {**bench.setting.environment, VARIABLE: str(place / "flushes.log")}
-    setting = replace(bench.setting, place=place, package=package, environment=environment)
-    suspect = Suspect(name, oracle, setting, bench.seed)
+    return Suspect(
+        name, oracle, replace(bench.setting, place=place, package=package, environment=environment), bench.seed
+    )
+
+
+def _examine(bench: Bench, suspect: Suspect) -> str | None:
+    """By what it was found guilty; None where nothing was found."""
     for test, look in BATTERY.items():
         try:
             found = look(suspect)
-        except RunError as error:  # the battery's own run could not be made with this package
+        except RunError as error:  # a run that the battery needs could not be made with this package
             found = str(error)
         if found:
-            bench.say(f"  {'FAIL' if patch is None else 'ok  '} {name}: found by {test}: {found}")
+            bench.say(f"  {suspect.name}: found by {test}: {found}")
             return f"{test}: {found}"
-    bench.say(f"  {'ok  ' if patch is None else 'FAIL'} {name}: nothing found")
+    bench.say(f"  {suspect.name}: nothing found")
     return None
 
 

@@ -9,6 +9,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import psutil
 
+from ycore.errors import Interrupted
 from ycore.launch.processes import is_alive
 from ycore.roles import RUN_MARKER
 from ycore.run_folder.paths import RunFolder
@@ -25,14 +27,18 @@ from ycore.selftest.phases import count_rows
 from ycore.selftest.terminal import Terminal
 
 _INSTALLED = "import sys; from ycore_cli.main import main; sys.exit(main())"
-_POLL_S = 0.002
+_POLL_S = 0.002  # as near to a moment as a kill should come
+_WAIT_POLL_S = 0.05
 
-ROLES: Mapping[str, tuple[str, ...]] = {
-    "trainer": ("ycore.roles.trainer",),
-    "rollout": (ENGINE_MODULE, "vllm.entrypoints.openai.api_server"),
-    "reward": ("ycore.rewards.worker_process",),
-}
-"""By which word of its command line a role's process is known; the launcher is the process that we started."""
+_ENGINES = (ENGINE_MODULE, "vllm.entrypoints.openai.api_server")
+_MODULES = {"trainer": "ycore.roles.trainer", "reward": "ycore.rewards.worker"}
+
+
+def has_role(words: Sequence[str], role: str) -> bool:
+    """Whether a process with this command line is one of the role; the launcher is the process that we started."""
+    if role in _MODULES:
+        return _MODULES[role] in words
+    return any(module in words for module in _ENGINES) and any(f"/{role}-" in word for word in words)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,8 @@ class Setting:
     """A folder to import the package from; None is the installed one."""
 
     environment: Mapping[str, str] = field(default_factory=dict)
+    stop: threading.Event = field(default_factory=threading.Event, compare=False)
+    """Set to end every run that is being waited for."""
 
     def command(self, words: Sequence[str]) -> list[str]:
         if self.scripted is None:
@@ -65,14 +73,13 @@ class Setting:
 class Run:
     """One `ycore` process in a session of its own, and the folder that it works in."""
 
-    def __init__(
-        self, setting: Setting, words: Sequence[str], output: Path, *, in_terminal: bool = False
-    ) -> None:
+    def __init__(self, setting: Setting, words: Sequence[str], output: Path, *, in_terminal: bool = False) -> None:
         self.folder = RunFolder(output)
         self.log = setting.place / f"{output.name}.log"
         self.began = time.monotonic()
         self.seen: dict[int, psutil.Process] = {}
         """Every process of the run that was ever seen."""
+        self._stop = setting.stop
         self._terminal: Terminal | None = None
         command, environment = setting.command(words), setting.full_environment()
         if in_terminal:
@@ -96,10 +103,8 @@ class Run:
 
     def wait(self, *, timeout_s: float) -> int | None:
         """The exit status; None where it still runs then."""
-        try:
-            return self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
+        self._look_until(lambda: self.exit_code is not None, timeout_s=timeout_s, every_s=_WAIT_POLL_S)
+        return self.exit_code
 
     def num_steps(self) -> int:
         """Steps that metrics.jsonl tells of, now."""
@@ -107,19 +112,23 @@ class Run:
 
     def wait_for(self, what: Callable[[], bool], *, timeout_s: float) -> bool:
         """Whether it came true while the run was alive."""
+        self._look_until(lambda: what() or self.exit_code is not None, timeout_s=timeout_s, every_s=_POLL_S)
+        return what()
+
+    def _look_until(self, what: Callable[[], bool], *, timeout_s: float, every_s: float) -> None:
         deadline = time.monotonic() + timeout_s
-        while not what():
-            if self.exit_code is not None or time.monotonic() > deadline:
-                return what()
-            time.sleep(_POLL_S)
-        return True
+        while not what() and time.monotonic() < deadline:
+            if self._stop.wait(every_s):
+                raise Interrupted("the selftest was stopped")
 
     def members(self) -> list[psutil.Process]:
-        """The run's living processes besides the launcher: those that carry its marker."""
+        """The run's living processes besides the launcher: those that carry its marker, and its guardian."""
         found = []
+        guards = ["ycore.launch.guardian", str(self.folder.root.resolve())]
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                if process.environ().get(RUN_MARKER) == self.folder.run_id and is_alive(process):
+                is_marked = process.environ().get(RUN_MARKER) == self.folder.run_id
+                if (is_marked or process.cmdline()[-2:] == guards) and is_alive(process):
                     found.append(process)
         self.seen |= {process.pid: process for process in found}
         return found
@@ -128,12 +137,19 @@ class Run:
         """The living processes of a role, by their process ids."""
         if name == "launcher":
             return [psutil.Process(self.process.pid)] if self.exit_code is None else []
-        found = [process for process in self.members() if set(ROLES[name]) & set(_words(process))]
+        found = [process for process in self.members() if has_role(_words(process), name)]
         return sorted(found, key=lambda process: int(process.pid))
 
     def send(self, role: str, number: signal.Signals, *, timeout_s: float = 60.0) -> bool:
         """Signal the first process of a role, once there is one; False where none came."""
-        return self.wait_for(lambda: self._send(role, number), timeout_s=timeout_s)
+        sent: list[bool] = []
+
+        def is_over() -> bool:
+            sent.append(self._send(role, number))
+            return sent[-1] or self.exit_code is not None
+
+        self._look_until(is_over, timeout_s=timeout_s, every_s=_WAIT_POLL_S)
+        return sent[-1]
 
     def _send(self, role: str, number: signal.Signals) -> bool:
         for process in self.role(role):

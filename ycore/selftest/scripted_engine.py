@@ -7,6 +7,8 @@ tokenizer's characters, and their logprobs say so; the trainer's importance weig
 It can misbehave on purpose (`Faults`): close the connection instead of answering, answer 500, answer late, or keep its
 old weights while it says that it has the new ones.
 
+A judge's verdict is a function of the question alone.
+
 Not here: putting it in vLLM's place (`command`). Standard library only, so that it starts at once.
 """
 
@@ -90,6 +92,17 @@ class ScriptedEngine:
         }
         return {"choices": [choice]}
 
+    def judge(self, request: dict[str, Any]) -> dict[str, Any]:
+        """The body of an answer to `/v1/chat/completions`: a number in the range of the schema that was sent along."""
+        schema = request["response_format"]["json_schema"]["schema"]
+        source = random.Random(json.dumps(request["messages"]))
+        verdict = {
+            name: round(source.uniform(told["minimum"], told["maximum"]), 3) if told["type"] == "number" else "made up"
+            for name, told in schema["properties"].items()
+        }
+        message = {"role": "assistant", "content": json.dumps(verdict)}
+        return {"choices": [{"message": message, "finish_reason": "stop"}], "usage": {"total_tokens": 1}}
+
     def digest(self) -> str:
         told = sorted((name, tensor.digest) for name, tensor in self.weights.items())
         return hashlib.sha256(json.dumps(told).encode()).hexdigest()
@@ -169,7 +182,7 @@ class Server:
     async def _answer(self, path: str, body: dict[str, Any]) -> Answer:
         """Status 0 closes the connection instead."""
         engine = self._engine
-        if path in ("/v1/completions", "/collective_rpc"):
+        if path in ("/v1/completions", "/v1/chat/completions", "/collective_rpc"):
             fault = engine.faults.of_call(engine.num_calls)
             engine.num_calls += 1
             if fault == "close":
@@ -179,6 +192,8 @@ class Server:
             await asyncio.sleep(engine.think_s + (engine.faults.late_s if fault == "late" else 0.0))
         if path == "/v1/completions":
             return 200, engine.complete(body)
+        if path == "/v1/chat/completions":
+            return 200, engine.judge(body)
         if path == "/collective_rpc":
             return 200, self._call(body["method"], body.get("kwargs") or {})
         if path == "/update_weight_version":

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ycore.selftest.comparison import Difference, compare, read_result
+from ycore.selftest.comparison import SAME, Difference, compare, compare_steps, read_result
 from ycore.selftest.job import Job
 from ycore.selftest.moments import Moment
 from ycore.selftest.oracle import Oracle
@@ -27,7 +27,7 @@ class Outcome:
     exits: tuple[int | None, ...]
     """The exit status of the run and, where there was one, of the resume; None is a run that hung."""
 
-    difference: Difference = Difference()
+    difference: Difference = SAME
     phase: Phase | None = None
     left: tuple[str, ...] = ()
     said: str = ""
@@ -36,6 +36,8 @@ class Outcome:
     """Whether what was to be done was done, before the run had ended."""
 
     steps_before_resume: int | None = None
+    differs_from_whole: bool = False
+    """Of a tier whose whole run does not repeat: whether this one ended as the whole one did is told, not judged."""
 
     @property
     def is_equal(self) -> bool:
@@ -91,15 +93,18 @@ def trial(name: str, oracle: Oracle, moment: Moment, deed: Deed, *, setting: Set
         landed = in_time and deed(run)
         phase = phase_of(glimpse(run.folder), steps=job.steps, checkpoint_every=job.checkpoint_every)
         first = run.wait(timeout_s=oracle.limit_s)
-        said = run.tail(1)
+        said, before = run.tail(1), read_result(run.folder)
         left = leftovers(run) if first is not None else ["the run itself"]
     finally:
         run.end()
     outcome = Outcome(name, (first,), phase=phase, left=tuple(left), said=said, landed=landed)
     if first not in (None, 0):
         outcome = go_on(outcome, oracle, setting)
-    seen = compare(oracle.result, read_result(run.folder))
-    return replace(outcome, difference=seen, seconds=time.monotonic() - began)
+    after = read_result(run.folder)
+    seen = compare(oracle.result, after)
+    difference = seen if oracle.repeats else compare_steps(before, after)
+    seconds = time.monotonic() - began
+    return replace(outcome, difference=difference, differs_from_whole=not seen.is_none, seconds=seconds)
 
 
 def go_on(outcome: Outcome, oracle: Oracle, setting: Setting) -> Outcome:

@@ -1,0 +1,165 @@
+"""`ycore simulate`: a round under every placement, in virtual time: how long, how idle, and which to use.
+
+Not here: the simulation (`ycore.simulate`), and the decisions, which are the live run's (`ycore.placement`).
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+from ycore_cli import options as o
+
+from ycore.errors import ConfigError
+
+if TYPE_CHECKING:
+    from ycore.config.run import RunConfig
+
+Name = Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Sizes from a recipe, by name or YAML file.")]
+NumSlots = Annotated[str, typer.Option("--slots", metavar="N", help="Slots of a controller; e.g. 8.")]
+Trace = Annotated[
+    str | None, typer.Option(metavar="RUN", help="Take lengths and speeds from a run's trace.json; e.g. runs/first.")
+]
+JudgeWork = Annotated[
+    str,
+    typer.Option(metavar="X", help="The judge's work for a completion over the writing of it; e.g. 0.5; 0 is none."),
+]
+MeanTokens = Annotated[
+    str | None, typer.Option(metavar="N", help="Mean length of a completion; a third of --max-tokens unless told.")
+]
+SwapSeconds = Annotated[
+    str | None, typer.Option(metavar="S", help="Seconds of a sleep and a wake together; 0 unless told; e.g. 6.8.")
+]
+StepTime = Annotated[
+    str,
+    typer.Option(metavar="BASE:EACH", help="Milliseconds of an engine's step, and more for each request in flight."),
+]
+Rounds = Annotated[str, typer.Option(metavar="N", help="Rounds to simulate.")]
+Picture = Annotated[str | None, typer.Option(metavar="FILE", help="Draw the last round of each; e.g. placements.png.")]
+
+_FILLED_IN = {"model": "smollm2-135m", "dataset": "task:addition", "rewards": ["exact_answer"], "output": "runs/none"}
+_WARM_UP = 3
+
+
+def simulate(
+    context: typer.Context,
+    name: Name = None,
+    model: o.Model = None,
+    slots: NumSlots = "8",
+    trace: Trace = None,
+    judge_work: JudgeWork = "0.5",
+    mean_tokens: MeanTokens = None,
+    swap_s: SwapSeconds = None,
+    step_time: StepTime = "12:0.2",
+    rounds: Rounds = "8",
+    picture: Picture = None,
+    prompts_per_step: o.PromptsPerStep = None,
+    group_size: o.GroupSize = None,
+    max_tokens: o.MaxTokens = None,
+    dynamic_sampling: o.DynamicSampling = None,
+    seed: o.Seed = None,
+    set_: o.Set = None,
+    json: o.Json = False,
+) -> None:
+    """A round under every placement, without an engine.
+
+    \b
+    The decisions are those of a live run; lengths and speeds are assumed, or a run's own (--trace).
+    What is assumed and what is left out is in docs/placement.md.
+
+    \b
+    ycore simulate --slots 8 --prompts-per-step 64 --max-tokens 8192 --judge-work 0.3 --swap-s 6.8
+    ycore simulate quickstart --slots 2 --judge-work 1 --picture placements.png
+    """
+    from ycore_cli.output import print_json
+    from ycore_cli.simulate_view import as_json, draw, print_results
+
+    from ycore.simulate.play import Question, play_assumed, play_recorded
+
+    config = _config(context, name)
+    question = Question(
+        num_slots=_whole("--slots", slots),
+        swap_s=_number("--swap-s", swap_s or "0"),
+        num_rounds=_whole("--rounds", rounds),
+        warm_up=_WARM_UP,
+        group_size=config.group_size,
+        need=config.prompts_per_step,
+        dynamic=config.sampling.dynamic,
+        max_tries=config.sampling.max_tries,
+        max_tokens=config.max_tokens,
+        mean_tokens=_number("--mean-tokens", mean_tokens, least=1) if mean_tokens else config.max_tokens / 3,
+        judge_work=_number("--judge-work", judge_work),
+        step_s=_step_time(step_time),
+        seed=config.seed,
+    )
+    played = play_assumed(question) if trace is None else play_recorded(_requests(Path(trace)), question)
+    if picture is not None:
+        draw(played, Path(picture))
+    if json:
+        print_json(as_json(played))
+    else:
+        print_results(played)
+
+
+def _config(context: typer.Context, recipe: str | None) -> "RunConfig":
+    """The sizes of the run that is asked for; what only a real run needs is filled in."""
+    from ycore_cli.options import config_keys
+
+    from ycore.config.overrides import resolve
+    from ycore.config.recipes import load_recipe
+    from ycore.config.run import RunConfig
+
+    base: dict[str, Any] = {**_FILLED_IN, **(load_recipe(recipe) if recipe else {})}
+    options = {**config_keys(context.params), "algorithm": "grpo"}
+    config = resolve(recipe=base, sets=context.params.get("set_") or (), options=options)
+    if not isinstance(config, RunConfig):
+        raise ConfigError(f"{recipe} has no rollouts to place; take a recipe of `ycore grpo`")
+    return config
+
+
+def _requests(run: Path) -> Sequence[Sequence[Any]]:
+    """The turns of the run's first rank, round by round."""
+    from ycore.errors import RunFolderError
+    from ycore.simulate.recorded import Request
+    from ycore.telemetry.trace import ROUND, SWAP, read_trace
+
+    file = run / "trace.json"
+    spans = [span for span in read_trace(file) if span.rank == 0]
+    if not spans:
+        raise RunFolderError(f"no trace in {file}; a run writes it while its engines are vLLM's")
+    rounds = [(span.began, span.began + span.seconds) for span in spans if span.name == ROUND]
+    turns = [span for span in spans if span.name not in (ROUND, SWAP)]
+    requests = [
+        Request(
+            number=span.told["request"],
+            role=span.name,
+            slot=span.slot,
+            asked=span.began - span.told["waited_s"],
+            began=span.began,
+            ended=span.began + span.seconds,
+            tokens=span.told["tokens"],
+        )
+        for span in turns
+    ]
+    return [[one for one in requests if begin <= one.began <= end] for begin, end in rounds]
+
+
+def _number(option: str, text: str, *, least: float = 0) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not least <= value < 1e9:
+        raise ConfigError(f"{option} takes a number of {least:g} or more; it is {text!r}")
+    return value
+
+
+def _whole(option: str, text: str) -> int:
+    if not (text.isascii() and text.isdigit() and int(text) > 0):
+        raise ConfigError(f"{option} takes a whole number of 1 or more; it is {text!r}; e.g. {option} 8")
+    return int(text)
+
+
+def _step_time(text: str) -> tuple[float, float]:
+    base, _, each = text.partition(":")
+    return _number("--step-time", base) / 1000, _number("--step-time", each or "0") / 1000

@@ -1,0 +1,32 @@
+"""A trainer without rollouts over two ranks with ZeRO-2: its losses are those of one rank, and its model loads."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from transformers import AutoModelForCausalLM
+
+from ycore.models.tiny import write_tiny_model
+from ycore.telemetry.metrics import read_metrics
+
+COMMAND = [sys.executable, "-c", "import sys; from ycore_cli.main import main; sys.exit(main())", "sft"]
+SETTINGS = "--dataset task:addition?digits=1 --steps 6 --batch-size 8 --held-out 8 --set dtype=float32"
+
+
+def losses(model: Path, output: Path, *more: str) -> list[float]:
+    words = [*SETTINGS.split(), "--model", str(model), "--output", str(output), "--learning-rate", "1e-3", *more]
+    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=280, env={**os.environ})
+    assert done.returncode == 0, done.stderr
+    return [row["loss"] for row in read_metrics(output / "metrics.jsonl")]
+
+
+@pytest.mark.slow
+def test_two_ranks_with_zero2_learn_what_one_learns(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    one = losses(model, tmp_path / "one")
+    two = losses(model, tmp_path / "two", "--processes", "2", "--accelerate", "zero2")
+    assert len(one) == 6 and one[-1] < one[0]
+    assert two == pytest.approx(one, abs=2e-3)
+    assert AutoModelForCausalLM.from_pretrained(tmp_path / "two" / "model").num_parameters() > 0

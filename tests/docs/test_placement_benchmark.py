@@ -1,0 +1,100 @@
+"""The placement benchmark's own parts: the same work for all, and a prediction for it. Engines are made up here."""
+
+import argparse
+import asyncio
+import importlib
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from ycore.placement.load import Speed
+from ycore.types import Completion
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield importlib.import_module("placement")
+    for name in ("placement", "placement_engines", "machine"):
+        sys.modules.pop(name, None)
+
+
+class MadeUpEngine:
+    """Answers after a moment that grows with the length, with as many tokens."""
+
+    def __init__(self, length_of: Any) -> None:
+        self._length_of = length_of
+
+    async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
+        length = self._length_of(seed)
+        await asyncio.sleep(length * 1e-4)
+        return Completion((1,) * length, None, "", "length", 0)
+
+
+@pytest.fixture
+def job() -> argparse.Namespace:
+    sizes = {"rounds": 2, "warm_up": 1, "need": 4, "group_size": 4, "teach_share": 0.6, "mean": 40.0, "sigma": 0.8}
+    return argparse.Namespace(
+        **sizes, longest=200, prompt_tokens=8, judge_reads=16, judge_tokens=12, max_num_seqs=8, output=None
+    )
+
+
+def test_every_placement_draws_and_writes_the_same(script: Any, job: argparse.Namespace, tmp_path: Path) -> None:
+    engines = SimpleNamespace(
+        rollouts=[MadeUpEngine(lambda seed: script.length_of(seed, job)) for _ in range(2)],
+        judges=[MadeUpEngine(lambda length: length) for _ in range(2)],
+    )
+    contestants = [script.Contestant(words, engines, job, tmp_path) for words in script.PLACEMENTS]
+    rows = asyncio.run(script.play_all(contestants, job))
+    assert {words: len(told) for words, told in rows.items()} == dict.fromkeys(script.PLACEMENTS, 2)
+    speeds = {role: load.speed for role, load in contestants[-1].allocator.loads.items()}
+    predicted = {words: script.predict(words, speeds, job) for words in script.PLACEMENTS}
+    summary = script.summarise(rows, predicted)
+    assert summary["same_work"] is True
+    assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in predicted.values())
+    assert rows["split:1:1"][0]["swaps"] == 0 and rows["colocated"][0]["swaps"] >= 2
+    assert {span.name for span in script._last_round(contestants[2].trace)} >= {"rollout", "judge"}
+
+
+def test_prompts_that_do_not_teach_are_replaced_one_for_one(script: Any, job: argparse.Namespace) -> None:
+    """So the prompts drawn are the first that hold as many teachers as are needed, whatever ends first."""
+    position, teachers = 3 * script.APART, 0
+    while teachers < job.need:
+        teachers += script.teaches(position, job)
+        position += 1
+    from ycore.placement.allocator import Allocator, Hall
+    from ycore.placement.words import parse_placement
+    from ycore.simulate.round import Demand, Machine, SimulatedRound
+
+    for words in script.PLACEMENTS:
+        allocator = Allocator(Hall(2, script.ROLES, dict.fromkeys(script.ROLES, 8)), parse_placement(words))
+        outcome = SimulatedRound(
+            allocator,
+            Machine(dict.fromkeys(script.ROLES, Speed(0.01, 0.001)), {}),
+            lambda place: script.simulated_group(place, job),
+            Demand(job.need, dynamic=True),
+            position=3 * script.APART,
+            yields=script.OneForOne(),
+        ).run()
+        assert outcome.drawn == position - 3 * script.APART
+
+
+def test_the_sweep_compares_and_draws(tmp_path: Path) -> None:
+    sizes = "--slots 2 --models 0.6B --judge-work 0.5 --requests 64 --per-slot 16 --scales 0.1 --warm-up 1"
+    command = [sys.executable, str(BENCHMARKS / "simulate_sweep.py"), *sizes.split(), "--output", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    told = json.loads((tmp_path / "results.json").read_text())
+    (row,) = told["points"]
+    assert row["best_split"] == "split:1:1" and set(row["swaps"]) == {"level 1", "level 2"}
+    assert told["summary"]["worst_over_split"] > 0 and len(told["break_even"]) == 1
+    assert (tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")

@@ -1,0 +1,63 @@
+"""What is learned of a role's requests."""
+
+import random
+
+import pytest
+
+from ycore.placement.load import Sums, as_numbers, faded, from_numbers
+
+ROLES = ("rollout", "judge")
+
+
+def observed(base: float, each: float, *, num: int = 200, seed: int = 0) -> Sums:
+    source, sums = random.Random(seed), Sums(rounds=1.0)
+    for _ in range(num):
+        size, depth = source.uniform(20, 400), source.uniform(1, 60)
+        sums.observe(seconds=size * (base + each * depth), depth=depth, size=size)
+    return sums
+
+
+def test_the_speed_of_an_engine_is_found_again() -> None:
+    load = observed(0.012, 0.0004).load()
+    assert load is not None
+    assert load.speed.base == pytest.approx(0.012) and load.speed.each == pytest.approx(0.0004)
+    assert load.num_requests == 200 and load.engine_s(30) == pytest.approx(load.size * 0.024 / 30)
+    assert load.speed.good_depth == pytest.approx(120)
+
+
+def test_the_longest_is_known_from_sums() -> None:
+    sums = Sums(rounds=1.0)
+    for size in (10.0, 20.0, 500.0):
+        sums.observe(seconds=size, depth=1.0, size=size)
+    load = sums.load()
+    assert load is not None and load.longest == pytest.approx(500, rel=0.01)
+
+
+def test_one_depth_alone_is_no_evidence_of_free_batching() -> None:
+    sums = Sums(rounds=1.0)
+    for _ in range(9):
+        sums.observe(seconds=2.0, depth=8.0, size=10.0)
+    load = sums.load()
+    assert load is not None
+    assert load.speed.base == pytest.approx(0) and load.speed.step_s(8) == pytest.approx(0.2)
+
+
+def test_sums_of_two_controllers_say_what_one_with_all_would() -> None:
+    one, two = {"rollout": observed(0.01, 0.001, seed=1)}, {"rollout": observed(0.01, 0.001, seed=2)}
+    added = [a + b for a, b in zip(as_numbers(one, ROLES), as_numbers(two, ROLES), strict=True)]
+    both = from_numbers(added, ROLES)
+    load, alone = both["rollout"].load(), one["rollout"].load()
+    assert load is not None and alone is not None
+    assert load.num_requests == 200, "a load is that of the mean controller"
+    assert load.speed.base == pytest.approx(alone.speed.base)
+    assert both["judge"].load() is None
+
+
+def test_old_rounds_fade() -> None:
+    slow, fast = observed(0.1, 0.0), observed(0.01, 0.0)
+    sums = slow
+    for _ in range(12):
+        sums = faded(sums, fast)
+    load = sums.load()
+    assert load is not None and load.speed.base == pytest.approx(0.01, rel=0.05)
+    assert load.num_requests == pytest.approx(200)

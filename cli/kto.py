@@ -12,5 +12,6 @@ kto = tuning_command(
 
     \b
     ycore kto --model smollm2-135m --dataset labelled.jsonl --output runs/kto
+    ycore kto --model runs/sft/model --dataset pairs.jsonl --dry-run
     """,
 )

@@ -5,15 +5,16 @@ Not here: a command's own words (`sft`, `reward`, `dpo`, `kto`), the checks (`tu
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import typer
 from ycore_cli import options as o
 
-from ycore.config.tune import Method, TuneConfig
+if TYPE_CHECKING:
+    from ycore.config.tune import Method, TuneConfig
 
 
-def tuning_command(method: Method, words: str) -> Callable[..., None]:
+def tuning_command(method: "Method", words: str) -> Callable[..., None]:
     """A command of that name; `words` are what its `--help` says."""
 
     def command(
@@ -56,7 +57,7 @@ def tuning_command(method: Method, words: str) -> Callable[..., None]:
 
 
 def plan_and_tune(
-    config: TuneConfig, *, resume: bool, resume_from: str | None, accept_changes: bool, dry_run: bool, json: bool
+    config: "TuneConfig", *, resume: bool, resume_from: str | None, accept_changes: bool, dry_run: bool, json: bool
 ) -> None:
     """Check, show the plan, and unless it is a dry run train in the foreground."""
     from ycore_cli.output import print_json, print_table, stdout_for_json
@@ -78,7 +79,7 @@ def plan_and_tune(
         print_table(closing_rows(config, result))
 
 
-def _tune(config: TuneConfig, *, num_steps: int, resume: bool, how: Any) -> dict[str, Any]:
+def _tune(config: "TuneConfig", *, num_steps: int, resume: bool, how: Any) -> dict[str, Any]:
     from ycore.launch import tune
     from ycore.run_folder.paths import RunFolder
     from ycore.run_folder.resume import settle

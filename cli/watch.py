@@ -17,6 +17,7 @@ def watch(
 
     \b
     ycore watch runs/quickstart
+    ycore watch runs/quickstart --once
     """
     from ycore.reporting.watch import watch as follow
 

@@ -99,6 +99,9 @@ def quoted(text: str) -> list[str]:
     return re.findall(r"`([^`]+)`", text)
 
 
+COMMANDS = tuple(typer.main.get_command(app).commands)  # type: ignore[attr-defined]
+
+
 # -- what the pages tell to type -----------------------------------------------------------------------------------
 
 
@@ -119,6 +122,9 @@ def test_ycore_lines_work(page: Path, line: str, tmp_path: Path) -> None:
     words = shlex.split(line, comments=True)
     if "--resume" in line or words[1] == "resume":
         write_unfinished_run(page, words[2] if words[1] == "resume" else option(line, "--output"), tmp_path)
+    if words[1] in ("watch", "report"):
+        for run in [word for word in words[2:] if word.startswith("runs/")]:
+            write_first_step(tmp_path / run)
     if "--replay" in line:
         write_unfinished_run(page, option(line, "--replay"), tmp_path)
         (tmp_path / option(line, "--replay") / "journal").mkdir()
@@ -164,6 +170,13 @@ def write_unfinished_run(page: Path, output: str, folder: Path) -> None:
     assert plan.returncode == 0, plan.stderr
     (folder / output).mkdir(parents=True)
     (folder / output / "run.json").write_text(json.dumps({"config": json.loads(plan.stdout)["config"]}))
+
+
+def write_first_step(folder: Path) -> None:
+    """As much of a run as somebody who looks at it needs."""
+    folder.mkdir(parents=True)
+    (folder / "run.json").write_text(json.dumps({"config": {"steps": 1, "model": "tiny", "prompts_per_step": 1}}))
+    (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5, "step_time": 1.0}) + "\n")
 
 
 def write_stand_in(folder: Path) -> None:
@@ -290,9 +303,7 @@ def test_every_option_is_documented_and_no_other(command: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_options_that_a_page_mentions_exist(page: Path) -> None:
-    known = declared("grpo") | declared("eval") | {"--version"} | OF_TRL
-    known |= declared("rloo") | declared("sft")
-    known |= declared("plan") | declared("preflight") | declared("doctor") | declared("selftest") | declared("simulate")
+    known = {"--version"} | OF_TRL | {option for name in COMMANDS for option in declared(name)}
     known |= {field.option for name in ("GRPOConfig", *TRL_CLASS.values()) for field in fields_of(name).values()}
     prose = _BLOCK.sub("", page.read_text(encoding="utf-8"))
     mentioned = {word.replace("_", "-") for text in quoted(prose) for word in re.findall(r"(?<!\S)--[a-z][\w-]+", text)}

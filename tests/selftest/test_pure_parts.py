@@ -40,8 +40,8 @@ def test_moments_are_dealt_evenly_over_start_steps_and_end() -> None:
 
 
 def test_a_moment_is_as_far_into_a_step_as_the_pace_says() -> None:
-    pace = pace_of([5.0, 5.2, 5.4, 9.0], ended=10.0)
-    assert (pace.start_s, round(pace.step_s, 6), round(pace.end_s, 6)) == (5.0, 0.2, 1.0)
+    pace = pace_of([5.0, 5.2, 5.4, 9.0], modelled=9.5, ended=10.0)
+    assert (pace.start_s, round(pace.step_s, 6), pace.end_s, pace.until_model_s) == (5.0, 0.2, 1.0, 0.5)
     pace = Pace(start_s=8, step_s=0.2, end_s=2)
     assert [Moment(steps, 0.5).delay_s(pace, of=4) for steps in (0, 1, 4)] == [4, 0.1, 1]
 

@@ -124,7 +124,7 @@ class TuningRun:
     def _measured_before(self) -> dict[str, Any] | None:
         if not self._home.held_out.is_file():
             return None
-        told: dict[str, Any] | None = read_json(self._home.held_out)["held_out"].get("before")
+        told: dict[str, Any] | None = read_json(self._home.held_out).get("held_out", {}).get("before")
         return told
 
     def _measure(self) -> dict[str, Any] | None:

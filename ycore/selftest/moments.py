@@ -36,6 +36,8 @@ class Pace:
     start_s: float
     step_s: float
     end_s: float
+    until_model_s: float = 0.0
+    """From the last step to the model in its folder, which is the trainer's part of the end."""
 
 
 def draw_moments(count: int, *, steps: int, seed: int, row: str) -> list[Moment]:
@@ -49,8 +51,9 @@ def draw_moments(count: int, *, steps: int, seed: int, row: str) -> list[Moment]
     return [Moment(steps=place, share=shares.random()) for place in places[:count]]
 
 
-def pace_of(seconds_of_rows: Sequence[float], *, ended: float) -> Pace:
-    """From the seconds, since the start, at which the rows of an undisturbed run appeared, and at which it ended."""
+def pace_of(seconds_of_rows: Sequence[float], *, modelled: float, ended: float) -> Pace:
+    """From the seconds, since the start, at which a whole run's rows and its model appeared, and at which it ended."""
     gaps = sorted(later - earlier for earlier, later in pairwise(seconds_of_rows))
     middle = gaps[len(gaps) // 2] if gaps else 1.0
-    return Pace(start_s=seconds_of_rows[0], step_s=middle, end_s=ended - seconds_of_rows[-1])
+    last = seconds_of_rows[-1]
+    return Pace(start_s=seconds_of_rows[0], step_s=middle, end_s=ended - last, until_model_s=modelled - last)

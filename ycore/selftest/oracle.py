@@ -57,10 +57,13 @@ def whole_run(job: Job, setting: Setting, *, name: str) -> tuple[RunFolder, Pace
     output = setting.place / name
     run = Run(setting, job.words(output), output)
     appeared: list[float] = []
+    modelled = 0.0
     try:
         while run.exit_code is None and time.monotonic() - run.began < _FIRST_WITHIN_S:
             new = run.num_steps() - len(appeared)
             appeared += [time.monotonic() - run.began] * new
+            if modelled == 0.0 and run.folder.model.is_dir():
+                modelled = time.monotonic() - run.began
             time.sleep(0.005)
         ended, status = time.monotonic() - run.began, run.exit_code
         left = leftovers(run)
@@ -72,4 +75,4 @@ def whole_run(job: Job, setting: Setting, *, name: str) -> tuple[RunFolder, Pace
             + (f"; it left {', '.join(left)}" if left else "")
             + f" (see {run.log})"
         )
-    return run.folder, pace_of(appeared, ended=ended)
+    return run.folder, pace_of(appeared, modelled=modelled, ended=ended)

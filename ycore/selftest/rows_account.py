@@ -39,7 +39,7 @@ def account_trial(oracle: Oracle, setting: Setting, name: str, moment: Moment) -
     run = Run(setting, job.words(setting.place / name), setting.place / name)
     try:
         landed = wait_for_moment(run, moment, oracle) and kill("trainer")(run)
-        phase = phase_of(glimpse(run.folder), steps=job.steps, checkpoint_every=job.checkpoint_every)
+        phase = phase_of(run.glimpsed or glimpse(run.folder), steps=job.steps, checkpoint_every=job.checkpoint_every)
         status = run.wait(timeout_s=oracle.limit_s)
         left = leftovers(run) if status is not None else ["the run itself"]
     finally:

@@ -23,7 +23,7 @@ from ycore.roles import RUN_MARKER
 from ycore.run_folder.paths import RunFolder
 from ycore.run_folder.private import temporary_folder
 from ycore.selftest.command import ENGINE_MODULE
-from ycore.selftest.phases import count_rows
+from ycore.selftest.phases import Glimpse, count_rows, glimpse
 from ycore.selftest.terminal import Terminal
 
 _INSTALLED = "import sys; from ycore_cli.main import main; sys.exit(main())"
@@ -80,6 +80,8 @@ class Run:
         self.seen: dict[int, psutil.Process] = {}
         """Every process of the run that was ever seen."""
         self._stop = setting.stop
+        self.glimpsed: Glimpse | None = None
+        """The run folder when the first signal was sent to a role."""
         self._terminal: Terminal | None = None
         command, environment = setting.command(words), setting.full_environment()
         if in_terminal:
@@ -155,6 +157,7 @@ class Run:
         for process in self.role(role):
             with contextlib.suppress(psutil.Error):
                 process.send_signal(number)
+                self.glimpsed = self.glimpsed or glimpse(self.folder)
                 return True
         return False
 

@@ -91,7 +91,7 @@ def trial(name: str, oracle: Oracle, moment: Moment, deed: Deed, *, setting: Set
     try:
         in_time = wait_for_moment(run, moment, oracle)
         landed = in_time and deed(run)
-        phase = phase_of(glimpse(run.folder), steps=job.steps, checkpoint_every=job.checkpoint_every)
+        phase = phase_of(run.glimpsed or glimpse(run.folder), steps=job.steps, checkpoint_every=job.checkpoint_every)
         first = run.wait(timeout_s=oracle.limit_s)
         said, before = run.tail(1), read_result(run.folder)
         left = leftovers(run) if first is not None else ["the run itself"]

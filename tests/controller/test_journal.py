@@ -35,6 +35,7 @@ class CountingRounds:
 
     def __init__(self) -> None:
         self.draws, self.round, self.surplus = self.Cursor(), self.Inner(), self.Waiting()
+        self.record: Callable[[str, float], None] = lambda name, value: None
 
     def next_round(self, *, step: int, num_groups: int) -> list[Group]:
         first = self.draws.cursor
@@ -58,6 +59,20 @@ def test_a_committed_round_is_given_again_and_the_cursor_with_it(tmp_path: Path)
     recorded.clear()
     new = source.next_round(step=3, num_groups=2)
     assert [one.draw.position for one in new] == [6, 7] and not recorded
+
+
+def test_a_round_from_the_journal_tells_what_it_told_when_it_was_new_but_for_its_time(tmp_path: Path) -> None:
+    class Telling(CountingRounds):
+        def next_round(self, *, step: int, num_groups: int) -> list[Group]:
+            self.record("ycore/reward", 0.25)
+            self.record("ycore/time/round", 9.0)
+            return super().next_round(step=step, num_groups=num_groups)
+
+    new, again = dict[str, float](), dict[str, float]()
+    journaled(Telling(), tmp_path, new).next_round(step=0, num_groups=1)
+    journaled(Telling(), tmp_path, again).next_round(step=0, num_groups=1)
+    assert new == {"ycore/reward": 0.25, "ycore/time/round": 9.0}
+    assert again == {"ycore/reward": 0.25, "ycore/replayed": 1.0}
 
 
 def test_a_round_that_another_rank_lacks_is_generated_anew(tmp_path: Path) -> None:

@@ -97,7 +97,9 @@ def ranks(place: Path) -> dict[int, int]:
 
 
 def state(place: Path, step: int, rank: int) -> dict[str, Any]:
-    told: dict[str, Any] = json.loads((place / f"run/checkpoints/checkpoint-{step}/controller-{rank}.json").read_text())
+    told: dict[str, Any] = json.loads(
+        (place / f"run/checkpoints/checkpoint-{step}/controller-{rank}.json").read_text()
+    )["controller"]
     return told
 
 

@@ -67,6 +67,7 @@ def ask_another(than, number=0):
     return pids
 
 def step(number):
+    (root / "step_began").touch()
     metrics.write({"step": number, "reward": 0.5, "ycore/time/step": 0.1})
 """
 
@@ -209,8 +210,10 @@ def test_a_dead_trainer_is_started_again_beside_its_engines(run: Callable[..., s
 
 
 def test_without_restarts_the_error_names_the_command_that_goes_on(run: Callable[..., str], config: RunConfig) -> None:
-    with pytest.raises(TrainerError, match=r"killed by SIGKILL.*in step 2; `ycore resume .*/r` goes on$"):
-        run(DIES_ONCE, config)
+    with pytest.raises(
+        TrainerError, match=r"killed by SIGKILL \(see .*trainer.log\), in step 2; `ycore resume .*/r` goes on$"
+    ):
+        run("print({'loss': '0.5', 'entropy': '2.1'}, flush=True)\n" + textwrap.dedent(DIES_ONCE), config)
 
 
 def test_a_stopped_trainer_is_named_with_its_step(run: Callable[..., str], config: RunConfig) -> None:
@@ -228,6 +231,18 @@ def test_a_stopped_trainer_is_named_with_its_step(run: Callable[..., str], confi
     told = (RunFolder(Path(config.output)).logs / "stacks-step-2.txt").read_text()
     assert "busy_with_step_two" in told, "it was let go on to say where it was"
     assert "cannot be asked for its stack; state S (sleeping)" in told, "the engine has no handler, and lives"
+
+
+def test_a_trainer_may_take_longer_to_start_than_for_a_step(run: Callable[..., str], config: RunConfig) -> None:
+    shown = run("time.sleep(3); step(1)", config.model_copy(update={"step_timeout_s": 1.0}))
+    assert "not finished a step" not in shown
+
+
+def test_a_trainer_that_never_begins_is_named_with_the_limit_of_its_start(
+    run: Callable[..., str], config: RunConfig
+) -> None:
+    with pytest.raises(TrainerError, match=r"trainer has been starting for \d+ s \(engine.start_timeout_s\)"):
+        run("time.sleep(60)", with_engine(config, start_timeout_s=4.0))
 
 
 def test_a_trainer_that_does_not_get_on_is_named_with_its_stack(run: Callable[..., str], config: RunConfig) -> None:

@@ -78,3 +78,7 @@ def test_the_cause_is_picked_out_of_a_servers_log() -> None:
 def test_without_an_error_the_last_line_counts() -> None:
     assert meaningful_line(["INFO 11-20 05:35:07 [utils.py:343] loading", "", "^^^^", "  "]) == "loading"
     assert meaningful_line([]) == ""
+
+
+def test_a_steps_figures_are_no_reason() -> None:
+    assert meaningful_line(["the last words", "{'loss': '0.5', 'ycore/time/sync': '1.8e-06'}"]) == "the last words"

@@ -121,6 +121,6 @@ def test_a_real_engine_that_loses_its_core_in_a_round_is_back_with_the_policys_w
     assert "rollout-0 lost its process" in shown and "rollout-0 is back after" in shown
     seen = rows(output)
     assert [row["step"] for row in seen] == list(range(1, STEPS + 1))
-    assert sum(row["ycore/engine_restarts"] for row in seen) == 1
+    assert sum(row["ycore/engine_restarts"] for row in seen) == 1, shown
     # At this learning rate an engine with the first weights would be off by far more (test_real_engine).
     assert all(row["ycore/logprob_gap"] < 0.01 for row in seen), [row["ycore/logprob_gap"] for row in seen]

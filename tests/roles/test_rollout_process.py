@@ -40,8 +40,8 @@ def test_the_command_on_cpu() -> None:
         *["--max-model-len", "512", "--max-num-seqs", "64", "--seed", "7"],
         *["--generation-config", "vllm", "--uvicorn-log-level", "warning", "--logprobs-mode", "processed_logprobs"],
         *["--worker-extension-cls", "ycore.roles.vllm_extension.PolicyWorker"],
-        *["--distributed-executor-backend", "uni", "--disable-uvicorn-access-log", "--no-enable-log-requests"],
-        "--enforce-eager",
+        *["--distributed-executor-backend", "uni", "--max-num-batched-tokens", "2048"],
+        *["--disable-uvicorn-access-log", "--no-enable-log-requests", "--no-enable-chunked-prefill", "--enforce-eager"],
     ]
 
 

@@ -30,6 +30,7 @@ def test_wandb_offline_and_tensorboard(tmp_path: Path) -> None:
         "--max-tokens": 6,
         "--engine": "transformers",
         "--report-to": "wandb,tensorboard",
+        "--project": "sums",
     }
     words = [str(word) for option, value in options.items() for word in (option, value)]
     environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
@@ -43,8 +44,12 @@ def test_wandb_offline_and_tensorboard(tmp_path: Path) -> None:
     (wandb_file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
     told = wandb_file.read_bytes()
     assert b"ycore/time/round" in told and b"frac_reward_zero_std" in told
+    assert b"sums" in told and b"ycore/config" in told and b"prompts_per_step" in told and b"ycore/curve" in told
+    assert list(wandb_file.parent.glob("files/media/images/ycore/curve_*.png"))
 
-    events = next(path for path in tmp_path.rglob("events.out.tfevents.*") if path.stat().st_size > 1000)
+    (events,) = (path for path in tmp_path.rglob("events.out.tfevents.*") if not path.name.endswith(".curve"))
     scalars = EventAccumulator(str(events)).Reload()
     assert "train/ycore/time/train" in scalars.Tags()["scalars"]
     assert [round(event.value, 4) for event in scalars.Scalars("train/reward")] == [round(r["reward"], 4) for r in rows]
+    page = EventAccumulator(str(events.parent), size_guidance={"tensors": 0}).Reload()
+    assert "ycore/text_summary" in page.Tags()["tensors"] and "ycore/curve" in page.Tags()["images"]

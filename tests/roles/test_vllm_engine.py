@@ -169,7 +169,7 @@ def healthy(answer: Answer) -> Answer:
         (babbles, "rollout-7: /v1/completions answered '<html>', which is not JSON"),
         (hangs, "rollout-7: no answer to /v1/completions within 1 s"),
         (hangs_up, "rollout-7: /v1/completions failed"),
-        (None, "rollout-7: lost, and not back after 1 s"),
+        (None, "rollout-7: lost, and no answer to /v1/completions from another process within 2 s"),
     ],
     ids=["refuses", "bad-request", "babbles", "hangs", "hangs-up", "dead"],
 )
@@ -187,6 +187,28 @@ def test_whatever_goes_wrong_is_an_engine_error_in_time(socket: Path, answer: An
             await ask()
 
     asyncio.run(work())
+
+
+def test_a_server_that_closes_every_connection_is_given_up_at_the_deadline(socket: Path) -> None:
+    """At /health too, so that it is not known to be back; and its process stays the one it was."""
+    asked: list[str] = []
+
+    async def answers(path: str) -> tuple[int, bytes]:
+        asked.append(path)
+        if asked == ["/health"]:
+            return 200, b""
+        raise ConnectionResetError
+
+    async def work() -> None:
+        async with serving(socket, answers):
+            engine = engine_at(socket, timeout_s=1.0, restart_timeout_s=60.0)
+            said = r"no answer to /v1/completions within 1 s \(engine.request_timeout_s\), asked 2 times; at first: .*failed"
+            with pytest.raises(EngineError, match=said):
+                await engine.complete([9, 8], 1)
+            await engine.close()
+
+    asyncio.run(asyncio.wait_for(work(), 20))
+    assert asked.count("/v1/completions") == 1 and asked.count("/health") > 2
 
 
 def test_waiting_ends_when_the_engine_comes_or_the_time_is_over(socket: Path) -> None:

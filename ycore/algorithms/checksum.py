@@ -72,14 +72,14 @@ def check_read_back(sums: Mapping[str, int], told: ReadBack) -> int:
     A tensor of which the engine says nothing is not an error by itself: a model may keep it in a form that has no
     such sum (fused experts). That it says nothing of any is.
     """
-    differ: list[str] = []
+    differ: set[str] = set()  # a tied head is told of beside its embedding, by the same name
     proved: set[str] = set()
     for names, held in told:
         if not all(name in sums for name in names):
             continue
         proved |= set(names)
         if (sum(sums[name] for name in names) - held) % _WORDS:
-            differ += names
+            differ |= set(names)
     if differ:
         listed = ", ".join(sorted(differ)[:_NAMED]) + (", ..." if len(differ) > _NAMED else "")
         raise SyncError(f"{len(differ)} of {len(sums)} tensors are not the trainer's after they were loaded: {listed}")

@@ -10,7 +10,9 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from ycore.config.presets import Advantage, Divergence
 
-Positive = Annotated[int, Field(gt=0, strict=True)]
+Positive = Annotated[int, Field(gt=0, le=10**9, strict=True)]
+Count = Annotated[int, Field(gt=0, le=10**6, strict=True)]
+"""How many of something that is held at once, so that sizes made of several stay numbers that can be divided up."""
 
 
 class Strict(BaseModel):
@@ -120,8 +122,8 @@ class RunConfig(Strict):
     system_prompt: str | None = None
     trust_remote_code: bool = False
 
-    prompts_per_step: Positive = 8
-    group_size: Annotated[int, Field(gt=1, strict=True)] = 8
+    prompts_per_step: Count = 8
+    group_size: Annotated[int, Field(gt=1, le=10**6, strict=True)] = 8
     """Completions of each prompt; TRL's `num_generations`."""
 
     max_tokens: Positive = 256
@@ -163,7 +165,7 @@ class RunConfig(Strict):
     sync_weights: bool = True
     """False freezes the engine at its first weights: a control for tests, never for training."""
 
-    processes: Positive = 1
+    processes: Count = 1
     """Training ranks on this machine, each a controller with its own share of prompts and engines."""
 
     accelerate: str | None = None

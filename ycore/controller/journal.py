@@ -10,7 +10,8 @@ training from another run's journal (`replay`), and what is done with a round.
 
 import hashlib
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,15 @@ from ycore.types import Group
 SCHEMA = 1
 
 Record = Callable[[str, float], None]
+
+
+@dataclass(frozen=True, slots=True)
+class Committed:
+    """A round of one rank, the controller's state after it, and what the round told of itself."""
+
+    groups: list[Group]
+    state: dict[str, Any]
+    metrics: Mapping[str, float]
 
 
 class Journal:
@@ -44,15 +54,18 @@ class Journal:
     def path(self, step: int) -> Path:
         return round_file(self._folder, step, self._rank)
 
-    def commit(self, step: int, groups: list[Group], state: dict[str, Any]) -> None:
-        """Returns once the round is on the disk under its name."""
+    def commit(
+        self, step: int, groups: list[Group], state: dict[str, Any], metrics: Mapping[str, float] | None = None
+    ) -> None:
+        """Returns once the round is on the disk under its name; `metrics` is what it told of itself."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-        body = json.dumps({"groups": [group_to_json(group) for group in groups], "state": state}).encode()
+        told = {"groups": [group_to_json(group) for group in groups], "state": state, "metrics": dict(metrics or {})}
+        body = json.dumps(told).encode()
         head = {"schema": SCHEMA, **self._label(step), "seed": self._seed, "sha256": _sha256(body)}
         write_bytes_atomic(self.path(step), json.dumps(head).encode() + b"\n" + body + b"\n")
 
-    def read(self, step: int) -> tuple[list[Group], dict[str, Any]] | None:
-        """The round of that step and the state after it; None where it was never committed."""
+    def read(self, step: int) -> Committed | None:
+        """The round of that step; None where it was never committed."""
         try:
             first, _, body = self.path(step).read_bytes().partition(b"\n")
         except FileNotFoundError:
@@ -63,7 +76,8 @@ class Journal:
                 f"{self.path(step)} is damaged ({problem}); remove it and resume: its round is generated again"
             )
         told = json.loads(body)
-        return [group_from_json(group) for group in told["groups"]], told["state"]
+        groups = [group_from_json(group) for group in told["groups"]]
+        return Committed(groups, told["state"], told.get("metrics", {}))
 
     def prune(self, before: int) -> None:
         """Drop the rounds of steps before this one: a checkpoint holds what they taught."""
@@ -107,16 +121,30 @@ class JournaledRounds:
         committed = self._journal.read(step)
         if self._peers.add_up([float(committed is not None)]) == [float(self._peers.world)]:
             assert committed is not None
-            groups, state = committed
-            restore_controller(self._rounds, state)
-            self._record("ycore/replayed", 1.0)
-            return groups
+            restore_controller(self._rounds, committed.state)
+            record_again(committed, self._record)
+            return committed.groups
+        told: dict[str, float] = {}
+
+        def record(name: str, value: float) -> None:
+            told[name] = value
+            self._record(name, value)
+
+        self._rounds.record = record
         groups = self._rounds.next_round(step=step, num_groups=num_groups)
         if not self._generates:
             self._journal.forget_after(step)
             self._generates = True
-        self._journal.commit(step, groups, controller_state(self._rounds))
+        self._journal.commit(step, groups, controller_state(self._rounds), told)
         return groups
+
+
+def record_again(committed: Committed, record: Record) -> None:
+    """What the round told when it was generated, but for the time that took; and that it was not generated now."""
+    for name, value in committed.metrics.items():
+        if not name.startswith("ycore/time/"):
+            record(name, value)
+    record("ycore/replayed", 1.0)
 
 
 def _sha256(data: bytes) -> str:

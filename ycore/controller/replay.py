@@ -5,7 +5,7 @@ Not here: writing a journal (`journal`).
 
 from pathlib import Path
 
-from ycore.controller.journal import Journal, Record
+from ycore.controller.journal import Journal, Record, record_again
 from ycore.errors import ConfigError, RunFolderError
 from ycore.run_folder.paths import RunFolder
 from ycore.run_folder.rounds import check_replay, rounds_in
@@ -44,12 +44,12 @@ class ReplayedRounds:
         found = self._journal.read(step)
         if found is None:
             raise RunFolderError(f"the journal of {self._run} has no round of step {step}; say --steps {step}")
-        groups, _ = found
+        groups = found.groups
         sizes = {len(group.completions) for group in groups}
         if len(groups) != num_groups or sizes != {self._group_size}:
             raise ConfigError(
                 f"the rounds of {self._run} are {len(groups)} groups of {max(sizes)} a rank, and this run takes "
                 f"{num_groups} of {self._group_size}; leave --prompts-per-step and --group-size as they were"
             )
-        self._record("ycore/replayed", 1.0)
+        record_again(found, self._record)
         return groups

@@ -130,7 +130,9 @@ def _work(worker: Worker, config: RunConfig, site: Site, *, progress: RunProgres
         follower=MetricsFollower(folder.metrics),
         progress=progress,
         stops=stops,
-        limits=Limits(config.step_timeout_s, settings.health_timeout_s, restarts=config.restarts),
+        limits=Limits(
+            settings.start_timeout_s, config.step_timeout_s, settings.health_timeout_s, restarts=config.restarts
+        ),
         way_on=f"; `ycore resume {config.output}` goes on" if worker.trains else "",
     )
     with MemoryPeaks(folder.run_id, folder.memory):

@@ -27,6 +27,7 @@ _PREFIX = re.compile(
 _NOISE = re.compile(
     r"nanobind|^\s*- (?:leaked|\.\.\.)|resource_tracker|warnings\.warn|DeprecationWarning|FutureWarning|UserWarning"
     r"|^\s*(?:File \"|\^+|~+|raise |return |await |warn)|Traceback \(most recent|Engine core initialization failed"
+    r"|^\s*\{'[\w/]+': "  # a step's figures, as TRL prints them
     r"|During handling of|direct cause of|\[shutdown\]|^[\s─╭╰│═*=.-]*$|it/s\]|Exception ignored|destroy_process_group"
 )
 _ERROR = re.compile(r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Failure)\b|error:|fatal)", re.IGNORECASE)
@@ -121,8 +122,11 @@ class ManagedProcess:
             return {}
 
     def last_line(self) -> str:
-        """The log's last meaningful line: the last that names an error, else the last that is not noise."""
-        return meaningful_line(self._tail())
+        """The log's last meaningful line: the last that names an error, else the last that is not noise.
+
+        Empty after a SIGKILL: it comes without warning, and what was logged before has nothing to do with it.
+        """
+        return "" if self.exit_code == -signal.SIGKILL else meaningful_line(self._tail())
 
     def user_error(self) -> str | None:
         """What follows the last `error: ` at the start of a line, if the process said so."""

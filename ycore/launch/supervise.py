@@ -32,8 +32,12 @@ Trainer = ManagedProcess | RankedTrainer
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How long a trainer may be silent, in seconds, and how often it goes on by itself after it has failed."""
+    """Seconds that a trainer may take, and how often it goes on by itself after it has failed.
 
+    `start_s` is from its start, or from when the engines are ready, to its first step.
+    """
+
+    start_s: float = 3600.0
     step_s: float = 3600.0
     stopped_s: float = 60.0
     restarts: int = 0
@@ -58,7 +62,6 @@ class Supervisor:
         way_on: str = "",
     ) -> None:
         self._start = start
-        self._trainer = start()
         self._engines = engines
         self._folder = folder
         self._follower = follower
@@ -67,9 +70,9 @@ class Supervisor:
         self._limits = limits
         self._way_on = way_on
         self._stopped = StopWatch(limits.stopped_s)
-        self._moved = time.monotonic()
         self._step = 0
         self.num_restarts = 0
+        self._trainer = self._start_anew()
         engines.on_hang = self._write_stacks
 
     def watch(self) -> None:
@@ -100,6 +103,9 @@ class Supervisor:
             self._progress.step(row)
             self._step = int(row.get("step", self._step))
             self._moved = time.monotonic()
+        mark = _touched(self._folder.step_began)
+        if mark > self._mark:
+            self._mark, self._moved = mark, time.monotonic()
 
     def _check_trainer(self) -> None:
         """TrainerError for one that is there and does not get on."""
@@ -111,7 +117,9 @@ class Supervisor:
         if not self._engines.are_ready:
             self._moved = time.monotonic()
         silent = time.monotonic() - self._moved
-        if silent > self._limits.step_s:
+        if not self._mark and silent > self._limits.start_s:
+            self._give_up(f"{self._trainer.name} has been starting for {silent:.0f} s (engine.start_timeout_s)")
+        if self._mark and silent > self._limits.step_s:
             self._give_up(f"{self._trainer.name} has not finished a step for {silent:.0f} s (step_timeout_s)")
 
     def _give_up(self, why: str) -> None:
@@ -131,8 +139,13 @@ class Supervisor:
         RunWatch(self._folder.run_id, keep=engines).kill(grace_s=0)
         forget_reports(self._folder)
         self._stopped = StopWatch(self._limits.stopped_s)
+        self._trainer = self._start_anew()
+
+    def _start_anew(self) -> Trainer:
+        self._folder.step_began.unlink(missing_ok=True)
+        self._mark = 0  # when a step last began, as a file's time; 0 before the first
         self._moved = time.monotonic()
-        self._trainer = self._start()
+        return self._start()
 
     def _stop(self) -> None:
         """Ask the trainer, and the trainer alone, to save and end; a second request, or 60 s, ends it."""
@@ -168,6 +181,14 @@ class Supervisor:
         while self._engines.processes() and time.monotonic() < deadline:
             self._engines.check()
             time.sleep(_LOOK_EVERY_S)
+
+
+def _touched(file: Path) -> int:
+    """When, in nanoseconds; 0 where there is no such file."""
+    try:
+        return file.stat().st_mtime_ns
+    except FileNotFoundError:
+        return 0
 
 
 def _ended(process: Trainer) -> str:

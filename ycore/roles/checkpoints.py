@@ -76,6 +76,7 @@ class Checkpoints(TrainerCallback):
     """
 
     def __init__(self, folder: Path, trainer: DurableTrainer, memory: Memory, journal: Journal | None) -> None:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
         self._trainer = trainer
         self._memory = memory
@@ -97,9 +98,11 @@ class Checkpoints(TrainerCallback):
         staged, leads = staging(self._folder, step), self._rank == 0
         try:
             if leads:
-                self._look_for_room()
-                shutil.rmtree(staged, ignore_errors=True)
-                staged.mkdir(mode=0o700)
+                self._stage(staged)
+            self._meet()
+            if not staged.is_dir() and self._trainer.accelerator.is_local_main_process:
+                leads = True  # a machine with a run folder of its own publishes there what its ranks wrote
+                self._stage(staged)
             self._meet()
             yield staged
             self._write_own(staged / checkpoint_of(self._folder, step).name, step)
@@ -119,6 +122,11 @@ class Checkpoints(TrainerCallback):
         self.saved_step = step
         if self._journal is not None:
             self._journal.prune(before=step_of(checkpoints_in(self._folder)[0]))
+
+    def _stage(self, staged: Path) -> None:
+        self._look_for_room()
+        shutil.rmtree(staged, ignore_errors=True)
+        staged.mkdir(mode=0o700)
 
     def _write_own(self, checkpoint: Path, step: int) -> None:
         told, place = self._at_step_end

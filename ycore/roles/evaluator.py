@@ -64,6 +64,7 @@ def _evaluate(root: Path) -> None:
         signal.signal(name, ask_to_stop)
     try:
         rounds.start(timeout_s=parts.config.engine.start_timeout_s)
+        parts.folder.step_began.touch()
         groups = _all_groups(rounds, len(parts.prompts.prompts), parts.folder.metrics, root / "completions.jsonl")
     finally:
         rounds.close()

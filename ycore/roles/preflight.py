@@ -111,7 +111,7 @@ class Preflight:
         from ycore.algorithms.weights import write_weights
 
         folder: Path = self._parts.folder.shared_memory
-        write_weights(self._model, folder, dtype=compute_dtype(self._parts.config))
+        write_weights(self._model, folder, dtype=compute_dtype(self._parts.config), version=version)
         return folder
 
     def stop(self) -> None:
@@ -128,6 +128,7 @@ class Preflight:
         if self._rounds is None:
             return measured, []
         self._rounds.start(timeout_s=self._parts.config.engine.start_timeout_s)
+        self._parts.folder.step_began.touch()
         groups = self._rounds.next_round(step=0, num_groups=min(NUM_PROMPTS, len(self._prompts)))
         weights = [reward.weight for reward in self._parts.config.rewards]
         names = [reward.reward for reward in self._parts.config.rewards]

@@ -22,6 +22,7 @@ from ycore.roles import RUN_MARKER
 from ycore.roles.vllm_engine import MODEL
 
 _GIB = 2**30
+_BATCHED_TOKENS = 2048  # vLLM's own default: tokens of all requests in one pass
 _KEPT_OUT_SUFFIXES = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 _KEPT_OUT_PREFIXES = ("OMP_", "KMP_", "GOMP_", "VLLM_CPU_")
 
@@ -76,7 +77,10 @@ def server_command(engine: RolloutEngine, *, served_as: str, options: Mapping[st
     flags = ["--disable-uvicorn-access-log", "--no-enable-log-requests"]
     if engine.on_cpu:
         options["--distributed-executor-backend"] = "uni"
-        flags.append("--enforce-eager")  # nothing to compile or to warm up
+        # A prompt is read whole or not yet: of one read in part, vLLM takes back a draw of its seeded generator, which
+        # a CPU's generator cannot do, and the engine dies.
+        options["--max-num-batched-tokens"] = max(_BATCHED_TOKENS, engine.max_model_len)
+        flags += ["--no-enable-chunked-prefill", "--enforce-eager"]  # the latter: nothing to compile or to warm up
     else:
         options["--gpu-memory-utilization"] = engine.gpu_memory_utilization
     if engine.trust_remote_code:

@@ -5,6 +5,9 @@ with the same seed; its first answer never came, so there is no second one. Whic
 socket's file, which is another one for each: an answer counts only if that is still the file of the process that was
 made ready before.
 
+One question has one deadline, however often it is asked again: `request_timeout_s`, and `restart_timeout_s` more where
+the process that was there is lost meanwhile.
+
 Not here: what is asked (`vllm_engine`), and starting anything (`launch`).
 """
 
@@ -78,14 +81,42 @@ class Server:
             )
 
     async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The answer of a process that was prepared; EngineError for what asking again cannot mend."""
+        """The answer of a process that was prepared; EngineError for what asking again cannot mend, or not in time."""
+        first, failures = self._process(), list[str]()
+        answer = asyncio.ensure_future(self._ask(method, path, body, failures))
+        allowed_s = self._timeout_s
+        try:
+            await asyncio.wait([answer], timeout=self._timeout_s)
+            is_lost = first is None or self._process() != first
+            if not answer.done() and is_lost:
+                allowed_s += self._restart_timeout_s
+                await asyncio.wait([answer], timeout=self._restart_timeout_s)
+            if answer.done():
+                return answer.result()
+        finally:
+            answer.cancel()
+        if is_lost:
+            raise EngineError(
+                f"{self.name}: lost, and no answer to {path} from another process within {allowed_s:.0f} s; "
+                f"see logs/{self.name}.log"
+            )
+        raise EngineError(self._too_late(path, failures))
+
+    def _too_late(self, path: str, failures: list[str]) -> str:
+        """The line for a process that is there and gave no good answer in time."""
+        why = f", asked {len(failures) + 1} times; at first: {failures[0]}" if failures else ""
+        return f"{self.name}: no answer to {path} within {self._timeout_s:.0f} s (engine.request_timeout_s){why}"
+
+    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, failures: list[str]) -> Any:
+        """The same without a deadline; what it failed with on the way is left in `failures`."""
         pauses = iter(_PAUSES_S)
         while True:
             before = self._process()
             try:
                 prepared = await self._prepared()
                 answer = await self.call(method, path, body)
-            except NoAnswer:
+            except NoAnswer as error:
+                failures.append(str(error))
                 self._in_doubt = True
                 if self._process() == before and await _is_over(pauses):
                     raise
@@ -102,10 +133,7 @@ class Server:
         if now is not None and now == self._ready and not self._in_doubt:
             return now
         async with self._lock:
-            if not await self._answers_within(self._restart_timeout_s):
-                raise EngineError(
-                    f"{self.name}: lost, and not back after {self._restart_timeout_s:.0f} s; see logs/{self.name}.log"
-                )
+            await self._until_it_answers()
             now = self._process()
             if now is None:
                 raise NoAnswer(f"{self.name}: gone again; see logs/{self.name}.log")
@@ -127,11 +155,14 @@ class Server:
     async def _answers_within(self, timeout_s: float) -> bool:
         try:
             async with asyncio.timeout(timeout_s):
-                while not await self._is_healthy():
-                    await asyncio.sleep(0.2)
+                await self._until_it_answers()
         except TimeoutError:
             return False
         return True
+
+    async def _until_it_answers(self) -> None:
+        while not await self._is_healthy():
+            await asyncio.sleep(0.2)
 
     async def _is_healthy(self) -> bool:
         if not self._socket.exists():
@@ -146,9 +177,7 @@ class Server:
         try:
             response = await self._client.request(method, path, json=body)
         except httpx.TimeoutException:
-            raise EngineError(
-                f"{self.name}: no answer to {path} within {self._timeout_s:.0f} s (engine.request_timeout_s)"
-            ) from None
+            raise EngineError(self._too_late(path, [])) from None
         except httpx.HTTPError as error:
             raise NoAnswer(
                 f"{self.name}: {path} failed, {error or type(error).__name__}; see logs/{self.name}.log"

@@ -7,6 +7,7 @@ Not here: which trackers there are (`report_to`), and the curve (`telemetry.curv
 """
 
 import json
+import os
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,9 @@ Callbacks = Callable[[], Sequence[TrainerCallback]]
 class TrackerPage(TrainerCallback):
     """Comes after the trackers' own callbacks, which open their runs when training begins."""
 
-    def __init__(self, folder: RunFolder, callbacks: Callbacks) -> None:
+    def __init__(self, folder: RunFolder, callbacks: Callbacks, *, project: str | None) -> None:
+        if project is not None:  # transformers has a field of that name, which it tells every tracker but this
+            os.environ.setdefault("WANDB_PROJECT", project)
         self._folder = folder
         self._callbacks = callbacks
         self._events: str | None = None

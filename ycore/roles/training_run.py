@@ -27,7 +27,9 @@ from ycore.roles.checkpoints import NOTHING, Checkpoints, Memory, accept_numbere
 from ycore.roles.engine import Engine
 from ycore.roles.identity import check_identity
 from ycore.roles.ranks import this_rank
+from ycore.roles.step_mark import StepMark
 from ycore.roles.step_metrics import StepMetrics
+from ycore.roles.trackers import TrackerPage
 from ycore.roles.transformers_engine import TransformersEngine
 from ycore.run_folder.checkpoints import checkpoint_of, step_of
 from ycore.run_folder.files import write_json_atomic
@@ -52,7 +54,7 @@ class TrainingRun:
             parts.home,
             model=parts.started.model,
             tokenizer=parts.tokenizer,
-            callbacks=[step_metrics, self._stopping],
+            callbacks=[StepMark(parts.folder.step_began), step_metrics, self._stopping],
             world_size=self._rank.world,
         )
         self._peers: Peers = (
@@ -65,6 +67,12 @@ class TrainingRun:
         self._checkpoints = self._make_checkpoints()
         self._trainer.writer = self._checkpoints
         self._trainer.add_callback(self._checkpoints)
+        self._trainer.add_callback(self._tracker_page())
+
+    def _tracker_page(self) -> TrackerPage:
+        parts = self._parts
+        project = parts.config.trl.get("project")
+        return TrackerPage(parts.home, lambda: self._trainer.callback_handler.callbacks, project=project)
 
     def _make_checkpoints(self) -> Checkpoints:
         """And the trainer's rounds: generated and journaled, or read from another run's journal."""

@@ -24,6 +24,7 @@ from ycore.errors import DataError, Interrupted
 from ycore.roles.checkpoints import accept_numbered_cpus
 from ycore.roles.identity import check_contents
 from ycore.roles.ranks import this_rank
+from ycore.roles.step_mark import StepMark
 from ycore.roles.training_run import StopBetweenSteps
 from ycore.roles.tuning_checkpoints import TuningCheckpoints
 from ycore.run_folder.checkpoints import checkpoint_of, step_of
@@ -48,7 +49,7 @@ def open_tuning(root: Path) -> "TuningRun":
     if this_rank().number == 0:
         rows = f"{len(examples.train)} + {len(examples.held_out)} rows, sha256 {examples.fingerprint[:16]}"
         check_contents(home, {"dataset": rows, "model": model_fingerprint(model)})
-    return TuningRun(config, home, model=model, tokenizer=tokenizer, examples=examples)
+    return TuningRun(config, folder, home, model=model, tokenizer=tokenizer, examples=examples)
 
 
 class TuningRun:
@@ -57,6 +58,7 @@ class TuningRun:
     def __init__(
         self,
         config: TuneConfig,
+        folder: RunFolder,
         home: RunFolder,
         *,
         model: Path,
@@ -72,7 +74,11 @@ class TuningRun:
             model=model,
             tokenizer=tokenizer,
             examples=examples,
-            callbacks=[TuningMetrics(self._metrics), StopBetweenSteps(self._any_rank_stops)],
+            callbacks=[
+                StepMark(folder.step_began),
+                TuningMetrics(self._metrics),
+                StopBetweenSteps(self._any_rank_stops),
+            ],
             world_size=this_rank().world,
         )
         self._leads = bool(self._trainer.accelerator.is_main_process)

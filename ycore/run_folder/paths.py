@@ -38,6 +38,11 @@ class RunFolder:
         return self.root / "memory.json"
 
     @property
+    def step_began(self) -> Path:
+        """Touched when a step begins, on every machine; not there while the trainer is still starting."""
+        return self.root / "step_began"
+
+    @property
     def samples(self) -> Path:
         """Completions to the same few prompts, before and after training."""
         return self.root / "samples.json"

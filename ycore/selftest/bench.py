@@ -47,6 +47,11 @@ class Row:
         return self.total > 0 and self.wrong == 0 and (self.passed == self.total or not self.wants_all)
 
 
+def is_good(outcome: Outcome) -> bool:
+    """Equal, and nothing left: what most rows want."""
+    return outcome.passes
+
+
 @dataclass(slots=True)
 class Bench:
     """`count` is how many trials a row takes; `pool` has as many threads as runs may go on at a time."""
@@ -80,21 +85,22 @@ class Bench:
             )
         return self._oracles[job]
 
-    def all(self, work: Callable[[T], Outcome], over: Iterable[T]) -> list[Outcome]:
+    def all(
+        self, work: Callable[[T], Outcome], over: Iterable[T], *, good: Callable[[Outcome], bool] = is_good
+    ) -> list[Outcome]:
         """The outcomes in order, as many at a time as the pool has threads; each is told as it comes."""
 
         def told(item: T) -> Outcome:
             outcome = work(item)
-            self.say(f"  {'ok  ' if outcome.passes else 'FAIL'} {outcome} ({outcome.seconds:.0f} s)")
+            self.say(f"  {'ok  ' if good(outcome) else 'FAIL'} {outcome} ({outcome.seconds:.0f} s)")
             return outcome
 
         return list(self.pool.map(told, over))
 
 
-def row_of(name: str, what: str, outcomes: Sequence[Outcome], *, good: Callable[[Outcome], bool] | None = None) -> Row:
-    """A row from its trials; `good` says which pass, and else those do that were equal and left nothing."""
-    judge = good or (lambda outcome: outcome.passes)
-    failed = [outcome for outcome in outcomes if not judge(outcome)]
+def row_of(name: str, what: str, outcomes: Sequence[Outcome], *, good: Callable[[Outcome], bool] = is_good) -> Row:
+    """A row from its trials; `good` says which pass."""
+    failed = [outcome for outcome in outcomes if not good(outcome)]
     landed = Counter(outcome.phase for outcome in outcomes if outcome.landed and outcome.phase)
     return Row(
         name=name,

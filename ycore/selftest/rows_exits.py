@@ -59,7 +59,7 @@ def exits_row(bench: Bench) -> Row:
     moments = draw_moments(each * len(ENDS), steps=bench.job.steps - 1, seed=bench.seed, row="exits")
     kinds = [kind for kind in ENDS for _ in range(each)]
     cases = [(number, kind, moment) for number, (kind, moment) in enumerate(zip(kinds, moments, strict=True))]
-    outcomes = bench.all(lambda case: end_one(bench, *case), cases)
+    outcomes = bench.all(lambda case: end_one(bench, *case), cases, good=_is_good)
     return row_of("leftovers", "nothing is left 10 s after an exit of each kind", outcomes, good=_is_good)
 
 

@@ -10,6 +10,7 @@ import os
 import random
 import signal
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -23,6 +24,7 @@ from ycore.selftest.runs import Run, Setting, leftovers
 from ycore.selftest.trial import Outcome, resume_words
 
 _KILLS_A_RUN = 10
+_LATER = 3  # the save in which a run that is not resumed is killed: it has checkpoints already
 _LONGEST_SAVE_S = 0.25  # of the tiny model; a kill after the save's end lands in the next step, and is counted there
 
 
@@ -35,17 +37,31 @@ class _Chain:
     name: str
     kills: int
     seed: str
+    first_save: int = 1
+    is_resumed: bool = True
 
 
 def save_row(bench: Bench) -> Row:
     """After every kill the newest checkpoint must verify; at the end of each run, nothing may differ."""
-    return _row(bench, bench.setting, "kill-in-save", "kill -9 in a save: the newest checkpoint verifies")
+    total = num_kills(bench.count)
+    lengths = [min(_KILLS_A_RUN, total - start) for start in range(0, total, _KILLS_A_RUN)]
+    oracle, name = _oracle(bench), "kill-in-save"
+    chains = [
+        _Chain(oracle, bench.setting, f"{name}-{number}", kills, f"saves/{bench.seed}/{name}/{number}")
+        for number, kills in enumerate(lengths)
+    ]
+    return _row(bench, chains, name, "kill -9 in a save: the newest checkpoint verifies")
 
 
 def in_place_row(bench: Bench) -> Row:
     """The control: of an in-place writer, some must be broken."""
     package = copy_package(bench.place / "in-place-package", (IN_PLACE,))
-    row = _row(bench, replace(bench.setting, package=package), "in-place", "the same, of a writer that saves in place")
+    oracle, setting, name = _oracle(bench), replace(bench.setting, package=package), "in-place"
+    chains = [
+        _Chain(oracle, setting, f"{name}-{number}", 1, f"saves/{bench.seed}/{name}/{number}", _LATER, is_resumed=False)
+        for number in range(max(2, num_kills(bench.count) // 5))
+    ]
+    row = _row(bench, chains, name, "the same, of a writer that saves in place")
     broken = row.total - row.passed
     return replace(
         row,
@@ -64,14 +80,11 @@ def num_kills(moments: int) -> int:
     return max(2, moments * 10 // 3)
 
 
-def _row(bench: Bench, setting: Setting, name: str, what: str) -> Row:
-    total = num_kills(bench.count)
-    lengths = [min(_KILLS_A_RUN, total - start) for start in range(0, total, _KILLS_A_RUN)]
-    oracle = bench.oracle(replace(bench.job, steps=_KILLS_A_RUN + 2, checkpoint_every=1))
-    chains = [
-        _Chain(oracle, setting, f"{name}-{number}", kills, f"saves/{bench.seed}/{name}/{number}")
-        for number, kills in enumerate(lengths)
-    ]
+def _oracle(bench: Bench) -> Oracle:
+    return bench.oracle(replace(bench.job, steps=_KILLS_A_RUN + 2, checkpoint_every=1))
+
+
+def _row(bench: Bench, chains: Sequence[_Chain], name: str, what: str) -> Row:
     told = list(bench.pool.map(lambda chain: _follow(chain, bench), chains))
     outcomes = [outcome for outcomes in told for outcome in outcomes]
     return row_of(name, what, outcomes, good=lambda outcome: outcome.difference.is_none and outcome.is_clean)
@@ -82,11 +95,13 @@ def _follow(chain: _Chain, bench: Bench) -> list[Outcome]:
     output, source = chain.setting.place / chain.name, random.Random(chain.seed)
     outcomes = []
     for number in range(chain.kills):
-        outcome = _kill_in_save(chain, output, step=1 + number, share=source.random())
+        outcome = _kill_in_save(chain, output, step=chain.first_save + number, share=source.random())
         bench.say(f"  {'ok  ' if outcome.difference.is_none else 'FAIL'} {outcome}")
         outcomes.append(outcome)
         if outcome.exits[-1] not in (1, -signal.SIGKILL):
             break
+    if not chain.is_resumed:
+        return outcomes
     run = Run(chain.setting, resume_words(chain.oracle.job, output), output)
     try:
         status = run.wait(timeout_s=chain.oracle.limit_s)

@@ -43,6 +43,7 @@ HEAVY_FILES = {
     "roles/checkpoints.py",
     "roles/training_run.py",
     "roles/tuning_run.py",
+    "roles/step_mark.py",
     "roles/step_metrics.py",
     "roles/trackers.py",
     "roles/transformers_engine.py",

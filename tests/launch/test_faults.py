@@ -5,9 +5,12 @@ The engines are processes of the test's own that answer `/health` over a unix so
 """
 
 import io
+import os
 import re
 import sys
+import tempfile
 import textwrap
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -20,7 +23,10 @@ from ycore.config.run import EngineSettings, RewardConfig, RunConfig
 from ycore.errors import EngineError, TrainerError
 from ycore.launch import launcher
 from ycore.launch.engine_processes import EngineProcess, engine_processes
+from ycore.launch.engine_watch import LiveEngine
+from ycore.launch.health import is_healthy
 from ycore.launch.launcher import Worker, run_worker
+from ycore.launch.processes import kill_session
 from ycore.models.tiny import write_tiny_model
 from ycore.roles import RUN_MARKER
 from ycore.run_folder.paths import RunFolder
@@ -39,6 +45,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
         self.wfile.write(f"{os.getpid()} {part.pid}".encode())
 Server(sys.argv[1], Handler).serve_forever()
 """
+COMPILE = "subprocess.Popen(['sleep', '1.5'])"
 WORKER = """
 import http.client, os, signal, socket, sys, time
 from pathlib import Path
@@ -183,6 +190,34 @@ def test_the_budget_of_restarts_is_the_runs(run: Callable[..., str], config: Run
         EngineError, match=r"rollout-0 ended with killed by SIGKILL.*the run's 1 restarts are used up.*`ycore resume "
     ):
         run(code, with_engine(config, restarts=1))
+
+
+def test_a_compiler_that_an_engine_starts_for_its_first_request_is_none_of_its_parts(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    slow = "import time; time.sleep(2.5)\n" + ENGINE.replace(
+        "def do_GET(self):", f"def do_GET(self):\n        {COMPILE}"
+    )
+    with tempfile.TemporaryDirectory(prefix="yc-") as place:
+        socket = Path(place) / "e.sock"
+        command = (sys.executable, "-c", slow, str(socket))
+        planned = EngineProcess("rollout-0", "rollout", socket, command, dict(os.environ), None)
+        folder.logs.mkdir()
+        engine = LiveEngine(planned, folder, health_timeout_s=60.0)
+        try:
+            # A client asks again and again, and so sees before the launcher does that the engine is ready.
+            wait_for(lambda: is_healthy(socket) or engine.ask())
+            wait_for(lambda: engine.ask() or engine.is_ready)
+            time.sleep(2.0)
+            assert engine.trouble() is None
+        finally:
+            kill_session(engine.processes()[0].pid, engine.processes())
+
+
+def wait_for(happens: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not happens():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
 
 
 DIES_ONCE = """

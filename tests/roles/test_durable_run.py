@@ -40,10 +40,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "one step a round": {},
     "accumulation": {"per_device_train_batch_size": 4},
     "several steps a round": {"per_device_train_batch_size": 4, "steps_per_generation": 6},
-    "iterations": {"num_iterations": 2, "per_device_train_batch_size": 4},
-    "both": {"num_iterations": 2, "per_device_train_batch_size": 4, "steps_per_generation": 4},
+    "several, twice": {"num_iterations": 2, "per_device_train_batch_size": 4, "steps_per_generation": 4},
     "shuffled by TRL": {"loss_type": "bnpo", "per_device_train_batch_size": 4},
-    "by entropy": {"top_entropy_quantile": 0.5, "num_iterations": 2},
 }
 
 
@@ -154,7 +152,8 @@ def reference(tmp_path_factory: pytest.TempPathFactory, model: Path) -> Callable
 # -- resume ------------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
+# Accumulation alone is resumed in the test of a damaged checkpoint.
+@pytest.mark.parametrize("variant", [name for name in VARIANTS if name != "accumulation"])
 def test_a_resume_is_exact_wherever_it_falls(
     variant: str, tmp_path: Path, model: Path, reference: Callable[[str], RunFolder]
 ) -> None:
@@ -246,7 +245,7 @@ def test_the_journal_is_pruned_with_the_checkpoints_or_kept(
     assert list(rounds_in(reference("one step a round").journal)) == list(range(STEPS))
 
 
-@pytest.mark.parametrize("variant", ["one step a round", "both"])
+@pytest.mark.parametrize("variant", ["one step a round", "several, twice"])
 def test_a_replay_with_the_same_settings_is_the_same_run(
     variant: str, tmp_path: Path, model: Path, reference: Callable[[str], RunFolder]
 ) -> None:

@@ -14,7 +14,7 @@ from ycore.models.tiny import write_tiny_model
 from ycore.telemetry.metrics import read_metrics
 
 COMMAND = [sys.executable, "-c", "import sys; from ycore_cli.main import main; sys.exit(main())", "sft"]
-STEPS = 40
+STEPS = 20
 
 
 def start(words: list[str], log: Path) -> subprocess.Popen[bytes]:

@@ -54,6 +54,7 @@ class LiveEngine:
             cores=self._planned.cores,
         )
         self.is_ready = False
+        self._seen_starting: list[psutil.Process] | None = None
         self._silent_since: float | None = None
         self.started = self._asked = time.monotonic()
 
@@ -97,13 +98,20 @@ class LiveEngine:
         self._asked = now
         if not is_healthy(self._planned.socket):
             self._silent_since = self._silent_since or now
+            if not self.is_ready:
+                self._seen_starting = list(self._process.children().values())
             return False
         self._silent_since = None
         if self.is_ready:
             return False
         self.is_ready = self.was_ready = True
-        self._parts = self._process.children()
+        self._parts = self._lasting_parts()
         return True
+
+    def _lasting_parts(self) -> dict[str, psutil.Process]:
+        """Its children that were there before it was ready: a compiler that a first request started comes and goes."""
+        now, before = self._process.children(), self._seen_starting
+        return now if before is None else {name: process for name, process in now.items() if process in before}
 
     def restart(self) -> None:
         """Kill what is left of it, and start it anew."""

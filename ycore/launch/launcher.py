@@ -191,7 +191,8 @@ def _start_ranks(worker: Worker, site: Site) -> RankedTrainer:
 
 
 def _worker_environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"}
+    # Threads that wait for each other by spinning take ten times as long where another process wants a core too.
+    return {"GOMP_SPINCOUNT": "10000", **os.environ, "PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"}
 
 
 def _start_worker(worker: Worker, folder: RunFolder) -> ManagedProcess:

@@ -70,6 +70,8 @@ class Supervisor:
         self._limits = limits
         self._way_on = way_on
         self._stopped = StopWatch(limits.stopped_s)
+        self._mark = 0  # when a step last began, as a file's time; 0 before the first
+        self._moved = time.monotonic()
         self._step = 0
         self.num_restarts = 0
         self._trainer = self._start_anew()
@@ -143,7 +145,7 @@ class Supervisor:
 
     def _start_anew(self) -> Trainer:
         self._folder.step_began.unlink(missing_ok=True)
-        self._mark = 0  # when a step last began, as a file's time; 0 before the first
+        self._mark = 0
         self._moved = time.monotonic()
         return self._start()
 

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ycore.errors import ConfigError
+from ycore.models.cache import cache_dir
 from ycore.roles import RUN_MARKER
 from ycore.roles.vllm_engine import MODEL
 
@@ -96,6 +97,7 @@ def engine_environment(engine: RolloutEngine, *, base: Mapping[str, str] | None 
         RUN_MARKER: engine.run_id,
         "SPT_NOENV": "1",  # a process title must not overwrite the environment: the run's processes are found by it
         "TMPDIR": str(engine.temporary),  # vLLM leaves sockets and rendezvous files behind when it is killed
+        "TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "inductor"),  # else what is compiled goes with TMPDIR, every time
         "VLLM_SERVER_DEV_MODE": "1",  # the routes that load weights
         "VLLM_LOGGING_COLOR": "0",
         "VLLM_NO_USAGE_STATS": "1",
@@ -135,6 +137,7 @@ def _cpu_environment(engine: RolloutEngine) -> dict[str, str]:
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
         "VLLM_CPU_KVCACHE_SPACE": str(engine.memory_gib),  # else vLLM asks for a share of all memory
         "OMP_NUM_THREADS": str(len(engine.cores or (0,))),
+        "TORCHDYNAMO_DISABLE": "1",  # a first request would wait for a C++ compiler, for kernels that count ranks
     }
 
 

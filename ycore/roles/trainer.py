@@ -51,8 +51,6 @@ def main(open_run: OpenRun = _open_training) -> int:
     if len(sys.argv) != 2:
         print("usage: python -m ycore.roles.trainer RUN_FOLDER", file=sys.stderr)
         return 2
-    # Threads that wait for each other by spinning take ten times as long where another process wants a core too.
-    os.environ.setdefault("GOMP_SPINCOUNT", "10000")
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func is used knowingly
     tell_stacks()
     folder, rank = RunFolder(Path(sys.argv[1])), this_rank()

@@ -26,8 +26,8 @@ IN_PLACE = Patch(
     (
         Edit(
             "ycore/roles/checkpoints.py",
-            "                staged.mkdir(mode=0o700)\n",
-            "                staged.mkdir(mode=0o700)\n"
+            "            if leads:\n                self._stage(staged)\n",
+            "            if leads:\n                self._stage(staged)\n"
             "                place = checkpoint_of(self._folder, step)\n"
             "                place.mkdir(exist_ok=True)\n"
             "                (staged / place.name).symlink_to(place.resolve())\n",

@@ -185,6 +185,7 @@ def build(case: Case, model: Path, groups: list[Group], output: Path) -> tuple[G
         trainer.current_gradient_accumulation_steps = case.accumulation
         if case.lora:
             disturb(trainer, 0.05, only="lora_B")  # they start at zero, which would hide the gradient of lora_A
+    ours._seed_generators = lambda use: None  # TRL's shuffle is seeded here, for both
     return plain, ours
 
 

@@ -64,7 +64,11 @@ class EngineSettings(Strict):
     """Share of a device's memory that an engine may take beside the trainer."""
 
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """How long an engine may take to be ready, and the trainer from then to its first step."""
+
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
+    """How long an engine may take to answer, however often it is asked again."""
+
     health_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     """How long an engine may be stopped, or leave `/health` unanswered, before it is killed and started again."""
 
@@ -175,7 +179,7 @@ class RunConfig(Strict):
     """How often a trainer that died goes on by itself, from the newest checkpoint and the journal."""
 
     step_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
-    """Longest step, from one row of metrics to the next; then every process's stack is written and the run fails."""
+    """Longest step, from its beginning to its row of metrics; then every process's stack is written and the run fails."""
 
     collective_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """How long ranks wait for each other in one collective; torch's own default is half an hour on CPU."""

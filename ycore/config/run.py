@@ -179,7 +179,7 @@ class RunConfig(Strict):
     """How often a trainer that died goes on by itself, from the newest checkpoint and the journal."""
 
     step_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
-    """Longest step, from its beginning to its row of metrics; then every process's stack is written and the run fails."""
+    """Longest step, from its beginning to its row of metrics; then every stack is written and the run fails."""
 
     collective_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     """How long ranks wait for each other in one collective; torch's own default is half an hour on CPU."""

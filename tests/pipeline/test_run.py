@@ -169,3 +169,15 @@ def test_everything_that_can_be_checked_is_checked_before_the_first_stage(tmp_pa
     assert commands.checked == ["m d", "m d", "m nowhere"], "a policy to come is checked as what it begins from"
     assert any("pairs.jsonl from an earlier stage; checked in full when that is there" in line for line in shown)
     assert not (tmp_path / "out").exists()
+
+
+def test_a_stop_that_comes_as_a_stage_ends_ends_the_pipeline_too(tmp_path: Path) -> None:
+    class Stopped(Scripted):
+        def run(self, config: AnyConfig, *, resume: bool) -> dict[str, Any]:
+            return super().run(config, resume=resume) | {"stop_asked": True}
+
+    pipeline = parse_pipeline({**DECLARED, "output": str(tmp_path / "out")}, name="p")
+    commands = Stopped()
+    with pytest.raises(Interrupted, match="stopped in sft; the same command goes on"):
+        run_pipeline(pipeline, steps_of(pipeline), commands, declared=DECLARED, resume=False, say=lambda line: None)
+    assert [name for name, _ in commands.ran] == ["sft"]

@@ -87,7 +87,8 @@ def run_worker(worker: Worker, config: RunConfig, *, resume: bool, stream: TextI
         _sum_up(worker, config, site, progress, status=status, began=began, error=error)
         raise
     else:
-        return _sum_up(worker, config, site, progress, status="finished", began=began)
+        summary = _sum_up(worker, config, site, progress, status="finished", began=began)
+        return summary | ({"stop_asked": True} if stops.count else {})  # whoever runs several runs wants to know
     finally:
         progress.close()
         held.release()

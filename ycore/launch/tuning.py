@@ -46,7 +46,8 @@ def run_tuning(
         _sum_up(config, site, progress, status=status, began=began, error=error)
         raise
     else:
-        return _sum_up(config, site, progress, status="finished", began=began)
+        summary = _sum_up(config, site, progress, status="finished", began=began)
+        return summary | ({"stop_asked": True} if stops.count else {})
     finally:
         progress.close()
         held.release()

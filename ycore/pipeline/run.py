@@ -77,8 +77,10 @@ def run_pipeline(
                 say(f"{where}: finished already")
                 continue
             say(where)
-            _take(step, pipeline, commands)
+            stop_asked = _take(step, pipeline, commands)
             write_report(root, declared, steps, "running")
+            if stop_asked and number < len(steps):  # it came as the stage was ending, and means the pipeline too
+                raise KeyboardInterrupt
         return write_report(root, declared, steps, "finished")
     except (Interrupted, KeyboardInterrupt) as error:
         stopped = f"stopped in {step.name}; the same command goes on with --resume"
@@ -114,17 +116,18 @@ def _is_done(step: Step) -> bool:
     return state_of(step) == "finished" and (step.command != PAIRS or has_pairs(step))
 
 
-def _take(step: Step, pipeline: Pipeline, commands: Commands) -> None:
-    """Run the step, or what is left of it."""
-    config = config_of(step, pipeline)
+def _take(step: Step, pipeline: Pipeline, commands: Commands) -> bool:
+    """Run the step, or what is left of it; whether somebody asked it to stop and it was through all the same."""
+    config, stop_asked = config_of(step, pipeline), False
     if state_of(step) != "finished":
         resume = goes_on(step)
         with in_stage(step):
             commands.check(config, resume=resume)
-            commands.run(config, resume=resume)
+            stop_asked = bool(commands.run(config, resume=resume).get("stop_asked"))
     if step.command == PAIRS:
         assert isinstance(config, RunConfig)
         weights = [reward.weight for reward in config.rewards]
         num_pairs = write_pairs(step.folder, weights=weights, compare=step.compare, to=step.folder / PAIRS_FILE)
         summary = RunFolder(step.folder).summary
         write_json_atomic(summary, {**read_json(summary), "num_pairs": num_pairs})
+    return stop_asked

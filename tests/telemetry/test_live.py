@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from rich.console import Console
 
-from ycore.telemetry.live import RunView, lane, slowest_part, sparkline
+from ycore.telemetry.live import RunView, slowest_part, sparkline
 
 ROW: dict[str, Any] = {
     "step": 3,
@@ -50,19 +50,11 @@ def test_what_a_row_has_not_is_not_shown() -> None:
     assert shown(view).split() == ["prompt", "1"]
 
 
-def test_lanes_stand_one_below_the_other() -> None:
-    view = RunView(10)
-    view.add({**ROW, "ycore/lanes": [["rollout", "rollout"], ["rollout", "judge"]]})
-    lines = [line.strip() for line in shown(view).splitlines() if "slot" in line]
-    assert [line.split() for line in lines] == [["slot", "0", "██", "rollout"], ["slot", "1", "██", "judge"]]
-    assert lane(["rollout", ""]).plain == "█· idle"
-
-
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_it_fits(width: int) -> None:
     view = RunView(1000)
     for step in range(1, 200):
-        view.add({**ROW, "step": step, "ycore/reward": step / 200, "ycore/lanes": [["judge"] * 9, ["rollout"] * 9]})
+        view.add({**ROW, "step": step, "ycore/reward": step / 200})
     assert max(map(len, shown(view, width=width).splitlines())) <= width
 
 

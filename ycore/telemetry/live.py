@@ -1,13 +1,13 @@
-"""The live view of a run: its reward, its groups, where its step's time goes, a lane a slot; drawn from rows alone.
+"""The live view of a run: its reward, its groups, where its step's time goes; drawn from rows alone.
 
 The run's own terminal and `ycore watch` show the same view. It never shrinks from one row to the next, and it fits 80
 columns.
 
-Not here: reading the rows (`follow`), and plain lines where there is no terminal (`progress`).
+Not here: reading the rows (`follow`), the slots over time (`timeline`), and plain lines where there is no terminal
+(`progress`).
 """
 
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -21,10 +21,8 @@ from ycore.telemetry.clock import TimeLeft
 
 Row = Mapping[str, Any]
 
-ROLE_COLOURS = {"rollout": "blue", "judge": "magenta", "reward_model": "cyan", "": "bright_black"}
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 32
-_LANE_WIDTH = 48
 _PHASES = {"sync": "sending weights", "round": "generating and scoring", "train": "training"}
 
 
@@ -39,7 +37,6 @@ class RunView:
         self._last: Row = {}
         self._rewards: list[float] = []
         self._watched = "reward"
-        self._lanes: dict[int, deque[str]] = {}
 
     def add(self, row: Row) -> None:
         """One row of metrics.jsonl."""
@@ -51,8 +48,6 @@ class RunView:
         watched = _number(row, "loss") if self._watched == "loss" else reward
         if watched is not None:
             self._rewards.append(watched)
-        for slot, roles in enumerate(row.get("ycore/lanes", ())):
-            self._lanes.setdefault(slot, deque(maxlen=_LANE_WIDTH)).extend(roles)
 
     @property
     def has_rows(self) -> bool:
@@ -64,8 +59,6 @@ class RunView:
         table.add_column(no_wrap=True, overflow="ellipsis")
         for name, text in self._lines():
             table.add_row(name, text)
-        for slot, roles in sorted(self._lanes.items()):
-            table.add_row(f"slot {slot}", lane(roles))
         return Group(self._head(), table)
 
     def _head(self) -> RenderableType:
@@ -105,14 +98,6 @@ def sparkline(values: Sequence[float], *, width: int) -> str:
     if high == low:
         return _BARS[3] * len(values)
     return "".join(_BARS[round((value - low) / (high - low) * (len(_BARS) - 1))] for value in values)
-
-
-def lane(roles: Sequence[str]) -> Text:
-    """One slot over time, a cell a moment, in the colour of the role that was awake; the last one is named."""
-    text = Text()
-    for role in roles:
-        text.append("█" if role else "·", style=ROLE_COLOURS.get(role, "yellow"))
-    return text.append(f" {(roles[-1] if roles else '') or 'idle'}", style="dim")
 
 
 def slowest_part(row: Row) -> str:

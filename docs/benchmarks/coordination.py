@@ -33,6 +33,7 @@ from machine import describe_machine
 from ycore.controller.draws import DrawSource, Shard
 from ycore.controller.peers import Alone
 from ycore.controller.round import Rules
+from ycore.controller.scoring import rules_alone
 from ycore.controller.source import Rounds
 from ycore.controller.torch_peers import TorchPeers
 from ycore.rewards.pool import RewardPool
@@ -70,7 +71,7 @@ def control(rank: int, world: int, engines: Sequence[Path], job: Job, answer: Pa
     sampling = Sampling(max_tokens=64)
     rounds = Rounds(
         engines=[VllmEngine(path.name, path, sampling, request_timeout_s=600) for path in engines],
-        rewards=MadeUpRewards(),
+        scoring=rules_alone(MadeUpRewards()),
         draws=DrawSource(
             [Prompt(row, "") for row in range(64)],
             seed=0,

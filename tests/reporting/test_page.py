@@ -10,8 +10,10 @@ from typing import Any
 import pytest
 from ycore_cli.main import run as ycore
 
+from ycore.planning.compare import Row
 from ycore.reporting.page import as_page, chosen, make_report, write_report
 from ycore.reporting.record import Written, read_run
+from ycore.telemetry.trace import Span, TraceWriter
 
 HOSTILE = "<script>document.title = 'taken'</script> & <b>bold</b>"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -73,6 +75,32 @@ def test_completions_are_chosen_from_both_ends_and_the_middle() -> None:
     rewards = [one.reward for one in chosen([*written, Written("p", "c", None, 1, "stop")])]
     assert rewards == [0, 1, 2, 3, 48, 49, 50, 51, 96, 97, 98, 99, None]
     assert [one.reward for one in chosen(written[:3])] == [0, 1, 2] and chosen([]) == []
+
+
+def test_the_plan_stands_beside_what_was_measured(run: Path) -> None:
+    """Under the key, and with the rows, that the launcher writes into summary.json."""
+    assert "Planned and measured" not in as_page(make_report([read_run(run)]))
+    summary = json.loads((run / "summary.json").read_text())
+    rows = [Row("memory/trainer", "GiB", 2.2, 2.0).as_json(), Row("time/step", "s", 4.0, 5.0).as_json()]
+    (run / "summary.json").write_text(json.dumps(summary | {"plan_and_measured": rows}))
+    page = as_page(make_report([read_run(run)]))
+    assert "Planned and measured: first" in page
+    told = [
+        re.findall(r"<td[^>]*>([^<]*)</td>", line)
+        for line in page.splitlines()
+        if "/trainer" in line or "/step," in line
+    ]
+    assert told == [["memory/trainer, GiB", "2.2", "2", "+10%"], ["time/step, s", "4", "5", "-20%"]]
+
+
+def test_what_judges_took_is_read_from_the_trace(run: Path) -> None:
+    trace = TraceWriter(run / "trace.json")
+    for span in (Span("rollout", 0, 0, 1.0, 3.0), Span("judge", 0, 1, 4.0, 1.0)):
+        trace.add(span)
+    trace.flush()
+    told = make_report([read_run(run)]).spent["first"].seconds
+    assert told["judging"] == pytest.approx(0.25 * 12 * 5.0 * 2)  # of twelve rounds of 5 s on two slots
+    assert told["useful tokens"] == pytest.approx(0.75 * 12 * 5.0 * 2)
 
 
 def test_a_run_that_is_still_going_has_a_report(run: Path) -> None:

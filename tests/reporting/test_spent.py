@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ycore.reporting.spent import PARTS, spent
+from ycore.reporting.spent import PARTS, judging_share, spent
+from ycore.telemetry.trace import Span
 
 STEP = {
     "step": 1,
@@ -33,10 +34,19 @@ def test_by_hand() -> None:
 
 
 def test_judging_idle_and_swaps_come_out_of_the_round() -> None:
-    row = {**STEP, "ycore/idle_share": 0.2, "ycore/swap_s": 1.0, "ycore/judge/share": 0.5, "ycore/sampling/drawn": 8}
-    seconds = spent([row], prompts_per_step=8, num_slots=1).seconds
+    row = {**STEP, "ycore/idle_share": 0.2, "ycore/swap_s": 1.0, "ycore/sampling/drawn": 8}
+    seconds = spent([row], prompts_per_step=8, num_slots=1, judging=0.5).seconds
     assert (seconds["idle"], seconds["swaps"], seconds["judging"]) == (2.0, 1.0, 3.5)
     assert seconds["useful tokens"] + seconds["cut off at the limit"] == pytest.approx(3.5)
+
+
+def test_judging_is_a_share_of_the_busy_seconds_of_the_trace() -> None:
+    """Two rollouts of 4 s that overlap by 2 are 6 s; a judge and a reward model of 1 s on another slot are 2."""
+    rollouts = [Span("rollout", 0, 0, began, 4.0) for began in (10.0, 12.0)]
+    scorers = [Span("judge", 0, 1, 16.0, 1.0), Span("reward_model", 0, 1, 16.5, 1.0)]
+    unasked = [Span("swap", 0, 1, 15.0, 1.0), Span("round", 0, -1, 10.0, 9.0)]
+    assert judging_share([*rollouts, *scorers, *unasked]) == 0.25
+    assert judging_share(rollouts) == judging_share(unasked) == 0
 
 
 def test_the_price_of_a_group_that_taught() -> None:
@@ -64,11 +74,10 @@ def test_every_second_is_counted_once(parts: list[float], shares: list[float], d
         "ycore/time/round": in_round,
         "ycore/time/train": train,
         "ycore/idle_share": shares[0],
-        "ycore/judge/share": shares[1],
         "ycore/swap_s": shares[2] * 100,
         "frac_reward_zero_std": shares[3],
         "ycore/sampling/drawn": drawn,
     }
-    told = spent([row], prompts_per_step=8, num_slots=slots)
+    told = spent([row], prompts_per_step=8, num_slots=slots, judging=shares[1])
     assert told.total == pytest.approx(sum(parts) * slots)
     assert set(told.seconds) == set(PARTS) and min(told.seconds.values()) >= 0

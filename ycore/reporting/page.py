@@ -35,7 +35,12 @@ def make_report(runs: Sequence[RunRecord]) -> Report:
     """Everything that is computed, once, for the page and for the JSON alike."""
     names = _distinct([run.name for run in runs])
     seconds = {
-        name: spent(run.metrics, prompts_per_step=int(run.config.get("prompts_per_step", 1)), num_slots=run.num_slots)
+        name: spent(
+            run.metrics,
+            prompts_per_step=int(run.config.get("prompts_per_step", 1)),
+            num_slots=run.num_slots,
+            judging=run.judging,
+        )
         for name, run in zip(names, runs, strict=True)
     }
     equal = at_equal_seconds([reward_curve(run.metrics, num_slots=run.num_slots) for run in runs])
@@ -129,7 +134,7 @@ def _run(name: str, run: RunRecord, seconds: Spent, colour: str) -> dict[str, An
         "per_group": "none taught" if per_group is None else f"{per_group:.2f}",
         "timeline": None if run.timeline is None else base64.b64encode(run.timeline.read_bytes()).decode(),
         "judge": _judge_rows(run.metrics),
-        "plan": _plan_rows(summary.get("plan")),
+        "plan": _plan_rows(summary.get("plan_and_measured", [])),
         "samples": _sample_rows(run.samples),
         "written": [_written_row(one) for one in chosen(run.written)],
         "started": run.started,
@@ -167,12 +172,17 @@ def _judge_rows(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     return rows
 
 
-def _plan_rows(plan: Any) -> list[dict[str, str]]:
-    """Rows of the summary's own table, where the run was planned."""
-    if not isinstance(plan, list):
-        return []
-    keys = ("what", "planned", "measured")
-    return [{key: _short(row.get(key)) for key in keys} for row in plan if isinstance(row, dict)]
+def _plan_rows(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
+    """Rows of the summary's own table, where the run could be compared with its plan."""
+    return [
+        {
+            "what": f"{row['what']}, {row['unit']}",
+            "planned": _short(row["planned"]),
+            "measured": _short(row["measured"]),
+            "error": f"{row['error']:+.0%}",
+        }
+        for row in compared
+    ]
 
 
 def _sample_rows(samples: Mapping[str, Any]) -> list[dict[str, str]]:

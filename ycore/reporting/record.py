@@ -10,9 +10,11 @@ from pathlib import Path
 from typing import Any
 
 from ycore.errors import RunFolderError
+from ycore.reporting.spent import judging_share
 from ycore.run_folder.files import read_json
 from ycore.run_folder.paths import RunFolder
 from ycore.telemetry.metrics import read_metrics
+from ycore.telemetry.trace import read_trace
 
 Row = Mapping[str, Any]
 
@@ -43,6 +45,9 @@ class RunRecord:
     samples: Row
     written: Sequence[Written]
     num_slots: int
+    judging: float
+    """The share of its engines' busy seconds that judges and reward models took (`spent.judging_share`)."""
+
     timeline: Path | None
 
     @property
@@ -72,6 +77,7 @@ def read_run(root: Path) -> RunRecord:
         samples=_optional(folder.samples),
         written=_last_written(folder, told.get("config", {})),
         num_slots=_num_slots(folder),
+        judging=judging_share(read_trace(root / "trace.json")),
         timeline=timeline if timeline.is_file() else None,
     )
 

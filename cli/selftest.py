@@ -51,6 +51,8 @@ def selftest(
 
     if quick and chaos:
         raise ConfigError("--quick and --chaos are two tests; give one of them")
+    if rows is not None and not chaos:
+        raise ConfigError(f"--rows chooses among the scorecard's; say ycore selftest --chaos --rows {rows}")
     folder = None if output is None else Path(output).expanduser()
     names = [name.strip() for name in (rows or "").split(",") if name.strip()]
     if dry_run:

@@ -45,6 +45,14 @@ def test_one_line_says_the_rule_the_value_and_the_way_out(
         ("recipes --jsn", "no such option: --jsn"),
         ("recipes extra", "extra"),
         ("--verison", "no such option: --verison"),
+        ("selftest --rows kill-trainer", "say ycore selftest --chaos --rows kill-trainer"),
+        ("selftest --chaos --rows nope", "there is no row 'nope'; the rows are kill-launcher"),
+        ("pipeline nope", "no recipe 'nope'; there are iterative-dpo, rlhf-pipeline"),
+        ("grpo --recipe nope.yaml", "no such recipe file: nope.yaml; `ycore recipes` lists"),
+        (
+            "grpo --model {place}/model --dataset d --reward judge:nope.yaml",
+            "no such judge file: nope.yaml; with ycore come judge:cheerful",
+        ),
     ],
 )
 def test_other_commands(line: str, words: str, place: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -92,7 +92,7 @@ def test_columns_are_those_of_the_dataset() -> None:
     ("name", "text", "problem"),
     [
         ("mine.yaml", None, "no such judge file: mine.yaml; did you mean 'main.yaml'?"),
-        ("main.yaml", "verdict: {kind: score", "the judge main.yaml is not YAML"),
+        ("main.yaml", "verdict: {kind: score", "the judge main.yaml, line 1: not YAML"),
         ("main.yaml", "- verdict", "must be a mapping of keys"),
         ("main.yaml", "rubric: x", "verdict is missing"),
         ("cheerfull", None, "no judge 'cheerfull'.*did you mean 'cheerful'?"),

@@ -10,11 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from ycore.config.kinds import is_tuning
+from ycore.config.yaml_files import SUFFIXES, parse_yaml, read_yaml_file
 from ycore.errors import ConfigError, nearest
 
 PIPELINE = "pipeline"
-
-_SUFFIXES = (".yaml", ".yml")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +46,12 @@ def load_recipe(name_or_file: str, *, command: str | None = None) -> dict[str, A
     if name_or_file in shipped:
         text = shipped[name_or_file]
     elif _means_a_file(name_or_file):
-        text = _read(Path(name_or_file).expanduser())
+        way_out = "`ycore recipes` lists those that come with ycore"
+        text = read_yaml_file(Path(name_or_file).expanduser(), what="recipe", way_out=way_out)
     else:
-        known = ", ".join(sorted(shipped))
-        raise ConfigError(f"no recipe {name_or_file!r}{nearest(name_or_file, shipped) or f'; there are {known}'}")
+        known = [name for name in sorted(shipped) if _serves(_command(_parsed(shipped[name], name)), command)]
+        near = nearest(name_or_file, known) or f"; there are {', '.join(known)}"
+        raise ConfigError(f"no recipe {name_or_file!r}{near}")
     recipe = _parsed(text, name_or_file)
     recipe.pop("description", None)
     _check_command(recipe, name_or_file, command)
@@ -68,11 +69,14 @@ def _command(recipe: Mapping[str, Any]) -> str | None:
 def _check_command(recipe: Mapping[str, Any], name: str, command: str | None) -> None:
     """A recipe of rollouts serves every command that asks an engine; the others serve their own."""
     wanted = _command(recipe)
+    if wanted is not None and not _serves(wanted, command):
+        raise ConfigError(f"the recipe {name} is for `ycore {wanted}`, not {command}; say ycore {_line(wanted, name)}")
+
+
+def _serves(wanted: str | None, command: str | None) -> bool:
     if wanted is None or command is None or wanted == command:
-        return
-    if not any(is_tuning(one) or one == PIPELINE for one in (wanted, command)):
-        return
-    raise ConfigError(f"the recipe {name} is for `ycore {wanted}`, not {command}; say ycore {_line(wanted, name)}")
+        return True
+    return not any(is_tuning(one) or one == PIPELINE for one in (wanted, command))
 
 
 def _line(command: str, name: str) -> str:
@@ -91,30 +95,8 @@ def _shipped() -> Iterator[tuple[str, str]]:
 
 
 def _means_a_file(name: str) -> bool:
-    return name.endswith(_SUFFIXES) or "/" in name or Path(name).is_file()
-
-
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        siblings = [path.name for path in file.parent.glob("*") if path.suffix in _SUFFIXES]
-        raise ConfigError(f"no such recipe file: {file}{nearest(file.name, siblings, limit=1)}") from None
-    except (OSError, UnicodeDecodeError) as problem:
-        raise ConfigError(f"the recipe {file} cannot be read as text: {problem}") from None
+    return name.endswith(SUFFIXES) or "/" in name or Path(name).is_file()
 
 
 def _parsed(text: str, name: str) -> dict[str, Any]:
-    import yaml
-
-    try:
-        recipe = yaml.safe_load(text)
-    except yaml.MarkedYAMLError as problem:
-        line = f", line {problem.problem_mark.line + 1}" if problem.problem_mark else ""
-        raise ConfigError(f"the recipe {name}{line}: not YAML: {problem.problem or problem.context}") from None
-    except yaml.YAMLError as problem:
-        raise ConfigError(f"the recipe {name} is not YAML: {' '.join(str(problem).split())}") from None
-    if not isinstance(recipe, dict) or not all(isinstance(key, str) for key in recipe):
-        kind = "empty" if recipe is None else f"a {type(recipe).__name__}"
-        raise ConfigError(f"the recipe {name} must be a mapping of keys such as `model: ...`; it is {kind}")
-    return recipe
+    return parse_yaml(text, what=f"the recipe {name}", example="model")

@@ -15,12 +15,12 @@ from pydantic import ValidationError
 
 from ycore.config.problems import declared_error
 from ycore.config.run import RewardConfig, RunConfig, Strict
+from ycore.config.yaml_files import SUFFIXES, parse_yaml, read_yaml_file
 from ycore.errors import RewardError, nearest
 from ycore.judging.declaration import Judge
 from ycore.judging.reward_model import RewardModel
 
 JUDGE, REWARD_MODEL = "judge:", "rm:"
-_SUFFIXES = (".yaml", ".yml")
 
 
 def is_judge(spec: RewardConfig) -> bool:
@@ -80,7 +80,7 @@ def _with_declaration(spec: RewardConfig) -> RewardConfig:
         return spec
     told: Strict = judge_of(spec)
     name = spec.reward.removeprefix(JUDGE)
-    name = Path(name).stem if name.endswith(_SUFFIXES) else name
+    name = Path(name).stem if name.endswith(SUFFIXES) else name
     args = told.model_dump(mode="json", exclude_defaults=True)
     return spec.model_copy(update={"reward": JUDGE + name, "args": args})
 
@@ -88,8 +88,10 @@ def _with_declaration(spec: RewardConfig) -> RewardConfig:
 def _told_elsewhere(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
     """What a file says, or a judge that comes with ycore; nothing where the reward's `args` say it all."""
     shipped = {entry.name.removesuffix(".yaml"): entry for entry in (files("ycore_recipes") / "judges").iterdir()}
-    if name.endswith(_SUFFIXES):
-        return _parsed(name, _read(Path(name).expanduser()))
+    if name.endswith(SUFFIXES):
+        way_out = f"with ycore come {', '.join(f'judge:{one}' for one in sorted(shipped))}"
+        text = read_yaml_file(Path(name).expanduser(), what="judge", way_out=way_out, error=RewardError)
+        return _parsed(name, text)
     if name in shipped:
         return _parsed(name, shipped[name].read_text(encoding="utf-8"))
     if "verdict" in args:
@@ -98,24 +100,7 @@ def _told_elsewhere(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
     raise RewardError(f"no judge {name!r}: say judge:FILE.yaml, or write the judge under the reward's args{near}")
 
 
-def _read(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except FileNotFoundError:
-        siblings = [path.name for path in file.parent.glob("*") if path.suffix in _SUFFIXES]
-        raise RewardError(f"no such judge file: {file}{nearest(file.name, siblings, limit=1)}") from None
-    except (OSError, UnicodeDecodeError) as problem:
-        raise RewardError(f"the judge {file} cannot be read as text: {problem}") from None
-
-
 def _parsed(name: str, text: str) -> dict[str, Any]:
-    import yaml
-
-    try:
-        told = yaml.safe_load(text)
-    except yaml.YAMLError as problem:
-        raise RewardError(f"the judge {name} is not YAML: {' '.join(str(problem).split())}") from None
-    if not isinstance(told, dict) or not all(isinstance(key, str) for key in told):
-        raise RewardError(f"the judge {name} must be a mapping of keys such as `rubric: ...`")
+    told = parse_yaml(text, what=f"the judge {name}", example="rubric", error=RewardError)
     told.pop("description", None)
     return told

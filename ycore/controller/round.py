@@ -51,8 +51,9 @@ class RoundStats:
     drawn: int = 0
     num_tokens: int = 0
     num_masked: int = 0
-    num_scored: int = 0
-    reward_sum: float = 0.0
+    rewards: list[float] = field(default_factory=list)
+    """Of the completions that were scored, as their groups ended."""
+
     generate_s: float = 0.0
     problems: Counter[str] = field(default_factory=Counter)
 
@@ -177,8 +178,7 @@ class Round:
         stats.num_tokens += sum(len(completion.token_ids) for completion in completions)
         totals = [total_reward(row, self._rules.reward_weights) for row in scores]
         stats.num_masked += totals.count(None)
-        stats.num_scored += len(totals) - totals.count(None)
-        stats.reward_sum += sum(total for total in totals if total is not None)
+        stats.rewards += [total for total in totals if total is not None]
         stats.problems.update(score.problem for row in scores for score in row if score.problem)
         baseline = tuple(greedy[0][0]) if greedy else None
         return Group(draw, tuple(completions), tuple(tuple(row) for row in scores), greedy_scores_R=baseline)

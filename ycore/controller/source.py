@@ -4,6 +4,7 @@ Not here: what a round does (`round`), and whose weights they are (`algorithms.w
 """
 
 import asyncio
+import math
 import threading
 import time
 from collections import Counter
@@ -148,7 +149,7 @@ class Rounds:
         self.problems = stats.problems
         moved = self._peers.bytes_sent - self._bytes_reported
         self._bytes_reported += moved
-        rewards = [stats.reward_sum, stats.num_scored]
+        rewards = [math.fsum(stats.rewards), len(stats.rewards)]  # exact, so that no order of arrival is told
         counts = [stats.num_tokens, stats.num_masked, stats.drawn, len(self.surplus), moved, self._take_restarts()]
         added = self._peers.add_up([*rewards, *counts])
         reward_sum, num_scored, num_tokens, num_masked, drawn, surplus, moved_by_all, restarts = added

@@ -4,7 +4,6 @@ Not here: the measuring (`ycore.launch`) and pass@k itself (`ycore.telemetry.pas
 """
 
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import typer
@@ -46,12 +45,12 @@ def evaluate(
     """
     from ycore_cli.output import print_json, print_table, stdout_for_json
     from ycore_cli.plan import checked_plan, plan_rows
-    from ycore_cli.resolve import resolve_config
+    from ycore_cli.resolve import resolve_config, unused_folder
 
     with stdout_for_json(json):
         config = resolve_config(context, algorithm="eval")
         if output is None:
-            config = config.model_copy(update={"output": _unused(config.output)})
+            config = config.model_copy(update={"output": unused_folder(config.output)})
         result = checked_plan(config)
         if not (json and dry_run):
             print_table(plan_rows(result))
@@ -71,12 +70,3 @@ def _rows(result: Mapping[str, Any]) -> list[tuple[str, str]]:
     from ycore_cli.output import number
 
     return [(key, number(value)) for key, value in result.items() if isinstance(value, int | float | str)]
-
-
-def _unused(output: str) -> str:
-    """Measuring again by the same command does not collide with the last time: `-2`, `-3`, ..."""
-    candidate, count = output, 1
-    while Path(candidate).exists():
-        count += 1
-        candidate = f"{output}-{count}"
-    return candidate

@@ -5,11 +5,14 @@ Not here: starting anything. No model is loaded and torch is not imported.
 
 from collections.abc import Mapping
 from dataclasses import asdict
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ycore.config.run import RunConfig
 from ycore.errors import ConfigError
 from ycore.run_folder.prepare import AS_IT_WAS, Resume
+
+if TYPE_CHECKING:
+    from ycore.models.plan import ModelPlan
 
 
 def checked_plan(config: RunConfig, *, resume: bool = False, how: Resume = AS_IT_WAS) -> dict[str, Any]:
@@ -34,7 +37,7 @@ def checked_plan(config: RunConfig, *, resume: bool = False, how: Resume = AS_IT
     check_claim(folder, config, resume=resume, how=how)
     return {
         "config": redact(config.model_dump(mode="json")),
-        "model": {key: model[key] for key in ("kind", "folder", "ready", "note", "context_length", "chat")},
+        "model": model_values(model),
         "dataset": dataset,
         "devices": {"gpus": len(machine.devices), "cores": len(machine.cores)},
         "ranks": {"world": site.layout.world, "here": site.layout.local, "machines": site.layout.num_machines},
@@ -80,7 +83,13 @@ def _preset_rows(config: Mapping[str, Any], trl: Mapping[str, Any]) -> list[tupl
     return [("preset", first), *(("", f"  {line}") for line in others)]
 
 
-def _checked_model(config: RunConfig) -> dict[str, Any]:
+def model_values(plan: "ModelPlan") -> dict[str, Any]:
+    """A model as the plan of a run tells of it."""
+    told = {"kind": plan.kind, "folder": None if plan.folder is None else str(plan.folder), "ready": plan.ready}
+    return told | {"note": plan.note, "context_length": plan.context_length, "chat": plan.has_chat_template is True}
+
+
+def _checked_model(config: RunConfig) -> "ModelPlan":
     from ycore.models.plan import resolve_model
 
     plan = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
@@ -89,18 +98,16 @@ def _checked_model(config: RunConfig) -> dict[str, Any]:
             f"max_tokens must leave room for a prompt in the model's context of {plan.context_length} tokens; "
             f"it is {config.max_tokens}; e.g. --max-tokens {max(1, plan.context_length // 2)}"
         )
-    folder = None if plan.folder is None else str(plan.folder)
-    model = {"kind": plan.kind, "folder": folder, "ready": plan.ready, "note": plan.note, "plan": plan}
-    return model | {"context_length": plan.context_length, "chat": plan.has_chat_template is True}
+    return plan
 
 
-def _checked_dataset(config: RunConfig, model: Mapping[str, Any]) -> dict[str, Any]:
+def _checked_dataset(config: RunConfig, model: "ModelPlan") -> dict[str, Any]:
     from ycore.data.prompts import check_dataset
     from ycore.models.plan import require_chat_template
 
-    prompts = check_dataset(config, as_chat=model["chat"])
+    prompts = check_dataset(config, as_chat=model.has_chat_template is True)
     if prompts.is_chat:
-        require_chat_template(model["plan"])
+        require_chat_template(model)
     return {
         "rows": len(prompts.prompts),
         "columns": list(prompts.columns),

@@ -4,7 +4,6 @@ Not here: the measuring (`ycore.roles.preflight`) and the verdict itself (`ycore
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -88,9 +87,11 @@ def fly(config: "RunConfig") -> dict[str, Any]:
 
 def _beside(config: "RunConfig") -> "RunConfig":
     """The same run in a folder of its own, with as many prompts as a preflight asks."""
+    from ycore_cli.resolve import unused_folder
+
     from ycore.planning.preflight import NUM_PROMPTS
 
-    folder = _unused(f"{config.output}-preflight")
+    folder = unused_folder(f"{config.output}-preflight")
     alone = {"output": folder, "prompts_per_step": NUM_PROMPTS, "processes": 1, "accelerate": None}
     return config.model_copy(update=alone)
 
@@ -175,11 +176,3 @@ def _verdict(judged: "Verdict") -> Iterator[str]:
     yield judged.in_words
     for finding in judged.findings[1:]:
         yield f"  also: {finding.what}; {finding.mend}"
-
-
-def _unused(output: str) -> str:
-    candidate, count = output, 1
-    while Path(candidate).exists():
-        count += 1
-        candidate = f"{output}-{count}"
-    return candidate

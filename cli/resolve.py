@@ -58,6 +58,15 @@ def declared_options(context: typer.Context) -> list[str]:
     return [name for parameter in parameters for name in (*parameter.opts, *parameter.secondary_opts)]
 
 
+def unused_folder(output: str) -> str:
+    """`output`, or `output-2`, `-3`, ...: measuring again by the same command does not collide with the last time."""
+    candidate, count = output, 1
+    while Path(candidate).exists():
+        count += 1
+        candidate = f"{output}-{count}"
+    return candidate
+
+
 def stored_config(run: str) -> dict[str, Any]:
     """The settings of a run's folder; {} where it holds none.
 

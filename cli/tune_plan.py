@@ -7,23 +7,29 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from ycore.config.tune import TuneConfig
 from ycore.errors import ConfigError
 from ycore.run_folder.prepare import AS_IT_WAS, Resume
 
+if TYPE_CHECKING:
+    from ycore.models.plan import ModelPlan
+
 
 def tune_plan(config: TuneConfig, *, resume: bool = False, how: Resume = AS_IT_WAS) -> dict[str, Any]:
     """What the run will do, as JSON values; a UserError where it cannot work."""
+    from ycore_cli.plan import model_values
+
     from ycore.config.needs import check_needs
     from ycore.config.tune_arguments import tune_arguments
     from ycore.config.tune_batch import derive_tune_batch
     from ycore.launch.site import site_of
+    from ycore.models.plan import resolve_model
     from ycore.run_folder.prepare import check_claim
     from ycore.run_folder.secrets import redact
 
-    model = _checked_model(config)
+    model = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
     dataset = _checked_dataset(config, model)
     site = site_of(config)
     folder, machine = site.folder, site.machine
@@ -33,13 +39,13 @@ def tune_plan(config: TuneConfig, *, resume: bool = False, how: Resume = AS_IT_W
         num_rows=dataset["rows"],
         world_size=site.layout.world,
         on_cpu=not machine.devices,
-        context_length=model["context_length"],
+        context_length=model.context_length,
     )
     check_needs(config)
     check_claim(folder, config, resume=resume, how=how)
     return {
         "config": redact(config.model_dump(mode="json")),
-        "model": {key: model[key] for key in ("kind", "folder", "ready", "note", "context_length", "chat")},
+        "model": model_values(model),
         "dataset": dataset,
         "devices": {"gpus": len(machine.devices), "cores": len(machine.cores)},
         "ranks": {"world": site.layout.world, "here": site.layout.local, "machines": site.layout.num_machines},
@@ -100,23 +106,14 @@ def _held_out_rows(measured: Mapping[str, Any]) -> list[tuple[str, str]]:
     return [("held out", f"{after['n']} rows: {', '.join(parts)}")]
 
 
-def _checked_model(config: TuneConfig) -> dict[str, Any]:
-    from ycore.models.plan import resolve_model
-
-    plan = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
-    folder = None if plan.folder is None else str(plan.folder)
-    model = {"kind": plan.kind, "folder": folder, "ready": plan.ready, "note": plan.note, "plan": plan}
-    return model | {"context_length": plan.context_length, "chat": plan.has_chat_template is True}
-
-
-def _checked_dataset(config: TuneConfig, model: Mapping[str, Any]) -> dict[str, Any]:
+def _checked_dataset(config: TuneConfig, model: "ModelPlan") -> dict[str, Any]:
     from ycore.data.examples import load_examples
     from ycore.data.left_out import in_words
     from ycore.models.plan import require_chat_template
 
-    examples = load_examples(config, as_chat=model["chat"])
+    examples = load_examples(config, as_chat=model.has_chat_template is True)
     if examples.is_chat:
-        require_chat_template(model["plan"])
+        require_chat_template(model)
     return {
         "rows": len(examples.train),
         "held_out": len(examples.held_out),

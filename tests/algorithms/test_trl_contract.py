@@ -1,4 +1,4 @@
-"""The private members of TRL that `trl_seam` and `forward` stand on, as TRL 1.16 has them; a test fails by its name."""
+"""The private members of TRL that ycore's trainers and `forward` stand on, as TRL 1.16 has them, each by name."""
 
 import importlib.metadata
 import inspect
@@ -11,7 +11,7 @@ from transformers import AutoTokenizer
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
-from trl import GRPOConfig, GRPOTrainer
+from trl import DPOTrainer, GRPOConfig, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer
 from trl.trainer import utils
 
 from ycore.models.tiny import write_tiny_model
@@ -21,7 +21,9 @@ SIGNATURES = {
     "_calculate_rewards": ["self", "inputs", "prompts", "completions", "completion_ids_list"],
     "_prepare_inputs": ["self", "generation_batch"],
     "_compute_loss": ["self", "model", "inputs"],
-    "_save_checkpoint": ["self", "model", "trial"],
+    "_get_grad_norm": ["self", "model", "grad_norm"],
+    "_load_optimizer_and_scheduler": ["self", "checkpoint"],
+    "training_step": ["self", "model", "inputs", "num_items_in_batch"],
     "_generate": ["self", "prompts"],
     "_get_per_token_logps_and_entropies": [
         *("self", "model", "input_ids", "attention_mask", "logits_to_keep", "batch_size"),
@@ -30,6 +32,9 @@ SIGNATURES = {
         *("mm_token_type_ids", "image_position_ids"),
     ],
 }
+SAVING = {"_save_checkpoint": ["self", "model", "trial"], "_get_output_dir": ["self", "trial"]}
+OWN_NAMES = ("writer", "way_out", "save_checkpoint", "refuse_broken_weights", "_saves_in", "_save_more", "_stop")
+TRAINERS = (GRPOTrainer, SFTTrainer, RewardTrainer, DPOTrainer, KTOTrainer)
 FUNCTIONS = {
     "split_tensor_dict": ["tensor_dict", "num_chunks"],
     "shuffle_sequence_dict": ["seq_dict"],
@@ -95,6 +100,19 @@ def test_a_method_has_its_signature(name: str) -> None:
     assert name in dir(GRPOTrainer), f"TRL's GRPOTrainer.{name} is gone"
     parameters = list(inspect.signature(inspect.getattr_static(GRPOTrainer, name)).parameters)
     assert parameters == SIGNATURES[name], f"TRL's GRPOTrainer.{name} takes {parameters}, not {SIGNATURES[name]}"
+
+
+@pytest.mark.parametrize("kind", TRAINERS)
+def test_every_trainer_saves_by_the_same_members(kind: type[Any]) -> None:
+    for name, expected in SAVING.items():
+        assert name in dir(kind), f"TRL's {kind.__name__}.{name} is gone"
+        parameters = list(inspect.signature(inspect.getattr_static(kind, name)).parameters)
+        assert parameters == expected, f"TRL's {kind.__name__}.{name} takes {parameters}, not {expected}"
+    assert not {*OWN_NAMES} & {*dir(kind)}, f"TRL's {kind.__name__} has names that are ours in `WholeCheckpoints`"
+
+
+def test_reward_batches_are_prepared_by_the_trainer() -> None:
+    assert list(inspect.signature(RewardTrainer._prepare_inputs).parameters) == ["self", "inputs"]
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

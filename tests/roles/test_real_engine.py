@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,17 +18,15 @@ from ycore.controller.round import Rules
 from ycore.controller.scoring import rules_alone
 from ycore.controller.source import Rounds
 from ycore.errors import SyncError
+from ycore.launch.engine_processes import engine_processes
 from ycore.launch.engines import is_vllm_installed
-from ycore.launch.health import is_healthy
-from ycore.launch.processes import ManagedProcess
-from ycore.launch.reaper import RunWatch, remove_leftovers
 from ycore.models.tiny import write_tiny_model
 from ycore.rewards.pool import RewardPool
 from ycore.roles.engine import Sampling
-from ycore.roles.rollout import RolloutEngine, engine_command, engine_environment
+from ycore.roles.rollout import RolloutEngine
 from ycore.roles.vllm_engine import VllmEngine
 from ycore.run_folder.paths import RunFolder
-from ycore.run_folder.private import make_private, temporary_folder
+from ycore.run_folder.private import temporary_folder
 from ycore.types import Completion, Prompt
 
 pytestmark = [
@@ -58,7 +55,7 @@ def stored_in(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any) -> Iterator[Path]:
     """The socket of a vLLM server with the tiny model in float32; killed in any case."""
     folder = RunFolder(tmp_path_factory.mktemp("run"))
     engine = RolloutEngine(
@@ -73,32 +70,8 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pa
         seed=0,
         cores=(min(os.sched_getaffinity(0)),),
     )
-    for path in (folder.sockets, engine.temporary):
-        make_private(path)
-    watch = RunWatch(folder.run_id)
-    process = ManagedProcess.start(
-        engine.name,
-        engine_command(engine),
-        environment=engine_environment(engine),
-        run_id=folder.run_id,
-        log=folder.root / "log",
-        cores=engine.cores,
-    )
-    try:
-        deadline = time.monotonic() + 180
-        while not is_healthy(engine.socket):
-            assert process.exit_code is None, process.last_line()
-            assert time.monotonic() < deadline, process.last_line()
-            watch.look()
-            time.sleep(0.2)
+    with serve(folder, engine_processes([engine], [])):
         yield engine.socket
-    finally:
-        watch.look()
-        watch.kill(grace_s=0)
-        process.wait(timeout_s=20)
-        watch.remove_segments()
-        remove_leftovers(folder)
-    assert RunWatch(folder.run_id).look() == []
 
 
 def engine_at(socket: Path, sampling: Sampling = SAMPLING) -> VllmEngine:

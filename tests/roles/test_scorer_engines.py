@@ -2,7 +2,6 @@
 
 import asyncio
 import os
-import time
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -16,9 +15,6 @@ from ycore.judging.prompt import Questioner
 from ycore.judging.verdict import Unreadable, read_value
 from ycore.launch.engine_processes import engine_processes
 from ycore.launch.engines import is_vllm_installed
-from ycore.launch.health import is_healthy
-from ycore.launch.processes import ManagedProcess
-from ycore.launch.reaper import RunWatch, remove_leftovers
 from ycore.launch.scorers import plan_scorers
 from ycore.models.tiny import write_tiny_model
 from ycore.roles.judge_engine import LocalJudge, Refused
@@ -26,7 +22,7 @@ from ycore.roles.reward_model_engine import VllmRewardModel
 from ycore.roles.rollout import RolloutEngine
 from ycore.roles.server import Server
 from ycore.run_folder.paths import RunFolder
-from ycore.run_folder.private import make_private, temporary_folder
+from ycore.run_folder.private import temporary_folder
 from ycore.types import Prompt
 
 pytestmark = [
@@ -66,7 +62,7 @@ def config_of(model: Path, classifier: Path) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def servers(model: Path, classifier: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunFolder]:
+def servers(model: Path, classifier: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any) -> Iterator[RunFolder]:
     """The folder of a run whose judge and reward model answer; its rollout engine is planned and not started."""
     folder = RunFolder(tmp_path_factory.mktemp("run"))
     slot = RolloutEngine(
@@ -81,40 +77,11 @@ def servers(model: Path, classifier: Path, tmp_path_factory: pytest.TempPathFact
         seed=0,
         cores=(min(os.sched_getaffinity(0)),),
     )
-    for path in (folder.sockets, slot.temporary):
-        make_private(path)
     plans = plan_scorers(config_of(model, classifier), folder, [slot], fetch=Path)
     planned = engine_processes([], plans)
     assert [(one.name, one.role) for one in planned] == [("judge-0", "judge"), ("reward-model-0", "reward_model")]
-    watch = RunWatch(folder.run_id)
-    folder.logs.mkdir()
-    processes = [
-        ManagedProcess.start(
-            one.name,
-            list(one.command),
-            environment=one.environment,
-            run_id=folder.run_id,
-            log=folder.log(one.name),
-            cores=one.cores,
-        )
-        for one in planned
-    ]
-    try:
-        deadline = time.monotonic() + 240
-        while not all(is_healthy(one.socket) for one in planned):
-            for process in processes:
-                assert process.exit_code is None, process.last_line()
-            assert time.monotonic() < deadline, [process.last_line() for process in processes]
-            watch.look()
-            time.sleep(0.2)
+    with serve(folder, planned):
         yield folder
-    finally:
-        watch.look()
-        watch.kill(grace_s=0)
-        for process in processes:
-            process.wait(timeout_s=20)
-        watch.remove_segments()
-        remove_leftovers(folder)
 
 
 def server_of(folder: RunFolder, name: str) -> Server:

@@ -11,7 +11,6 @@ pytest.importorskip("vllm")
 import torch
 from vllm.v1.sample.ops import topk_topp_sampler as stock
 
-from ycore.roles import vllm_sampler
 from ycore.roles.vllm_sampler import fill_with_exponentials, sample_faster
 
 
@@ -21,7 +20,6 @@ def sampler() -> Iterator[stock.TopKTopPSampler]:
     sample_faster()
     yield stock.TopKTopPSampler("processed_logprobs")
     stock.TopKTopPSampler.forward_cpu = before
-    vllm_sampler._stock.clear()
 
 
 def generators(*seeds: int) -> dict[int, torch.Generator]:

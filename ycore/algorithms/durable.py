@@ -1,41 +1,34 @@
-"""What of TRL's trainer a checkpoint needs, and what may never become one.
+"""What of a trainer with rounds a checkpoint needs, and what may never become one.
 
-TRL saves in place, leaves out the round that a later step still learns from, and takes a step on whatever gradient
-there is. Its private members are wrapped for that:
+TRL leaves out the round that a later step still learns from and the reference that follows the policy, and takes a
+step on whatever gradient there is. Private members are wrapped or set for that, held by the same contract test as the
+seam's:
 
-    _save_checkpoint, _get_output_dir   write where a `CheckpointWriter` says, which publishes what is whole
-    _get_grad_norm                      the last look before the optimizer takes the step: only numbers pass
+    _step, _buffered_inputs          where the trainer stands, and the round in use
+    _load_optimizer_and_scheduler    load the reference, too
+    _get_grad_norm                   the last look before the optimizer takes the step: only numbers pass
 
-Not here: rounds and losses (`trl_seam`), and what is on disk (`run_folder.checkpoints`, `roles.checkpoints`).
+Not here: how a checkpoint becomes whole (`whole_checkpoints`), rounds and losses (`trl_seam`), and what is on disk
+(`run_folder.checkpoints`, `roles.checkpoints`).
 """
 
 import math
-from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from safetensors.torch import load_model, save_model
-from torch.distributed.tensor import DTensor
-from torch.nn.utils import get_total_norm
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOTrainer
 
-from ycore.errors import ConfigError, TrainerError
+from ycore.algorithms.whole_checkpoints import WholeCheckpoints
+from ycore.errors import ConfigError
 
 MicroBatches = list[dict[str, torch.Tensor | list[Any] | None]]
 """What TRL splits a round into: tensors by name, of images lists too, and None for what a model does not take."""
 
-
 REFERENCE = "reference.safetensors"
-
-
-class CheckpointWriter(Protocol):
-    """Who decides where a checkpoint is written and when it counts."""
-
-    def saving(self, step: int) -> AbstractContextManager[Path]:
-        """The folder under which `checkpoint-STEP` is to be written; on leaving it is published, after an error not."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,13 +42,15 @@ class Place:
     micro_batches: MicroBatches | None = None
 
 
-class DurableTrainer(GRPOTrainer):
+class DurableTrainer(WholeCheckpoints, GRPOTrainer):
     """GRPOTrainer that saves through `writer`, where it has one, and stops at the first number that is none."""
 
-    writer: CheckpointWriter | None = None
+    way_out = (
+        "nothing of it is saved, and the last checkpoint stands; "
+        "go on from it with --resume --accept-changes and a lower --learning-rate, or look at the rewards"
+    )
     _step: int
     _buffered_inputs: Any
-    _saves_in: Path | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -86,31 +81,10 @@ class DurableTrainer(GRPOTrainer):
         """Optimizer steps from one round to the next."""
         return int(self.args.steps_per_generation * self.num_iterations // self.args.gradient_accumulation_steps)
 
-    def save_checkpoint(self) -> None:
-        """A checkpoint of the last finished step."""
-        self._save_checkpoint(self.model, trial=None)
-
-    def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        if self.writer is None:
-            super()._save_checkpoint(model, trial)
-            return
-        self.refuse_broken_weights()
-        with self.writer.saving(self.state.global_step) as folder:
-            self._saves_in = folder
-            try:
-                super()._save_checkpoint(model, trial)
-                self._save_reference(folder)
-            finally:
-                self._saves_in = None
-
-    def _get_output_dir(self, trial: Any) -> str:
-        return str(super()._get_output_dir(trial) if self._saves_in is None else self._saves_in)
-
-    def _save_reference(self, folder: Path) -> None:
+    def _save_more(self, checkpoint: Path) -> None:
         """The reference where it follows the policy (`sync_ref_model`): TRL leaves it out."""
         if self.args.sync_ref_model and self.args.should_save:
-            file = folder / f"checkpoint-{self.state.global_step}" / REFERENCE
-            save_model(self.accelerator.unwrap_model(self.ref_model), str(file))
+            save_model(self.accelerator.unwrap_model(self.ref_model), str(checkpoint / REFERENCE))
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
@@ -133,24 +107,6 @@ class DurableTrainer(GRPOTrainer):
             self._refuse(math.inf if value < 0 else value, "the gradient norm")  # DeepSpeed says -1 for no number
         return norm
 
-    def refuse_broken_weights(self) -> None:
-        """TrainerError where a weight in training is not finite: neither a checkpoint nor a model is made of that."""
-        weights = {name: _here(weight) for name, weight in self.model.named_parameters() if weight.requires_grad}
-        if not torch.isfinite(get_total_norm(list(weights.values()))):  # one pass over them, and one number to wait for
-            broken = next((name for name, weight in weights.items() if not torch.isfinite(weight).all()), "of them all")
-            self._stop(f"after step {self.state.global_step} the weight {broken} is not finite")
-
     def _refuse(self, value: float, what: str) -> None:
         if not math.isfinite(value):
             self._stop(f"step {self.state.global_step + 1}: {what} is {value}")
-
-    def _stop(self, what: str) -> None:
-        raise TrainerError(
-            f"{what}; nothing of it is saved, and the last checkpoint stands; "
-            "go on from it with --resume --accept-changes and a lower --learning-rate, or look at the rewards"
-        )
-
-
-def _here(weight: torch.Tensor) -> torch.Tensor:
-    """What of a weight lies on this rank, where it is cut up over the ranks (FSDP2; ZeRO-3 hides its part)."""
-    return weight.to_local() if isinstance(weight, DTensor) else weight.detach()

@@ -1,4 +1,4 @@
-"""Every private member of TRL that ycore touches, in one class, held to TRL 1.16 by a contract test.
+"""The private members of TRL that rounds and losses touch, in one class, held to TRL 1.16 by a contract test.
 
 TRL builds the batch, computes advantages and losses, and trains. Four of its methods are wrapped:
 
@@ -12,7 +12,8 @@ use the log-probabilities of the training forward itself: the policy has not mov
 forward over the whole batch would compute the same numbers again. From the same forward comes the reference that turns
 TRL's KL term into another divergence (`divergence.stand_in`).
 
-Not here: where rounds come from (`controller`) and how a trainer process is set up (`roles.trainer`).
+Not here: those that checkpoints touch (`durable`, `whole_checkpoints`), where rounds come from (`controller`) and how a
+trainer process is set up (`roles.trainer`).
 """
 
 import hashlib

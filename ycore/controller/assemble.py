@@ -18,6 +18,7 @@ from ycore.controller.scorers import Policy, ScorerEngines, build_scoring
 from ycore.controller.scoring import Scoring
 from ycore.data.prompts import PromptSet, load_prompts
 from ycore.roles.engine import Engine, Sampling
+from ycore.roles.server import restart_timeout_s
 from ycore.roles.vllm_engine import VllmEngine
 from ycore.run_folder.files import read_json
 from ycore.run_folder.paths import RunFolder
@@ -118,8 +119,7 @@ class Assembly:
                 self.folder.socket(name),
                 self.sampling(),
                 request_timeout_s=settings.request_timeout_s,
-                # The launcher gives up first, and says why.
-                restart_timeout_s=2 * settings.start_timeout_s + settings.health_timeout_s,
+                restart_timeout_s=restart_timeout_s(settings),
             )
             for name in self.started.engines
         ]

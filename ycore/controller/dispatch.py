@@ -9,18 +9,17 @@ Not here: the decisions (`placement.allocator`), the engines, and what is asked 
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
+from ycore.controller.peers import AddUp
 from ycore.placement.allocator import Allocator, Hall, Start, Swap
 from ycore.placement.placement import ROLLOUT
 from ycore.placement.usage import Usage
 from ycore.telemetry.trace import ROUND, SWAP, NullTrace, Span
 
 __all__ = ["ROLLOUT", "Sleeper", "Slots", "Turn", "usage_metrics"]
-
-AddUp = Callable[[Sequence[float]], list[float]]
 
 
 class Sleeper(Protocol):

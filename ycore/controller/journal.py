@@ -10,13 +10,13 @@ training from another run's journal (`replay`), and what is done with a round.
 
 import hashlib
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from ycore.controller.peers import Peers
-from ycore.controller.source import Rounds
+from ycore.controller.source import Record, Rounds
 from ycore.controller.state import controller_state, restore_controller
 from ycore.controller.wire import group_from_json, group_to_json
 from ycore.errors import RunFolderError
@@ -25,8 +25,6 @@ from ycore.run_folder.rounds import drop_rounds, round_file
 from ycore.types import Group
 
 SCHEMA = 1
-
-Record = Callable[[str, float], None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -3,12 +3,11 @@
 Not here: who counts (`judge_scorer`, `reward_model_scorer`), and the other metrics of a round (`source`).
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Protocol
 
-AddUp = Callable[[Sequence[float]], Sequence[float]]
-"""Sums over all ranks, which call it together."""
+from ycore.controller.peers import AddUp
 
 
 class Meter(Protocol):
@@ -72,7 +71,7 @@ def collect(meters: Sequence[Meter], add_up: AddUp) -> dict[str, float]:
     """The metrics of all meters, over all ranks, by one sum."""
     taken = [meter.take() for meter in meters]
     flat = [value for counts in taken for value in counts]
-    sums = list(add_up(flat)) if flat else []
+    sums = add_up(flat) if flat else []
     told: dict[str, float] = {}
     for meter, counts in zip(meters, taken, strict=True):
         told |= meter.metrics(sums[: len(counts)])

@@ -5,12 +5,15 @@ Only numbers cross during a round; no rank sees another's prompts or completions
 Not here: what the counts decide (`sampling`), and the collectives of training (accelerate, DeepSpeed).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from ycore.sampling.balance import Offer
 from ycore.types import Group
+
+AddUp = Callable[[Sequence[float]], list[float]]
+"""Sums over all ranks, which call it together: `Peers.add_up`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,7 +5,8 @@ Not here: writing a journal (`journal`).
 
 from pathlib import Path
 
-from ycore.controller.journal import Journal, Record, record_again
+from ycore.controller.journal import Journal, record_again
+from ycore.controller.source import Record
 from ycore.errors import ConfigError, RunFolderError
 from ycore.run_folder.paths import RunFolder
 from ycore.run_folder.rounds import check_replay, rounds_in

@@ -27,7 +27,7 @@ from ycore.roles.judge_address import RemoteJudge
 from ycore.roles.judge_engine import JudgeEngine, LocalJudge
 from ycore.roles.ranks import this_rank
 from ycore.roles.reward_model_engine import VllmRewardModel
-from ycore.roles.server import Server
+from ycore.roles.server import Server, restart_timeout_s
 from ycore.run_folder.paths import RunFolder
 from ycore.types import Completion, Prompt
 
@@ -130,8 +130,7 @@ class _Builder:
                 name,
                 self._folder.socket(name),
                 request_timeout_s=settings.request_timeout_s,
-                # The launcher gives up first, and says why.
-                restart_timeout_s=2 * settings.start_timeout_s + settings.health_timeout_s,
+                restart_timeout_s=restart_timeout_s(settings),
             )
             for name in self._started[source].engines[rank.local :: rank.local_world]
         ]

@@ -13,7 +13,8 @@ from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
 from ycore.controller.dispatch import Slots
-from ycore.controller.meters import AddUp, Meter, collect
+from ycore.controller.meters import Meter, collect
+from ycore.controller.peers import AddUp
 from ycore.rewards.pool import RewardPool
 from ycore.types import Completion, Content, Draw, Score
 

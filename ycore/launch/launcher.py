@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, TextIO
+from typing import Any, Protocol, TextIO
 
 import yaml
 
@@ -57,6 +57,14 @@ class Worker:
         return self.result is None
 
 
+class SumUp(Protocol):
+    """Writes down how a run ended, and returns its summary; `began` is a reading of `time.monotonic`."""
+
+    def __call__(
+        self, progress: RunProgress, *, status: Status, began: float, error: BaseException | None = None
+    ) -> dict[str, Any]: ...
+
+
 TRAINER = Worker("trainer", "ycore.roles.trainer")
 EVALUATOR = Worker("evaluator", "ycore.roles.evaluator", result="eval.json")
 PREFLIGHT = Worker("preflight", "ycore.roles.preflight", result="preflight.json")
@@ -74,27 +82,46 @@ def run_evaluation(config: RunConfig, *, stream: TextIO | None = None) -> dict[s
 
 def run_worker(worker: Worker, config: RunConfig, *, resume: bool, stream: TextIO | None) -> dict[str, Any]:
     """Run one worker with its engines; however it ends, nothing is left running and summary.json says how."""
-    began = time.monotonic()
     site = site_of(config, trains=worker.trains)
-    folder = site.folder
-    held = claim(folder, config, resume=resume)
-    progress = open_progress(config.steps, stream=stream) if worker.trains else _count_prompts(stream)
+    return run_to_its_end(
+        config,
+        site,
+        resume=resume,
+        show=lambda: open_progress(config.steps, stream=stream) if worker.trains else _count_prompts(stream),
+        work=partial(_work, worker, config, site),
+        sum_up=partial(_sum_up, worker, config, site),
+    )
+
+
+def run_to_its_end(
+    config: AnyConfig,
+    site: Site,
+    *,
+    resume: bool,
+    show: Callable[[], RunProgress],
+    work: Callable[[RunProgress, StopRequests], None],
+    sum_up: SumUp,
+) -> dict[str, Any]:
+    """Claim the folder, guard what `work` starts in it, and sum up however that ends; the summary, or its error."""
+    began = time.monotonic()
+    held = claim(site.folder, config, resume=resume)
+    progress = show()
     try:
-        with StopRequests() as stops, guarded(folder, held):
-            _work(worker, config, site, progress=progress, stops=stops)
+        with StopRequests() as stops, guarded(site.folder, held):
+            work(progress, stops)
     except BaseException as error:
         status: Status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
-        _sum_up(worker, config, site, progress, status=status, began=began, error=error)
+        sum_up(progress, status=status, began=began, error=error)
         raise
     else:
-        summary = _sum_up(worker, config, site, progress, status="finished", began=began)
+        summary = sum_up(progress, status="finished", began=began)
         return summary | ({"stop_asked": True} if stops.count else {})  # whoever runs several runs wants to know
     finally:
         progress.close()
         held.release()
 
 
-def _work(worker: Worker, config: RunConfig, site: Site, *, progress: RunProgress, stops: StopRequests) -> None:
+def _work(worker: Worker, config: RunConfig, site: Site, progress: RunProgress, stops: StopRequests) -> None:
     folder, layout = site.folder, site.layout
     with stops.at_once():
         fetch = partial(fetch_named, config=config, folder=folder, progress=progress)

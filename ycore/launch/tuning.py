@@ -5,21 +5,19 @@ Not here: runs with engines (`launcher`), whose processes are started and watche
 
 import time
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, TextIO
 
 from ycore.config.tune import TuneConfig
-from ycore.errors import Interrupted
 from ycore.launch.engine_watch import EngineWatch
-from ycore.launch.guarding import guarded
-from ycore.launch.launcher import Worker, draw_or_say, fetch_named, start_worker
+from ycore.launch.launcher import Worker, draw_or_say, fetch_named, run_to_its_end, start_worker
 from ycore.launch.peaks import MemoryPeaks
 from ycore.launch.site import Site, rank_cores, site_of
 from ycore.launch.stopping import StopRequests
 from ycore.launch.supervise import Supervisor
 from ycore.run_folder.files import read_json, write_json_atomic
 from ycore.run_folder.paths import RunFolder
-from ycore.run_folder.prepare import claim
 from ycore.run_folder.secrets import redact
 from ycore.run_folder.summary import Status, summarise_losses
 from ycore.telemetry.follow import MetricsFollower
@@ -34,26 +32,18 @@ def run_tuning(
     config: TuneConfig, *, num_steps: int | None = None, resume: bool = False, stream: TextIO | None = None
 ) -> dict[str, Any]:
     """Train, in the foreground; the summary, or the error that ended the run. `num_steps` is for the bar alone."""
-    began = time.monotonic()
     site = site_of(config)
-    held = claim(site.folder, config, resume=resume)
-    progress = open_progress(num_steps or config.steps, stream=stream)
-    try:
-        with StopRequests() as stops, guarded(site.folder, held):
-            _work(config, site, progress=progress, stops=stops)
-    except BaseException as error:
-        status: Status = "interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed"
-        _sum_up(config, site, progress, status=status, began=began, error=error)
-        raise
-    else:
-        summary = _sum_up(config, site, progress, status="finished", began=began)
-        return summary | ({"stop_asked": True} if stops.count else {})
-    finally:
-        progress.close()
-        held.release()
+    return run_to_its_end(
+        config,
+        site,
+        resume=resume,
+        show=lambda: open_progress(num_steps or config.steps, stream=stream),
+        work=partial(_work, config, site),
+        sum_up=partial(_sum_up, config, site),
+    )
 
 
-def _work(config: TuneConfig, site: Site, *, progress: RunProgress, stops: StopRequests) -> None:
+def _work(config: TuneConfig, site: Site, progress: RunProgress, stops: StopRequests) -> None:
     folder = site.folder
     with stops.at_once():
         model = fetch_named(config.model, config=config, folder=folder, progress=progress)

@@ -28,11 +28,9 @@ from ycore.run_folder.checkpoints import (
     FEWEST,
     checkpoint_of,
     checkpoints_in,
-    clear_leftovers,
     drop_oldest,
-    newest_whole,
+    newest_for,
     publish,
-    read_manifest,
     size_of,
     staging,
     step_of,
@@ -183,14 +181,7 @@ class Checkpoints(TrainerCallback):
 
     def find(self) -> Path | None:
         """Clear what a killed save left, and choose the newest checkpoint that verifies; for the first rank to do."""
-        clear_leftovers(self._folder)
-        newest = newest_whole(self._folder, say=lambda line: print(line, flush=True))
-        if newest is not None and (world := read_manifest(newest).get("world")) != self._world:
-            raise RunError(
-                f"{newest.name} was saved by {world} ranks, and this run has {self._world}; every rank has state of "
-                f"its own, so go on with --processes {world}"
-            )
-        return newest
+        return newest_for(self._folder, world=self._world, say=lambda line: print(line, flush=True))
 
     def restore(self, checkpoint: Path) -> None:
         """Set this rank to what it wrote; before the trainer loads its own part."""

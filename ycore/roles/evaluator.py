@@ -7,15 +7,13 @@ Not here: starting engines (`launch`), and training.
 """
 
 import json
-import signal
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from types import FrameType
 from typing import Any, TextIO
 
-from ycore.errors import UserError, YcoreError
-from ycore.roles.stacks import tell_stacks
+from ycore.roles.entry import on_stop, run_alone
+from ycore.sampling.keep import total_reward
 from ycore.types import Group
 
 RIGHT_FROM = 1.0
@@ -27,17 +25,7 @@ _AT_ONCE = 64
 
 def main() -> int:
     """Exit status: 0 finished, 2 the user's mistake, 130 interrupted, 1 anything else."""
-    if len(sys.argv) != 2:
-        print("usage: python -m ycore.roles.evaluator RUN_FOLDER", file=sys.stderr)
-        return 2
-    tell_stacks()
-    try:
-        _evaluate(Path(sys.argv[1]))
-    except YcoreError as error:
-        prefix = "error" if isinstance(error, UserError) else "failed"
-        print(f"{prefix}: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return run_alone("ycore.roles.evaluator", _evaluate)
 
 
 def _evaluate(root: Path) -> None:
@@ -57,11 +45,7 @@ def _evaluate(root: Path) -> None:
         share_weights=None,
     )
 
-    def ask_to_stop(signum: int, frame: FrameType | None) -> None:
-        rounds.stop.set()
-
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, ask_to_stop)
+    on_stop(rounds.stop.set)
     try:
         rounds.start(timeout_s=parts.config.engine.start_timeout_s)
         parts.folder.step_began.touch()
@@ -121,11 +105,7 @@ def figures(groups: Sequence[Group], names: Sequence[str], weights: Sequence[flo
     from ycore.telemetry.passk import pass_at_k
 
     rows = [scores for group in groups for scores in group.scores_GR]
-    totals = [
-        sum(weight * score.value for weight, score in zip(weights, scores, strict=True) if score.value is not None)
-        for scores in rows
-        if any(score.value is not None for score in scores)
-    ]
+    totals = [total for scores in rows if (total := total_reward(scores, weights)) is not None]
     right = [sum((scores[0].value or 0.0) >= RIGHT_FROM for scores in group.scores_GR) for group in groups]
     num_samples = len(groups[0].completions)
     lengths = [len(completion.token_ids) for group in groups for completion in group.completions]

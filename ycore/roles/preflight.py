@@ -7,16 +7,15 @@ how many groups can teach, how far engine and trainer are apart, and whether cha
 Not here: starting engines (`launch`), and what the figures mean (`planning.preflight`).
 """
 
-import signal
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
-from ycore.errors import UserError, YcoreError
 from ycore.planning.preflight import NUM_PROMPTS, JudgeCount, Measurements, PromptCount, TemplateCheck
+from ycore.roles.entry import on_stop, run_alone
+from ycore.sampling.keep import total_reward
 from ycore.types import Completion, Group, Prompt
 
 RESULT = "preflight.json"
@@ -29,16 +28,7 @@ _SAMPLES = 4
 
 def main() -> int:
     """Exit status: 0 measured, 2 the user's mistake, 130 interrupted, 1 anything else."""
-    if len(sys.argv) != 2:
-        print("usage: python -m ycore.roles.preflight RUN_FOLDER", file=sys.stderr)
-        return 2
-    try:
-        _preflight(Path(sys.argv[1]))
-    except YcoreError as error:
-        prefix = "error" if isinstance(error, UserError) else "failed"
-        print(f"{prefix}: {error}", file=sys.stderr)
-        return error.exit_code
-    return 0
+    return run_alone("ycore.roles.preflight", _preflight)
 
 
 def _preflight(root: Path) -> None:
@@ -47,11 +37,7 @@ def _preflight(root: Path) -> None:
 
     flight = Preflight(assemble(root))
 
-    def ask_to_stop(signum: int, frame: FrameType | None) -> None:
-        flight.stop()
-
-    for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, ask_to_stop)
+    on_stop(flight.stop)
     try:
         measured, samples = flight.measure()
     finally:
@@ -205,7 +191,7 @@ def of_groups(groups: Sequence[Group], *, weights: Sequence[float], names: Seque
     """What a round's groups say: shares, rewards, and the mean of every source."""
     completions = [completion for group in groups for completion in group.completions]
     rows = [scores for group in groups for scores in group.scores_GR]
-    by_group = [[_total(scores, weights) for scores in group.scores_GR] for group in groups]
+    by_group = [[total_reward(scores, weights) for scores in group.scores_GR] for group in groups]
     rewards = [reward for group in by_group for reward in group if reward is not None]
     return {
         "num_prompts": len(groups),
@@ -221,7 +207,7 @@ def of_groups(groups: Sequence[Group], *, weights: Sequence[float], names: Seque
 def samples(groups: Sequence[Group], *, weights: Sequence[float]) -> list[dict[str, Any]]:
     """A few completions, evenly from the lowest reward to the highest; those without a reward come first."""
     rows = [
-        (_total(scores, weights), group, completion)
+        (total_reward(scores, weights), group, completion)
         for group in groups
         for completion, scores in zip(group.completions, group.scores_GR, strict=True)
     ]
@@ -232,11 +218,6 @@ def samples(groups: Sequence[Group], *, weights: Sequence[float]) -> list[dict[s
          "finish_reason": completion.finish_reason}
         for reward, group, completion in rows[::step][:_SAMPLES]
     ]  # fmt: skip
-
-
-def _total(scores: Sequence[Any], weights: Sequence[float]) -> float | None:
-    known = [weight * score.value for weight, score in zip(weights, scores, strict=True) if score.value is not None]
-    return sum(known) if known else None
 
 
 def _share(answers: Iterable[bool]) -> float:

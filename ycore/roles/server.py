@@ -12,12 +12,13 @@ Not here: what is asked (`vllm_engine`), and starting anything (`launch`).
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import httpx
 
+from ycore.config.run import EngineSettings
 from ycore.errors import EngineError
 
 Process = tuple[int, int]
@@ -34,6 +35,11 @@ class NoAnswer(EngineError):
 
 class BadRequest(EngineError):
     """The server will not take this request (status 400), as too long perhaps; it may take another."""
+
+
+def restart_timeout_s(settings: EngineSettings) -> float:
+    """How long to wait for another process; the launcher gives up first, and says why."""
+    return 2 * settings.start_timeout_s + settings.health_timeout_s
 
 
 async def _as_it_is() -> None:
@@ -195,7 +201,7 @@ class Server:
         await self._client.aclose()
 
 
-async def _is_over(pauses: "Any") -> bool:
+async def _is_over(pauses: Iterator[float]) -> bool:
     """Wait for the next pause; True where there is none left."""
     pause = next(pauses, None)
     if pause is not None:

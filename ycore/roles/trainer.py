@@ -13,7 +13,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from ycore.errors import Interrupted, RunError, UserError, YcoreError
+from ycore.algorithms.trl_alone import leave_out_vllm
+from ycore.errors import Interrupted, RunError, YcoreError
+from ycore.roles.entry import say_how_it_ended
 from ycore.roles.ranks import Rank, report_end, take_place, this_rank, was_launched
 from ycore.roles.stacks import tell_stacks
 from ycore.run_folder.files import is_disk_full, read_json
@@ -53,6 +55,7 @@ def main(open_run: OpenRun = _open_training) -> int:
         return 2
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func is used knowingly
     tell_stacks()
+    leave_out_vllm()
     folder, rank = RunFolder(Path(sys.argv[1])), this_rank()
     if was_launched():
         return _train_as_rank(folder, rank, open_run)
@@ -98,9 +101,7 @@ def _train_and_tell(folder: RunFolder, open_run: OpenRun, tell: Callable[[BaseEx
             raise
         known = RunError(f"no room left on the disk ({error}); make room, and go on with --resume")
     tell(known)
-    prefix = "error" if isinstance(known, UserError) else "failed"
-    print(f"{prefix}: {known}", file=sys.stderr)
-    return known.exit_code
+    return say_how_it_ended(known)
 
 
 def _train(run: Run, tell: Callable[[BaseException], None]) -> int:

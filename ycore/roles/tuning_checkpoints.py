@@ -9,15 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ycore.errors import RunError
-from ycore.run_folder.checkpoints import (
-    clear_leftovers,
-    drop_oldest,
-    newest_whole,
-    publish,
-    read_manifest,
-    staging,
-)
+from ycore.run_folder.checkpoints import drop_oldest, newest_for, publish, staging
 
 
 class TuningCheckpoints:
@@ -47,11 +39,5 @@ class TuningCheckpoints:
 
     def find(self) -> Path | None:
         """Clear what a killed save left, and choose the newest checkpoint that verifies; for the first rank to do."""
-        clear_leftovers(self._folder)
-        newest = newest_whole(self._folder, say=lambda line: print(line, flush=True))
         world = self._accelerator.num_processes
-        if newest is not None and (saved := read_manifest(newest).get("world")) != world:
-            raise RunError(
-                f"{newest.name} was saved by {saved} ranks, and this run has {world}; say --processes {saved}"
-            )
-        return newest
+        return newest_for(self._folder, world=world, say=lambda line: print(line, flush=True))

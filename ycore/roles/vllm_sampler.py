@@ -20,12 +20,13 @@ def sample_faster() -> None:
     """Give vLLM's CPU sampler the faster draw. Must come before the engine's model runner is made."""
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
 
-    if TopKTopPSampler.forward_cpu is not _forward:
-        _stock.append(TopKTopPSampler.forward_cpu)
-        TopKTopPSampler.forward_cpu = _forward
+    stock = TopKTopPSampler.forward_cpu
 
+    def forward_cpu(self: Any, logits: Any, generators: Mapping[int, Any], k: Any, p: Any) -> tuple[Any, Any]:
+        draw = stock if not generators or self.use_fp64_gumbel else _forward
+        return tuple(draw(self, logits, generators, k, p))
 
-_stock: list[Any] = []
+    TopKTopPSampler.forward_cpu = forward_cpu
 
 
 def _forward(self: Any, logits: Any, generators: Mapping[int, Any], k: Any, p: Any) -> tuple[Any, Any]:
@@ -33,8 +34,6 @@ def _forward(self: Any, logits: Any, generators: Mapping[int, Any], k: Any, p: A
     import torch
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p, sample_with_exponential_noise
 
-    if not generators or self.use_fp64_gumbel:
-        return tuple(_stock[0](self, logits, generators, k, p))
     logits = apply_top_k_top_p(logits, k, p)
     returned = None
     if self.logprobs_mode == "processed_logits":

@@ -15,7 +15,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from ycore.errors import RunFolderError
+from ycore.errors import RunError, RunFolderError
 from ycore.run_folder.files import read_json, sync_file, sync_folder, write_json_atomic
 
 SCHEMA = 1
@@ -119,6 +119,21 @@ def newest_whole(folder: Path, *, say: Callable[[str], None]) -> Path | None:
             "begin again with --resume-from 0, or choose another --output"
         )
     return None
+
+
+def newest_for(folder: Path, *, world: int, say: Callable[[str], None]) -> Path | None:
+    """The checkpoint that a run of `world` ranks goes on from; clears what a killed save left.
+
+    RunError where it was saved by another number of ranks, as its manifest tells under `world`.
+    """
+    clear_leftovers(folder)
+    newest = newest_whole(folder, say=say)
+    if newest is not None and (saved := read_manifest(newest).get("world")) != world:
+        raise RunError(
+            f"{newest.name} was saved by {saved} ranks, and this run has {world}; every rank has state of its own, "
+            f"so go on with --processes {saved}"
+        )
+    return newest
 
 
 def quarantine(checkpoint: Path) -> Path:

@@ -20,7 +20,9 @@ import asyncio
 import json
 import math
 import random
+import signal
 import statistics
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -196,6 +198,7 @@ def summarise(rows: dict[str, list[dict[str, Any]]], predicted: dict[str, list[f
 
 def main() -> None:
     job = arguments()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines are ended too
     job.output.mkdir(parents=True, exist_ok=True)
     busy = busy_share()
     with ExitStack() as stack:

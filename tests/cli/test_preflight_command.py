@@ -17,6 +17,12 @@ def spread(completion_ids):
 def nothing(completion_ids):
     return [0.0] * len(completion_ids)
 """
+JUDGE = """
+rubric: Is it a word?
+verdict: {kind: score}
+max_tokens: 8
+retries: 0
+"""
 
 
 @pytest.fixture(scope="module")
@@ -26,6 +32,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     rows = [json.dumps({"prompt": f"{number} + 1 =", "answer": str(number + 1)}) for number in range(20)]
     (root / "train.jsonl").write_text("\n".join(rows) + "\n")
     (root / "rewards.py").write_text(REWARD)
+    (root / "babble.yaml").write_text(JUDGE)
     return root
 
 
@@ -58,17 +65,21 @@ def test_a_run_is_not_started_where_nothing_can_be_learned(place: Path, capsys: 
 
 
 @pytest.mark.engine
-def test_weights_that_never_arrive_are_found_in_a_real_engine(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """`sync_weights: false` freezes the engine at its first weights, as a broken sync would."""
+def test_weights_that_never_arrive_and_a_judge_that_never_parses_are_found_in_real_engines(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`sync_weights: false` freezes the engine at its first weights, as a broken sync would; a random model judges."""
     words = typed(
         place,
         "frozen",
-        f"--reward {place}/rewards.py:spread --engine vllm --max-tokens 8 --json "
-        "--set engine.count=1 --set engine.max_model_len=64 --set sync_weights=false",
+        f"--reward {place}/rewards.py:spread --reward judge:{place}/babble.yaml --engine vllm --max-tokens 8 --json "
+        "--set engine.count=1 --set engine.max_model_len=512 --set sync_weights=false",
     )
     assert run(["preflight", *words]) == 1
     told = json.loads(capsys.readouterr().out)
     measured = told["preflight"]
     assert measured["logprob_gap"] < 0.01  # on the first weights engine and trainer agree
     assert measured["stale_gap"] < 0.01 < measured["sync_gap"]
-    assert "changed weights do not arrive" in told["in_words"]
+    found = " ".join(finding["what"] for finding in told["findings"])
+    assert "changed weights do not arrive" in found
+    assert measured["judges"]["calls"] == measured["judges"]["unreadable"] > 0 and "judge" in found

@@ -36,12 +36,15 @@ class Footing:
     asleep: float
     """Of an engine that sleeps."""
 
+    zero: float
+    """What DeepSpeed adds to a trainer's rank."""
+
     slack: float
     """What an allocator holds beyond what was asked of it, as a share."""
 
 
-ON_GPU = Footing(trainer=1.2 * GIB, engine=1.5 * GIB, asleep=1.2 * GIB, slack=0.10)
-ON_CPU = Footing(trainer=0.95 * GIB, engine=1.5 * GIB, asleep=1.5 * GIB, slack=0.05)
+ON_GPU = Footing(trainer=1.2 * GIB, engine=1.5 * GIB, asleep=1.2 * GIB, zero=0.0, slack=0.10)
+ON_CPU = Footing(trainer=0.85 * GIB, engine=1.5 * GIB, asleep=1.5 * GIB, zero=0.7 * GIB, slack=0.05)
 
 
 def footing_of(device: Device) -> Footing:

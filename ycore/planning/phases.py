@@ -88,8 +88,9 @@ def forecast(job: Job, way: Way, fleet: Fleet) -> Forecast:
     states, parts = memory.trainer_states(job, way), memory.trainer_peak(job, way)
     footing = memory.footing_of(fleet.device)
     rest = footing.slack * sum(parts.values())
-    trainer = {**parts, "allocator": rest, "libraries": footing.trainer}
-    resident = sum(states.values()) - states.get("gradients", 0.0) - states.get("copies", 0.0) + footing.trainer
+    libraries = footing.trainer + (footing.zero if way.sharding.startswith("zero") else 0.0)
+    trainer = {**parts, "allocator": rest, "libraries": libraries}
+    resident = sum(states.values()) - states.get("gradients", 0.0) - states.get("copies", 0.0) + libraries
     capacity = _capacity(fleet)
     syncing = resident + memory.largest_weight(job.policy)
     others = footing.asleep * (0 if way.kind == "split" or job.judge is None else 1)

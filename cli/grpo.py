@@ -55,15 +55,20 @@ def grpo(
     ycore grpo --model Qwen/Qwen2.5-0.5B-Instruct --dataset train.jsonl \\
                --reward rewards.py:score --output runs/first --steps 200
     """
+    train_on_rewards(context, algorithm="grpo")
+
+
+def train_on_rewards(context: typer.Context, *, algorithm: str) -> None:
+    """What every command does that learns from rewards."""
     from ycore_cli.resolve import resolve_config
     from ycore_cli.training import plan_and_train
 
-    resume = resume or resume_from is not None
-    config = resolve_config(context, algorithm="grpo", resume=resume)
-    if preflight and not dry_run and not resume:
+    told = context.params
+    resume = told["resume"] or told["resume_from"] is not None
+    config = resolve_config(context, algorithm=algorithm, resume=resume)
+    if told["preflight"] and not told["dry_run"] and not resume:
         from ycore_cli.preflight import fly_first
 
         fly_first(config)
-    plan_and_train(
-        config, resume=resume, resume_from=resume_from, accept_changes=accept_changes, dry_run=dry_run, json=json
-    )
+    how = {key: told[key] for key in ("resume_from", "accept_changes", "dry_run", "json")}
+    plan_and_train(config, resume=resume, **how)

@@ -4,9 +4,10 @@ Numbers are declared as text, so that a wrong one is refused in ycore's own word
 Not here: TRL's fields, which any command of these takes too (`trl_options`).
 """
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, TypeVar
 
 import typer
 
@@ -183,6 +184,21 @@ def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     if "output" in keys:
         keys["output"] = str(Path(keys["output"]).expanduser())
     return keys
+
+
+Command = TypeVar("Command", bound=Callable[..., None])
+
+
+def takes_options_of(other: Callable[..., None], *, without: Sequence[str]) -> Callable[[Command], Command]:
+    """Give a command the options of another one: Typer reads them from the signature."""
+    signature = inspect.signature(other)
+    kept = [parameter for name, parameter in signature.parameters.items() if name not in without]
+
+    def give(command: Command) -> Command:
+        command.__dict__["__signature__"] = signature.replace(parameters=kept)
+        return command
+
+    return give
 
 
 def _whole_number(name: str, text: str) -> int:

@@ -198,7 +198,7 @@ def summarise(rows: dict[str, list[dict[str, Any]]], predicted: dict[str, list[f
 
 def main() -> None:
     job = arguments()
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the engines are ended too
+    signal.signal(signal.SIGTERM, _end)
     job.output.mkdir(parents=True, exist_ok=True)
     busy = busy_share()
     with ExitStack() as stack:
@@ -213,6 +213,12 @@ def main() -> None:
     (job.output / "results.json").write_text(json.dumps(told, indent=2))
     print(json.dumps(told["summary"], indent=2))
     draw_panels([(one.words, _last_round(one.trace)) for one in contestants], job.output / "timeline.png")
+
+
+def _end(*_: object) -> None:
+    """End the engines too, and once."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    sys.exit(143)
 
 
 def _last_round(trace: Path) -> list[Any]:

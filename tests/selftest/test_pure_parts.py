@@ -103,6 +103,8 @@ def test_exit_0_with_another_result_is_the_worst_there_is() -> None:
     assert (row.passed, row.total, row.wrong, row.passes) == (1, 3, 1, False)
     assert row.worst["loss"] == 0.5
     assert not Outcome("d", (0,), SAME, left=("process 7",)).passes
+    assert Outcome("e", (-9,), SAME, had_finished=True).passes, "a launcher that is killed as it goes"
+    assert not Outcome("f", (-9,), other, had_finished=True).passes
 
 
 def test_kills_that_landed_are_counted_by_phase() -> None:

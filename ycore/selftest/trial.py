@@ -9,6 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from ycore.run_folder.files import read_json
+from ycore.run_folder.paths import RunFolder
 from ycore.selftest.comparison import SAME, Difference, compare, compare_steps, read_result
 from ycore.selftest.job import Job
 from ycore.selftest.moments import Moment
@@ -39,9 +41,12 @@ class Outcome:
     differs_from_whole: bool = False
     """Of a tier whose whole run does not repeat: whether this one ended as the whole one did is told, not judged."""
 
+    had_finished: bool = False
+    """Whether the run was through, as its summary says: who is killed after that leaves nothing to resume."""
+
     @property
     def is_equal(self) -> bool:
-        return self.exits[-1] == 0 and self.difference.is_none
+        return (self.exits[-1] == 0 or self.had_finished) and self.difference.is_none
 
     @property
     def is_wrong(self) -> bool:
@@ -97,14 +102,20 @@ def trial(name: str, oracle: Oracle, moment: Moment, deed: Deed, *, setting: Set
         left = leftovers(run) if first is not None else ["the run itself"]
     finally:
         run.end()
-    outcome = Outcome(name, (first,), phase=phase, left=tuple(left), said=said, landed=landed)
-    if first not in (None, 0):
+    finished = has_finished(run.folder)
+    outcome = Outcome(name, (first,), phase=phase, left=tuple(left), said=said, landed=landed, had_finished=finished)
+    if first not in (None, 0) and not finished:
         outcome = go_on(outcome, oracle, setting)
     after = read_result(run.folder)
     seen = compare(oracle.result, after)
     difference = seen if oracle.repeats else compare_steps(before, after)
     seconds = time.monotonic() - began
     return replace(outcome, difference=difference, differs_from_whole=not seen.is_none, seconds=seconds)
+
+
+def has_finished(folder: RunFolder) -> bool:
+    """Whether the run's last word was that it is through."""
+    return folder.summary.is_file() and read_json(folder.summary).get("status") == "finished"
 
 
 def go_on(outcome: Outcome, oracle: Oracle, setting: Setting) -> Outcome:

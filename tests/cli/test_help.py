@@ -30,6 +30,7 @@ VISIBLE = {
         "--output", "--dry-run", "--json",
     ],
 }  # fmt: skip
+VISIBLE["rloo"] = [option for option in VISIBLE["grpo"] if option not in ("--preset", "--advantage")]
 """Of the commands that people meet first; what the others take is held to the docs (tests/docs)."""
 
 

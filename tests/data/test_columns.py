@@ -110,6 +110,20 @@ def test_the_last_answer_of_a_conversation_is_dropped() -> None:
     assert contents({"talk": [USER, ANSWER]}, prompt_column="talk") == [[USER]]
 
 
+@pytest.mark.parametrize(
+    "told", [[USER, ANSWER, USER, ANSWER], "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: hi\n\nAssistant: "]
+)
+def test_a_pair_of_conversations_asks_with_what_is_before_the_last_answer(told: Any) -> None:
+    (prompt,), names = ask({"chosen": told, "rejected": told})
+    assert prompt.content == [USER, ANSWER, USER]
+    assert names == ("rejected",)
+
+
+def test_a_pair_of_answers_without_their_conversation_cannot_ask() -> None:
+    assert "'chosen' is an answer without its conversation in row 0" in refused({"chosen": "blue", "rejected": "red"})
+    assert contents({"chosen": "blue", "rejected": "red", "question": "sky?"}) == ["sky?"]
+
+
 def test_a_prompt_does_not_end_with_an_answer() -> None:
     assert "ends with an assistant turn in row 0" in refused({"prompt": [USER, ANSWER]})
     assert "ends with an assistant turn in row 0" in refused({"messages": [USER, ANSWER, ANSWER]})

@@ -6,11 +6,15 @@ Not here: reading the rows (`local_files`, `tasks`, `gym`, `hub`).
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from ycore.data.dialogue import is_dialogue, to_messages
 from ycore.data.table import Table
 from ycore.errors import DataError, nearest
 from ycore.types import Content, Message, Prompt
 
 PROMPT_COLUMNS = ("prompt", "messages", "question", "problem", "instruction")
+_PAIR = ("chosen", "rejected")
+"""Pairs of whole conversations ask with what stands before the last answer."""
+
 RESERVED = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
 """What a reward function is called with besides the columns: a column of that name is not passed on."""
 
@@ -65,7 +69,8 @@ def to_prompts(
 
 def _prompt_column(table: Table, chosen: str | None) -> str:
     if chosen is None:
-        chosen = next((name for name in PROMPT_COLUMNS if name in table.columns), None)
+        pair = _PAIR[:1] if _is_of_pairs(table) else ()
+        chosen = next((name for name in (*PROMPT_COLUMNS, *pair) if name in table.columns), None)
         if chosen is None:
             raise DataError(
                 f"{table.name} has none of the columns {', '.join(PROMPT_COLUMNS)}; it has "
@@ -74,6 +79,10 @@ def _prompt_column(table: Table, chosen: str | None) -> str:
     if chosen not in table.columns:
         raise DataError(_no_column(table, chosen, "--prompt-column"))
     return chosen
+
+
+def _is_of_pairs(table: Table) -> bool:
+    return set(_PAIR) <= set(table.columns)
 
 
 def _no_column(table: Table, name: str, option: str) -> str:
@@ -92,6 +101,8 @@ def _renamed(table: Table, answer_column: str | None, asking: str) -> dict[str, 
 
 
 def _content(table: Table, number: int, value: Any, column: str) -> Content:
+    if column == _PAIR[0] and _is_of_pairs(table):
+        value = _before_the_answer(table, number, value)
     if isinstance(value, str):
         _check_text(table, number, value, f"the prompt ({column!r})")
         return value
@@ -102,6 +113,19 @@ def _content(table: Table, number: int, value: Any, column: str) -> Content:
         f"the prompt ({column!r}) is {found} in {table.place(number)}; "
         "a prompt is text or a list of {role, content} turns: mend or remove the row"
     )
+
+
+def _before_the_answer(table: Table, number: int, value: Any) -> Any:
+    """The conversation of a preferred answer without it."""
+    turns = to_messages(value) if isinstance(value, str) and is_dialogue(value) else value
+    if isinstance(turns, str):
+        raise DataError(
+            f"'chosen' is an answer without its conversation in {table.place(number)}; a prompt is needed: say which "
+            "column asks with --prompt-column"
+        )
+    while isinstance(turns, list) and turns and isinstance(turns[-1], Mapping) and turns[-1].get("role") == "assistant":
+        turns = turns[:-1]
+    return turns
 
 
 def _chat(table: Table, number: int, value: Sequence[Any], column: str) -> list[Message]:

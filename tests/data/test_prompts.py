@@ -131,12 +131,10 @@ def test_gsm8k_works_as_it_is() -> None:
     assert isinstance(found.prompts[0].content, str) and found.prompts[0].content.startswith("Natalia sold clips")
 
 
-def test_real_preference_pairs_need_their_column_named() -> None:
-    path = real("hh-rlhf/harmless-base-test.jsonl.gz")
-    with pytest.raises(DataError, match=r"it has chosen, rejected; .*--prompt-column"):
-        load(path)
-    found = load(path, prompt_column="chosen")
+def test_real_preference_pairs_ask_with_what_is_before_the_last_answer() -> None:
+    found = load(real("hh-rlhf/harmless-base-test.jsonl.gz"))
     assert len(found.prompts) == 2312 and found.columns == ("rejected",)
+    assert all(prompt.content[-1]["role"] == "user" for prompt in found.prompts)
 
 
 def test_humaneval_works_as_it_is() -> None:

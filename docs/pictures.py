@@ -7,6 +7,8 @@ Needs Chromium on the path. Not here: the run, which any recipe makes.
 
 import argparse
 import io
+import math
+import re
 import shutil
 import subprocess
 import sys
@@ -17,6 +19,7 @@ from rich.console import Console
 
 from ycore.reporting.page import make_report, write_report
 from ycore.reporting.record import read_run
+from ycore.telemetry.activity import RunActivity
 from ycore.telemetry.live import RunView
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -35,29 +38,32 @@ def photograph(page: Path, picture: Path, *, width: int, height: int) -> None:
         subprocess.run(command, check=True, timeout=120, capture_output=True)
 
 
-def live_view(run: Path, page: Path) -> None:
-    """The live view after the run's last step, as the terminal draws it."""
+def live_view(run: Path, page: Path) -> tuple[int, int]:
+    """The live view after the run's last step, as the terminal draws it; the page's width and height."""
     record = read_run(run)
-    view = RunView(record.config.get("steps"))
+    view = RunView(record.config.get("steps"), look=RunActivity(run).look)
     for row in record.metrics:
         view.add(row)
     console = Console(record=True, width=80, file=io.StringIO(), force_terminal=True, color_system="truecolor")
     console.print(view)
-    page.write_text(console.export_svg(title=f"ycore watch {record.name}"), encoding="utf-8")
+    drawn = console.export_svg(title=f"ycore watch {record.name}")
+    page.write_text(drawn, encoding="utf-8")
+    size = re.search(r'viewBox="0 0 ([\d.]+) ([\d.]+)"', drawn)
+    assert size is not None, "rich's pictures begin with their size"
+    return math.ceil(float(size[1])), math.ceil(float(size[2]))
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--report-height", type=int, default=1900)
-    parser.add_argument("--live-height", type=int, default=330)
     told = parser.parse_args()
     with tempfile.TemporaryDirectory() as scratch:
         report, terminal = Path(scratch) / "report.html", Path(scratch) / "live.svg"
         write_report(make_report([read_run(told.run)]), report)
         photograph(report, HERE / "report.png", width=1160, height=told.report_height)
-        live_view(told.run, terminal)
-        photograph(terminal, HERE / "live.png", width=994, height=told.live_height)
+        width, height = live_view(told.run, terminal)
+        photograph(terminal, HERE / "live.png", width=width, height=height)
 
 
 if __name__ == "__main__":

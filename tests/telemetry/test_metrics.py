@@ -1,7 +1,8 @@
 from pathlib import Path
 
-from ycore.telemetry.follow import MetricsFollower
+from ycore.telemetry.follow import MetricsFollower, TraceFollower
 from ycore.telemetry.metrics import MetricsWriter, read_metrics
+from ycore.telemetry.trace import Span, TraceWriter, finish_trace
 
 
 def test_rows_come_back_and_nan_is_null(tmp_path: Path) -> None:
@@ -62,3 +63,34 @@ def test_a_resumed_run_shows_the_steps_that_it_takes(tmp_path: Path) -> None:
             writer.write({"step": step, "took": 2.0})
     assert [row["step"] for row in follower.read()] == [3, 4, 5, 6]
     assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4, 5, 6]
+
+
+def write_spans(path: Path, numbers: range) -> list[Span]:
+    writer = TraceWriter(path)
+    told = [Span("rollout", 0, 0, float(number), 0.5) for number in numbers]
+    for span in told:
+        writer.add(span)
+    writer.flush()
+    return told
+
+
+def test_a_trace_is_followed_event_by_event_also_past_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    follower = TraceFollower(path)
+    assert follower.read() == []
+    told = write_spans(path, range(3))
+    assert follower.read() == told and follower.read() == []
+    with path.open("a") as file:
+        file.write('{"name": "roll')
+    assert follower.read() == []
+    told = write_spans(path, range(3, 5))
+    assert follower.read() == told
+    finish_trace(path)
+    assert follower.read() == []
+
+
+def test_a_long_trace_is_followed_from_near_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    told = write_spans(path, range(500))
+    last = TraceFollower(path, tail_bytes=1000).read()
+    assert 5 < len(last) < 20 and last == told[-len(last) :]

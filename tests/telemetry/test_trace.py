@@ -4,7 +4,19 @@ import json
 from pathlib import Path
 
 from ycore.telemetry.timeline import draw_timeline, finish_trace_and_draw, last_rounds
-from ycore.telemetry.trace import ROUND, SWAP, Span, TraceWriter, busy_stretches, finish_trace, read_trace
+from ycore.telemetry.trace import (
+    IN_FLIGHT,
+    ROUND,
+    SWAP,
+    Levels,
+    Mark,
+    Span,
+    TraceWriter,
+    busy_stretches,
+    finish_trace,
+    parse_event,
+    read_trace,
+)
 
 
 def spans(num: int = 5) -> list[Span]:
@@ -26,6 +38,22 @@ def test_what_is_written_is_read_again_finished_or_not(tmp_path: Path) -> None:
     events = json.loads(path.read_text())
     assert [event["ph"] for event in events] == ["X"] * 5 and events[2]["ts"] == 102_000_000
     assert read_trace(path) == spans()
+
+
+def test_moments_are_for_followers_and_viewers_and_are_no_spans(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    told = [Levels(IN_FLIGHT, 1, 100.5, {"judge 0": 3}, {"judge 0": 1.25}), Mark("sync", 1, 100.0), *spans(1)]
+    writer = TraceWriter(path)
+    for event in told:
+        writer.add(event)
+    writer.flush()
+    events = [parse_event(line) for line in path.read_text().splitlines()]
+    assert events == [None, *told]  # the first line opens the array
+    assert read_trace(path) == spans(1)
+    finish_trace(path)
+    counter, moment, _ = json.loads(path.read_text())
+    assert (counter["ph"], counter["pid"], counter["args"]) == ("C", 1, {"judge 0": 3})
+    assert (moment["ph"], moment["ts"]) == ("i", 100_000_000)
 
 
 def test_a_finished_trace_goes_on_where_the_run_goes_on(tmp_path: Path) -> None:

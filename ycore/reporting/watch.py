@@ -12,6 +12,7 @@ from ycore.errors import RunFolderError
 from ycore.run_folder.files import read_json
 from ycore.run_folder.paths import RunFolder
 from ycore.run_folder.prepare import is_held
+from ycore.telemetry.activity import RunActivity
 from ycore.telemetry.clock import as_duration
 from ycore.telemetry.follow import MetricsFollower
 from ycore.telemetry.progress import open_progress
@@ -28,7 +29,9 @@ def watch(root: Path, *, stream: TextIO | None = None, once: bool = False) -> No
     if not folder.config.is_file():
         raise RunFolderError(f"{root} has no run.json, so it is no run's folder; name the folder that --output named")
     config = read_json(folder.config).get("config", {})
-    progress = open_progress(config.get("steps"), stream=stream)
+    activity = RunActivity(root, goes_on=lambda: is_held(folder))
+    look = None if config.get("algorithm") == "eval" else activity.look  # an evaluation has no steps to be in
+    progress = open_progress(config.get("steps"), stream=stream, look=look)
     try:
         progress.say(f"{root}: {config.get('algorithm')} of {config.get('model')} on {config.get('dataset')}")
         for row in _rows(folder, once=once):

@@ -1,6 +1,6 @@
-"""Following metrics.jsonl while another process writes it.
+"""Following metrics.jsonl and trace.json while another process writes them.
 
-Not here: reading a finished file (`metrics.read_metrics`).
+Not here: reading a finished file (`metrics.read_metrics`, `trace.read_trace`).
 """
 
 import os
@@ -8,6 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from ycore.telemetry.metrics import parse_rows
+from ycore.telemetry.trace import Event, parse_event
+
+_TAIL_BYTES = 2**21
 
 
 class MetricsFollower:
@@ -44,3 +47,34 @@ class MetricsFollower:
         number = os.fstat(descriptor).st_ino
         if number != self._file_number or size < self._offset:
             self._file_number, self._offset = number, 0
+
+
+class TraceFollower:
+    """Example: `for event in follower.read(): ...`, again and again; each whole event comes once.
+
+    A trace may be large, so the first look begins where its last `tail_bytes` do. Every later one costs what was
+    written meanwhile.
+    """
+
+    def __init__(self, path: Path, *, tail_bytes: int = _TAIL_BYTES) -> None:
+        self._path = path
+        self._tail_bytes = tail_bytes
+        self._file_number = 0
+        self._offset = 0
+
+    def read(self) -> list[Event]:
+        """The events that were completed since the last call; none where there is no file."""
+        try:
+            with self._path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                number = os.fstat(file.fileno()).st_ino
+                if number != self._file_number:
+                    self._file_number, self._offset = number, max(0, size - self._tail_bytes)
+                file.seek(min(self._offset, size))
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        whole = data.rfind(b"\n") + 1
+        self._offset = min(self._offset, size) + whole
+        lines = data[:whole].decode(errors="replace").splitlines()
+        return [event for line in lines if (event := parse_event(line)) is not None]

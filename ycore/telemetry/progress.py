@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from ycore.telemetry.clock import TimeLeft, as_duration
-from ycore.telemetry.live import RunView
+from ycore.telemetry.live import Look, RunView
 
 __all__ = ["BarProgress", "PlainProgress", "RunProgress", "as_duration", "describe_step", "open_progress"]
 
@@ -29,13 +29,17 @@ class RunProgress(Protocol):
         """Leave the terminal as it was."""
 
 
-def open_progress(num_steps: int | None, *, unit: str = "step", stream: TextIO | None = None) -> RunProgress:
+def open_progress(
+    num_steps: int | None, *, unit: str = "step", stream: TextIO | None = None, look: Look | None = None
+) -> RunProgress:
     """The bar where `stream` (standard output unless told) is a terminal, plain lines where it is not.
 
-    `num_steps` is None where nobody knows the end; `unit` is what the rows count.
+    `num_steps` is None where nobody knows the end; `unit` is what the rows count; `look` tells what the run is at.
     """
     stream = sys.stdout if stream is None else stream
-    return BarProgress(num_steps, unit, stream) if stream.isatty() else PlainProgress(num_steps, unit, stream)
+    if not stream.isatty():
+        return PlainProgress(num_steps, unit, stream)
+    return BarProgress(num_steps, unit, stream, look)
 
 
 class PlainProgress:
@@ -60,15 +64,15 @@ class PlainProgress:
 
 
 class BarProgress:
-    """The live view, redrawn four times a second beneath the lines about the run as a whole."""
+    """The live view, redrawn twice a second beneath the lines about the run as a whole."""
 
-    def __init__(self, num_steps: int | None, unit: str, stream: TextIO) -> None:
-        self._view = RunView(num_steps, unit=unit)
-        self._live = Live(console=Console(file=stream), refresh_per_second=4, get_renderable=self._drawn)
+    def __init__(self, num_steps: int | None, unit: str, stream: TextIO, look: Look | None = None) -> None:
+        self._view = RunView(num_steps, unit=unit, look=look)
+        self._live = Live(console=Console(file=stream), refresh_per_second=2, get_renderable=self._drawn)
         self._live.start()
 
     def _drawn(self) -> RenderableType:
-        return self._view if self._view.has_rows else ""
+        return self._view if self._view.has_begun else ""
 
     def say(self, line: str) -> None:
         self._live.console.print(line, highlight=False, markup=False, soft_wrap=True)

@@ -1,5 +1,8 @@
 """trace.json: every turn, swap and round of a run, in the format that Perfetto and chrome://tracing open.
 
+Beside these spans it has moments: how many requests wait and are in flight, once a second, and when a phase of a step
+begins. Whoever looks at a run that goes on needs them, since a span is told when it is over.
+
 It is JSON's array form, an event a line. The format lets the closing bracket be missing, so a run that is killed leaves
 a file that opens all the same. Ranks append to one file, whole lines at a time.
 
@@ -21,6 +24,9 @@ _FLUSH_EVERY = 200
 _OPENING, _CLOSING = "[\n", "\n]\n"
 
 SWAP, ROUND = "swap", "round"
+SYNC = "sync"
+WAITING, IN_FLIGHT = "waiting", "in flight"
+FULL = "trace is full"
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +41,38 @@ class Span:
     told: Mapping[str, Any] = field(default_factory=dict)
 
 
+@dataclass(frozen=True, slots=True)
+class Levels:
+    """How many there are at a moment, by name, and for how long the oldest of them has been there.
+
+    Of WAITING the names are roles, of IN_FLIGHT a role and a slot: `judge 3`.
+    """
+
+    name: str
+    rank: int
+    at: float
+    values: Mapping[str, int]
+    oldest_s: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Mark:
+    """A phase of the step, SYNC or ROUND, begins on a rank."""
+
+    name: str
+    rank: int
+    at: float
+
+
+Event = Span | Levels | Mark
+
+
 class NullTrace:
     """For runs and tests that keep none."""
 
-    def add(self, span: Span) -> None:
+    is_kept = False
+
+    def add(self, event: Event) -> None:
         """Forget it."""
 
     def flush(self) -> None:
@@ -46,15 +80,17 @@ class NullTrace:
 
 
 class TraceWriter(NullTrace):
-    """Appends spans; those of a round reach the disk with `flush`, or some hundred at a time."""
+    """Appends events; those of a round reach the disk with `flush`, or some hundred at a time."""
+
+    is_kept = True
 
     def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES) -> None:
         self._path = path
         self._max_bytes = max_bytes
         self._lines: list[str] = []
 
-    def add(self, span: Span) -> None:
-        self._lines.append(json.dumps(_event(span)))
+    def add(self, event: Event) -> None:
+        self._lines.append(json.dumps(_written(event)))
         if len(self._lines) >= _FLUSH_EVERY:
             self.flush()
 
@@ -69,7 +105,7 @@ class TraceWriter(NullTrace):
             if size >= self._max_bytes:
                 return
             if size + sum(map(len, lines)) >= self._max_bytes:
-                lines = [json.dumps({"name": "trace is full", "ph": "i", "ts": 0, "pid": 0, "tid": 0, "s": "g"})]
+                lines = [json.dumps({"name": FULL, "ph": "i", "ts": 0, "pid": 0, "tid": 0, "s": "g"})]
                 lines[0] = lines[0].ljust(max(0, self._max_bytes - size))
             file.seek(size)
             file.truncate()
@@ -94,42 +130,54 @@ def read_trace(path: Path) -> list[Span]:
     """Every whole span of a trace, also of one that was cut off; none where there is no file."""
     if not path.is_file():
         return []
-    return [span for line in path.read_text(encoding="utf-8").splitlines() if (span := _span(line)) is not None]
+    events = map(parse_event, path.read_text(encoding="utf-8").splitlines())
+    return [event for event in events if isinstance(event, Span)]
 
 
 def busy_stretches(spans: Iterable[Span]) -> list[tuple[float, float]]:
     """(began, seconds) of the stretches in which at least one of the spans lasts."""
-    stretches: list[tuple[float, float]] = []
-    for span in sorted(spans, key=lambda span: span.began):
-        end = span.began + span.seconds
-        if stretches and span.began <= stretches[-1][0] + stretches[-1][1]:
-            began, seconds = stretches[-1]
-            stretches[-1] = (began, max(seconds, end - began))
+    return joined((span.began, span.seconds) for span in spans)
+
+
+def joined(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
+    """(began, seconds) in order, those that touch or overlap made one."""
+    whole: list[tuple[float, float]] = []
+    for began, seconds in sorted(stretches):
+        if whole and began <= whole[-1][0] + whole[-1][1]:
+            first, so_far = whole[-1]
+            whole[-1] = (first, max(so_far, began + seconds - first))
         else:
-            stretches.append((span.began, span.seconds))
-    return stretches
+            whole.append((began, seconds))
+    return whole
 
 
-def _event(span: Span) -> dict[str, Any]:
-    return {
-        "name": span.name,
-        "ph": "X",
-        "ts": round(span.began * 1e6),
-        "dur": round(span.seconds * 1e6),
-        "pid": span.rank,
-        "tid": span.slot,
-        "args": dict(span.told),
-    }
-
-
-def _span(line: str) -> Span | None:
+def parse_event(line: str) -> Event | None:
+    """The event of one line; None where it holds none, or none of ours."""
     try:
-        event = json.loads(line.rstrip().rstrip(","))
-        if event["ph"] != "X":
-            return None
-        return Span(event["name"], event["pid"], event["tid"], event["ts"] / 1e6, event["dur"] / 1e6, event["args"])
+        told = json.loads(line.rstrip().rstrip(","))
+        name, rank, at = told["name"], told["pid"], told["ts"] / 1e6
+        match told["ph"]:
+            case "X":
+                return Span(name, rank, told["tid"], at, told["dur"] / 1e6, told["args"])
+            case "C":
+                return Levels(name, rank, at, told["args"], told["oldest_s"])
+            case "i":
+                return Mark(name, rank, at)
     except (ValueError, TypeError, KeyError):
-        return None
+        pass
+    return None
+
+
+def _written(event: Event) -> dict[str, Any]:
+    match event:
+        case Span():
+            ended = {"dur": round(event.seconds * 1e6), "tid": event.slot, "args": dict(event.told)}
+            return {"name": event.name, "ph": "X", "ts": round(event.began * 1e6), "pid": event.rank, **ended}
+        case Levels():  # viewers pass over a key that they do not know, as `oldest_s`
+            counted = {"args": dict(event.values), "oldest_s": dict(event.oldest_s)}
+            return {"name": event.name, "ph": "C", "ts": round(event.at * 1e6), "pid": event.rank, **counted}
+        case Mark():
+            return {"name": event.name, "ph": "i", "ts": round(event.at * 1e6), "pid": event.rank, "tid": -1, "s": "t"}
 
 
 def _end_of_events(file: Any) -> int:

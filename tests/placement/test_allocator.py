@@ -117,7 +117,7 @@ def test_no_slot_is_idle_while_a_backlog_is_worth_a_swap(
             play.ask(ROLLOUT)
         while not (allocator.is_idle and not play.swapping):
             play.step(source)
-            if number:
+            if number and allocator.manner in ("divided", "together"):
                 assert_nobody_wastes(allocator, play)
         allocator.learn(allocator.numbers())
 
@@ -192,6 +192,31 @@ def test_colocated_changes_phase_when_nothing_is_left() -> None:
     play.run_out(random.Random(1))
     kinds = ["swap" if isinstance(action, Swap) else play.roles[action.request] for action in play.actions]
     assert kinds == [ROLLOUT] * 3 + ["swap"] * 2 + [JUDGE] * 3
+
+
+@pytest.mark.parametrize(("manner", "swaps"), [("held", 0), ("phases", 2)])
+def test_a_learned_plan_says_how_slots_change(manner: str, swaps: int) -> None:
+    """As a split, or as colocated."""
+    first = Allocator(hall(2))
+    play = Play(first)
+    for _ in range(8):
+        play.ask(ROLLOUT)
+    play.run_out(random.Random(1))
+    first.learn(first.numbers())
+    division = {ROLLOUT: 1, JUDGE: 1} if manner == "held" else {ROLLOUT: 2, JUDGE: 0}
+    second = Allocator(hall(2))
+    second.restore({**first.state(), "manner": manner, "division": division})
+    again = Play(second)
+    second.begin_round(0.0)
+    for _ in range(8):
+        again.ask(ROLLOUT)
+    again.run_out(random.Random(1))
+    kinds = ["swap" if isinstance(action, Swap) else again.roles[action.request] for action in again.actions]
+    assert kinds.count("swap") == swaps
+    if manner == "phases":
+        assert kinds == [ROLLOUT] * 8 + ["swap"] * 2 + [JUDGE] * 8
+    else:
+        assert kinds.index(JUDGE) < len(kinds) - 1 - kinds[::-1].index(ROLLOUT), "side by side"
 
 
 def test_side_by_side_a_slot_that_is_nearly_empty_helps_at_once() -> None:

@@ -1,12 +1,16 @@
 """The division that a step starts with: best by forecast, steady, and the same for all who know the same."""
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ycore.placement.division import divide, next_division, shares
-from ycore.placement.forecast import COHORTS, Setting, forecast_s, lengths
+from ycore.placement.division import AS_GOOD, best_division, divide, next_plan, shares
+from ycore.placement.experience import FIRST
+from ycore.placement.forecast import COHORTS, Setting, bringing, forecast_s, lengths
 from ycore.placement.load import Load, Speed
+from ycore.placement.plan import Plan
 
 SPEED = Speed(0.012, 0.0006)
 
@@ -29,33 +33,54 @@ LOADS = st.fixed_dictionaries(
 )
 
 
+def choose(
+    current: Plan | None, loads: dict[str, Load], where: Setting, factors: dict[str, float] | None = None
+) -> Plan:
+    return next_plan(current, loads, where, {**FIRST, **(factors or {})})  # type: ignore[dict-item]
+
+
 @settings(max_examples=60, deadline=None)
 @given(LOADS, st.integers(1, 40), st.floats(0, 20))
-def test_constant_load_changes_the_division_once_at_most(loads: dict[str, Load], num_slots: int, swap_s: float) -> None:
-    chosen = next_division(None, loads, setting(num_slots, swap_s))
-    assert sum(chosen.values()) == num_slots and chosen["rollout"] >= 1 and min(chosen.values()) >= 0
-    assert next_division(chosen, loads, setting(num_slots, swap_s)) == chosen
-    elsewhere = divide(1, loads, setting(num_slots))
-    second = next_division(elsewhere, loads, setting(num_slots, swap_s))
-    assert next_division(second, loads, setting(num_slots, swap_s)) == second
-    assert forecast_s(loads, second, setting(num_slots, swap_s)) <= forecast_s(
-        loads, elsewhere, setting(num_slots, swap_s)
-    )
+def test_constant_load_changes_the_plan_once_at_most(loads: dict[str, Load], num_slots: int, swap_s: float) -> None:
+    where = setting(num_slots, swap_s)
+    chosen = choose(None, loads, where)
+    assert sum(chosen.division.values()) == num_slots
+    assert chosen.division["rollout"] >= 1 and min(chosen.division.values()) >= 0
+    assert choose(chosen, loads, where) == chosen
+    elsewhere = Plan(divide(1, loads, where), "divided")
+    second = choose(elsewhere, loads, where)
+    assert choose(second, loads, where) == second
+    before_s, after_s = (FIRST[plan.manner] * forecast_s(loads, plan.division, where) for plan in (elsewhere, second))
+    assert after_s <= before_s
 
 
 def test_loads_that_waver_do_not_move_slots() -> None:
-    now = next_division(None, {"rollout": load(512, 400), "judge": load(512, 200)}, setting(8))
+    now = choose(None, {"rollout": load(512, 400), "judge": load(512, 200)}, setting(8))
     for sign in (1, -1, 1, -1, 1):
         wavering = {"rollout": load(512, 400 * (1 + 0.02 * sign)), "judge": load(512, 200 * (1 - 0.02 * sign))}
-        assert next_division(now, wavering, setting(8)) == now
+        assert choose(now, wavering, setting(8)) == now
 
 
 def test_more_to_judge_means_more_judges() -> None:
     judges = [
-        next_division(None, {"rollout": load(512, 400), "judge": load(512, size)}, setting(8, 500.0))["judge"]
+        best_division({"rollout": load(512, 400), "judge": load(512, size)}, setting(8, 500.0))["judge"]
         for size in (20, 400, 4000)
     ]
     assert judges == sorted(judges) and judges[0] < judges[-1]
+
+
+def test_a_manner_is_taken_as_long_as_its_rounds_keep_what_was_promised() -> None:
+    """Where engines gain much from deep batches, phases promise more than a division with one long request a slot."""
+    loads = {"rollout": load(400, 400), "judge": load(400, 1200)}
+    where = setting(2, 0.1)
+    assert choose(None, loads, where).manner == "phases"
+    assert choose(None, loads, where, {"phases": 2.0, "together": 2.0}).manner == "divided"
+    assert choose(None, loads, where, {"phases": 2.0, "together": 0.9}).manner == "together"
+
+
+def test_one_slot_takes_its_roles_in_turn() -> None:
+    loads = {"rollout": load(64, 400), "judge": load(64, 200)}
+    assert choose(None, loads, setting(1)) == Plan({"rollout": 1, "judge": 0}, "together")
 
 
 def test_a_forecast_is_the_arithmetic_where_that_is_simple() -> None:
@@ -72,7 +97,21 @@ def test_late_verdicts_cost_more_where_prompts_wait_for_them() -> None:
     again = {"rollout": load(512, 400, late=100), "judge": load(512, 200)}
     all_roll = {"rollout": 8, "judge": 0}
     assert forecast_s(again, all_roll, setting(8)) > forecast_s(steady, all_roll, setting(8))
-    assert next_division(None, again, setting(8))["judge"] >= 1
+    assert best_division(again, setting(8))["judge"] >= 1
+
+
+def test_few_late_prompts_are_seldom_brought_by_the_last_verdict() -> None:
+    """One moment a round, in the middle or near the end; many moments, and all verdicts bring some."""
+    once = replace(load(512, 400, late=8, spread=0.8), num_times_late=1.0)
+    assert bringing(once) == {COHORTS // 2}
+    assert bringing(replace(once, late_at=0.95)) == {COHORTS - 1}
+    assert bringing(replace(once, num_times_late=40.0)) == set(range(COHORTS))
+    assert bringing(load(512, 400)) == set()
+    seconds = [
+        forecast_s({"rollout": late, "judge": load(512, 200)}, {"rollout": 4, "judge": 4}, setting(8))
+        for late in (once, replace(once, late_at=0.95))
+    ]
+    assert seconds[0] < seconds[1]
 
 
 @given(st.floats(1, 5000), st.floats(0, 1.5))
@@ -90,6 +129,6 @@ def test_shares_are_whole_and_complete() -> None:
 
 def test_many_slots_are_divided_quickly_and_well() -> None:
     loads = {"rollout": load(16384, 400, spread=0.8), "judge": load(16384, 200)}
-    chosen = next_division(None, loads, setting(512))
-    best = min(forecast_s(loads, divide(rollout, loads, setting(512)), setting(512)) for rollout in range(1, 513, 16))
-    assert forecast_s(loads, chosen, setting(512)) <= best * 1.001
+    chosen = best_division(loads, setting(512))
+    best = min(forecast_s(loads, divide(rollout, loads, setting(512)), setting(512)) for rollout in range(1, 512, 16))
+    assert forecast_s(loads, chosen, setting(512)) <= best * AS_GOOD

@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ycore.placement.load import Sums, as_numbers, faded, from_numbers
+from ycore.placement.load import Sums, as_late_as, as_numbers, faded, from_numbers
 
 ROLES = ("rollout", "judge")
 
@@ -61,3 +61,19 @@ def test_old_rounds_fade() -> None:
     load = sums.load()
     assert load is not None and load.speed.base == pytest.approx(0.01, rel=0.05)
     assert load.num_requests == pytest.approx(200)
+
+
+def test_late_requests_are_counted_by_moment_and_carried_over() -> None:
+    before = Sums(rounds=2.0)
+    for at, is_first in ((0.5, True), (0.5, False), (0.9, True), (0.9, False)):
+        before.observe_late(at, is_first=is_first)
+        before.observe(seconds=1.0, depth=1.0, size=10.0)
+    load = before.load()
+    assert load is not None
+    assert (load.num_late, load.num_times_late, load.late_at) == (2.0, 1.0, pytest.approx(0.7))
+    now = Sums(rounds=1.0)
+    now.observe(seconds=1.0, depth=1.0, size=10.0)
+    carried = as_late_as(before, now).load()
+    assert carried is not None
+    assert (carried.num_late, carried.num_times_late, carried.late_at) == (2.0, 1.0, pytest.approx(0.7))
+    assert carried.num_requests == 1.0 and now.late == 0.0

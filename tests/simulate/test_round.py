@@ -114,6 +114,28 @@ def test_dynamic_is_never_far_behind_and_often_ahead() -> None:
     assert max(ratios) < 1.1, ratios
 
 
+def test_where_no_split_fits_dynamic_learns_to_go_in_phases() -> None:
+    """Two slots, little to judge, engines that gain little from deep batches: one judge for one writer is wasteful."""
+    work = Assumed(Lengths(300, 0.8, 2000), {JUDGE: 30.0}, group_size=4, teach_share=0.7, seed=1)
+    machine = Machine(dict.fromkeys(ROLES, Speed(0.01, 0.002)), dict.fromkeys(ROLES, 0.5))
+    results = {
+        words: simulate(
+            parse_placement(words),
+            hall(2),
+            machine,
+            lambda number: work.group_at,
+            Demand(16, dynamic=True),
+            num_rounds=4,
+            warm_up=3,
+            position_of=lambda number: 1000 * number,
+        )
+        for words in ("dynamic", "split:1:1", "colocated")
+    }
+    dynamic, split, colocated = (result.seconds for result in results.values())
+    assert colocated < 0.9 * split, "a load that phases suit"
+    assert dynamic < 1.02 * colocated
+
+
 def test_lengths_have_the_mean_that_is_asked() -> None:
     source, lengths = random.Random(0), Lengths(500, 0.8, 10**6)
     drawn = [lengths.draw(source) for _ in range(20_000)]

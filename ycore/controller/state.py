@@ -1,4 +1,4 @@
-"""What a controller must remember to go on exactly where it was: its cursor, its yield, its surplus.
+"""What a controller must remember to go on exactly where it was: cursor, yield, surplus, and what placement learned.
 
 Not here: the checkpoint that it becomes part of (`roles.checkpoints`).
 """
@@ -17,6 +17,7 @@ def controller_state(rounds: Rounds) -> dict[str, Any]:
         "cursor": rounds.draws.cursor,
         "yield": {"kept": yields.kept, "finished": yields.finished},
         "surplus": [finished_to_json(item) for item in rounds.surplus.waiting],
+        "placement": rounds.round.slots.allocator.state(),
     }
 
 
@@ -25,3 +26,5 @@ def restore_controller(rounds: Rounds, state: dict[str, Any]) -> None:
     rounds.draws.cursor = state["cursor"]
     rounds.round.yields = Yield(**state["yield"])
     rounds.surplus.waiting = [finished_from_json(item) for item in state["surplus"]]
+    if "placement" in state:  # not yet in what earlier versions wrote
+        rounds.round.slots.allocator.restore(state["placement"])

@@ -3,7 +3,7 @@
 It has no clock, no process and no wait of its own. The live run drives it from asyncio (`controller.dispatch`), the
 simulator from a virtual clock (`simulate.round`): both get the same decisions from the same events.
 
-Not here: what a move is worth (`moves`), and the division a round starts with (`division`).
+Not here: what a move is worth (`moves`), and what is learned from round to round (`learning`).
 """
 
 import heapq
@@ -11,15 +11,16 @@ import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
-from ycore.placement.division import next_division
-from ycore.placement.forecast import Setting
+from ycore.placement.learning import Learning
 from ycore.placement.levels import MovingAverage
-from ycore.placement.load import Load, Speed, Sums, as_numbers, faded, from_numbers
+from ycore.placement.load import Load, Speed, Sums, as_numbers
 from ycore.placement.moves import Backlog, Cost, best_move
 from ycore.placement.placement import ROLLOUT, Division, Placement, placement_of
+from ycore.placement.plan import Manner
 from ycore.placement.usage import SlotClock, Usage
-from ycore.placement.words import DYNAMIC, Wanted, split_division
+from ycore.placement.words import DYNAMIC, Wanted
 
 UNLIMITED = 10**9
 _SPARE = 4
@@ -79,17 +80,10 @@ class Allocator:
 
     def __init__(self, hall: Hall, wanted: Wanted = DYNAMIC) -> None:
         self.hall = hall
-        self.loads: dict[str, Load] = {}
-        self._wanted = wanted if len(hall.roles) > 1 else Wanted("split", (hall.num_slots,))
-        self._division: Division = (
-            split_division(self._wanted, hall.roles)
-            if self._wanted.kind == "split"
-            else {role: hall.num_slots if role == ROLLOUT else 0 for role in hall.roles}
-        )
-        self._chosen = False
-        self._sums: dict[str, Sums] = {}
+        wanted = wanted if len(hall.roles) > 1 else Wanted("split", (hall.num_slots,))
+        capacity = {role: hall.capacity_of(role) for role in hall.roles}
+        self._learned = Learning(hall.num_slots, capacity, wanted)
         self._swap_cost = MovingAverage()
-        self._depth = {role: hall.capacity_of(role) for role in hall.roles}
         self._flying: dict[int, _Flying] = {}
         self._waiting: dict[str, deque[int]] = {role: deque() for role in hall.roles}
         self.begin_round(0.0)
@@ -100,11 +94,12 @@ class Allocator:
         """A round begins; its slots are awake as `placement` says."""
         assert not self._flying, "a round begins when the last has ended"
         self._began = now
+        self._seconds = 0.0
         self._swaps = 0
-        self._verdict_given = False
+        self._verdict_given = self._news = False
         self._asked = dict.fromkeys(self.hall.roles, 0)
-        self._round: dict[str, Sums] = {role: Sums() for role in self.hall.roles}
-        self._awake = list(placement_of(self._division).awake)
+        self._round: dict[str, Sums] = {role: Sums(rounds=1.0) for role in self.hall.roles}
+        self._awake = list(placement_of(self._learned.plan.division).awake)
         self._clocks = [SlotClock(self._speed(role), since=now) for role in self._awake]
         self._free: dict[str, list[tuple[int, int]]] = {role: [] for role in self.hall.roles}
         self._spare: dict[str, set[int]] = {role: set() for role in self.hall.roles}
@@ -118,7 +113,9 @@ class Allocator:
         self._waiting[role].append(request)
         self._asked[role] += 1
         if role == ROLLOUT and self._verdict_given:
-            self._round[role].late += 1
+            verdicts = sum(self._round[other].num for other in self.hall.roles[1:]) / (len(self.hall.roles) - 1)
+            self._round[ROLLOUT].observe_late(verdicts / self._asked[ROLLOUT], is_first=self._news)
+            self._news = False
 
     def withdraw(self, request: int, role: str, now: float) -> None:
         """Whoever asked has given up, in flight or not."""
@@ -133,6 +130,7 @@ class Allocator:
         flying = self._flying.pop(request)
         self._leave(flying, now)
         self._verdict_given |= flying.role != ROLLOUT
+        self._news = True
         seconds, clock = now - flying.began, self._clocks[flying.slot]
         if seconds > 0:
             depth = (clock.depth - flying.depth) / (clock.steps - flying.steps)
@@ -152,34 +150,36 @@ class Allocator:
 
     def end_round(self, now: float) -> Usage:
         """How the slots were used since it began."""
-        for clock in self._clocks:
-            clock.advance(now)
         clocks = self._clocks
-        return Usage(now - self._began, [c.busy_s for c in clocks], [c.swap_s for c in clocks], self._swaps)
+        for clock in clocks:
+            clock.advance(now)
+        self._seconds = now - self._began
+        return Usage(self._seconds, [c.busy_s for c in clocks], [c.swap_s for c in clocks], self._swaps)
 
     # -- between rounds --------------------------------------------------------------------------------------------
 
     def numbers(self) -> list[float]:
         """What this controller learned in the round, to be added to the others'."""
-        for sums in self._round.values():
-            sums.rounds = 1.0
-        return [*as_numbers(self._round, self.hall.roles), self.swap_s, 1.0]
+        return [*as_numbers(self._round, self.hall.roles), self.swap_s, self._seconds, 1.0]
 
     def learn(self, added: Sequence[float]) -> None:
-        """The sum of all controllers' numbers: they all come to the same division for the next round."""
-        *numbers, swap_s, controllers = added
-        now = from_numbers(numbers, self.hall.roles)
-        self._sums = {role: faded(self._sums.get(role, Sums()), now[role]) for role in self.hall.roles}
-        self.loads = {role: load for role, sums in self._sums.items() if (load := sums.load()) is not None}
-        if self._wanted.kind != "dynamic":
-            return
-        slots = self.hall.num_slots
-        for role, load in self.loads.items():
-            self._depth[role] = load.depth(slots, self.hall.capacity_of(role))
-        if len(self.loads) == len(self.hall.roles):
-            setting = Setting(slots, self._depth, swap_s / controllers)
-            self._division = next_division(self._division if self._chosen else None, self.loads, setting)
-            self._chosen = True
+        """The sum of all controllers' numbers: they all come to the same plan for the next round."""
+        *numbers, swap_s, seconds, controllers = added
+        self._learned.learn(numbers, swap_s=swap_s / controllers, round_s=seconds / controllers)
+
+    def state(self) -> dict[str, Any]:
+        """What was learned so far, as plain JSON values, for a checkpoint between rounds."""
+        return {**self._learned.state(), "swap_s": self._swap_cost.value}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """What `state` told; it counts from the next `begin_round` on."""
+        self._learned.restore(state)
+        self._swap_cost.value = state["swap_s"]
+
+    @property
+    def loads(self) -> Mapping[str, Load]:
+        """Each role's work in a round, as learned so far."""
+        return self._learned.loads
 
     @property
     def placement(self) -> Placement:
@@ -187,14 +187,31 @@ class Allocator:
         return Placement(tuple(self._awake))
 
     @property
+    def manner(self) -> Manner:
+        """How slots change their role in the next round."""
+        return self._learned.plan.manner
+
+    @property
     def division(self) -> Division:
         """What the next round starts with."""
-        return self._division
+        return self._learned.plan.division
 
     @property
     def swap_s(self) -> float:
         """What a swap costs: measured, or assumed until then."""
         return self.hall.first_swap_s if self._swap_cost.value is None else self._swap_cost.value
+
+    def waiting(self) -> dict[str, int]:
+        """Requests of each role that no slot has taken yet."""
+        return {role: len(requests) for role, requests in self._waiting.items()}
+
+    def in_flight(self) -> dict[tuple[str, int], tuple[int, float]]:
+        """By role and slot: how many requests are with the engine, and when the oldest of them began."""
+        found: dict[tuple[str, int], tuple[int, float]] = {}
+        for flying in self._flying.values():
+            count, oldest = found.get((flying.role, flying.slot), (0, flying.began))
+            found[flying.role, flying.slot] = (count + 1, min(oldest, flying.began))
+        return found
 
     @property
     def is_idle(self) -> bool:
@@ -209,18 +226,15 @@ class Allocator:
         actions: list[Action] = []
         for role in self.hall.roles:
             self._start_waiting(role, now, actions)
-        if self._wanted.kind == "dynamic":
-            self._move_spare(now, actions)
-        elif self._wanted.kind == "colocated":
+        if self._learned.plan.manner == "phases":
             self._next_phase(now, actions)
+        elif self._learned.plan.manner != "held":
+            self._move_spare(now, actions)
         return actions
 
     def _start_waiting(self, role: str, now: float, actions: list[Action]) -> None:
         waiting = self._waiting[role]
-        while waiting:
-            slot = self._pick(role)
-            if slot is None:
-                return
+        while waiting and (slot := self._pick(role)) is not None:
             request = waiting.popleft()
             clock = self._clocks[slot]
             clock.advance(now)
@@ -235,14 +249,16 @@ class Allocator:
         free = self._free[role]
         while free:
             in_flight, slot = free[0]
-            if in_flight == self._clocks[slot].in_flight and self._can_take(slot, role, depth):
+            clock = self._clocks[slot]
+            can_take = self._awake[slot] == role and clock.swap_began is None and clock.in_flight < depth
+            if can_take and in_flight == clock.in_flight:
                 return slot
             heapq.heappop(free)  # an old entry, or a full slot: one that gets room is noted anew
         return None
 
     def _depth_now(self, role: str) -> int:
         """While slots are on their way to a role, those that are there leave them, and those to follow, their share."""
-        depth = self._depth[role]
+        depth = self._learned.depth[role]
         if not self._arriving[role]:
             return depth
         there_is = self._asked[role] - self._round[role].num
@@ -251,15 +267,11 @@ class Allocator:
 
     def _soon_free(self, role: str) -> float:
         """Slots of a role with nothing waiting that others can hope for: as many as of its requests have ended."""
-        load = self.loads.get(role)
+        load = self._learned.loads.get(role)
         if self._waiting[role] or load is None:
             return 0.0
         expected = self._asked[role] + self._coming(role, load)
         return self._num_slots[role] * self._round[role].num / expected if expected else 0.0
-
-    def _can_take(self, slot: int, role: str, depth: int) -> bool:
-        clock = self._clocks[slot]
-        return self._awake[slot] == role and clock.swap_began is None and clock.in_flight < depth
 
     def _move_spare(self, now: float, actions: list[Action]) -> None:
         """Slots with nothing left in their role go where the backlog is worth it, one by one."""
@@ -275,22 +287,22 @@ class Allocator:
 
     def _backlog(self, role: str) -> Backlog:
         waiting, slots = len(self._waiting[role]), self._num_slots[role]
-        load = self.loads.get(role)
+        load = self._learned.loads.get(role)
         if load is None:  # nothing is known yet: more than a request a slot is worth a try
             return Backlog(min(waiting, 1), 0, 0 if waiting > slots else slots, 0.0)
-        return Backlog(waiting, self._coming(role, load), slots, load.engine_s(self._depth[role]))
+        return Backlog(waiting, self._coming(role, load), slots, load.engine_s(self._learned.depth[role]))
 
     def _coming(self, role: str, load: Load) -> float:
         """Requests that this round is still to bring: for completions under way, and as earlier rounds had them."""
         if role == ROLLOUT:
             return max(0.0, load.num_late - self._round[role].late)
-        rollout = self.loads.get(ROLLOUT)
+        rollout = self._learned.loads.get(ROLLOUT)
         under_way = self._asked[ROLLOUT] - self._round[ROLLOUT].num
         return under_way * load.num_requests / rollout.num_requests if rollout else 0.0
 
     def _late_s(self, role: str) -> float:
         """What it costs if verdicts come late: the prompts that are drawn by them have yet to be written."""
-        rollout = self.loads.get(ROLLOUT)
+        rollout = self._learned.loads.get(ROLLOUT)
         if role == ROLLOUT or rollout is None:
             return 0.0
         return min(1.0, rollout.num_late) * rollout.longest * rollout.speed.step_s(1)
@@ -317,7 +329,7 @@ class Allocator:
 
     def _speed(self, role: str) -> Speed:
         """As learned so far; before that, every step is taken to be as long as any other."""
-        load = self.loads.get(role)
+        load = self._learned.loads.get(role)
         return Speed(1.0, 0.0) if load is None else load.speed
 
     def _leave(self, flying: _Flying, now: float) -> None:
@@ -332,7 +344,7 @@ class Allocator:
         if clock.swap_began is not None:
             return
         heapq.heappush(self._free[role], (clock.in_flight, slot))
-        if clock.in_flight <= (0 if self.hall.exclusive else self._depth[role] // _SPARE):
+        if clock.in_flight <= (0 if self.hall.exclusive else self._learned.depth[role] // _SPARE):
             self._spare[role].add(slot)
         else:
             self._spare[role].discard(slot)

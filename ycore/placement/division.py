@@ -1,14 +1,15 @@
-"""Between steps: the division of slots that promises the shortest round, changed only when that clearly pays.
+"""Between steps: the plan that promises the shortest round, changed only when that clearly pays.
 
-Not here: the forecast (`forecast`), and the moves during the round (`moves`).
+Not here: the forecast (`forecast`), how far it is believed (`experience`), and the moves during the round (`moves`).
 """
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 
 from ycore.placement.forecast import Setting, forecast_s
 from ycore.placement.load import Load
 from ycore.placement.placement import ROLLOUT, Division
+from ycore.placement.plan import Factors, Plan
 
 MARGIN = 0.03
 """Share of a round that a change must save, beside its swaps."""
@@ -16,34 +17,55 @@ MARGIN = 0.03
 HORIZON = 10
 """Rounds over which the swaps of a change are spread."""
 
+AS_GOOD = 1.02
+"""Forecasts so close to each other say the same."""
+
 _MOST = 24
-"""Divisions that are looked at in one go; where there are more, the neighbours of the best are looked at next."""
+"""Divisions that are looked at."""
 
 
-def next_division(current: Division | None, loads: Mapping[str, Load], setting: Setting) -> Division:
+def next_plan(current: Plan | None, loads: Mapping[str, Load], setting: Setting, factors: Factors) -> Plan:
     """The current one, unless another promises a round that is shorter by more than the margin and its swaps.
 
     With None nothing was chosen yet, and the best is taken as it is. A pure function: controllers that know the same
-    numbers come to the same division.
+    numbers come to the same plan.
     """
-    best = _search(loads, setting)
+
+    def promised_s(plan: Plan) -> float:
+        return factors[plan.manner] * forecast_s(loads, plan.division, setting)
+
+    best = min(_plans(loads, setting), key=promised_s)
     if current is None:
         return best
-    now_s, best_s = (forecast_s(loads, division, setting) for division in (current, best))
+    now_s, best_s = promised_s(current), promised_s(best)
     return best if now_s - best_s > MARGIN * best_s + setting.swap_s / HORIZON else current
 
 
-def _search(loads: Mapping[str, Load], setting: Setting) -> Division:
-    """The best number of rollout slots, from coarse to fine."""
-    low, high = 1, setting.num_slots
-    while True:
-        stride = max(1, math.ceil((high - low + 1) / _MOST))
-        tried = sorted({*range(low, high + 1, stride), high}, reverse=True)
-        divided = [divide(rollout, loads, setting) for rollout in tried]
-        best = min(divided, key=lambda division: forecast_s(loads, division, setting))
-        if stride == 1:
-            return best
-        low, high = max(1, best[ROLLOUT] - stride), min(setting.num_slots, best[ROLLOUT] + stride)
+def _plans(loads: Mapping[str, Load], setting: Setting) -> list[Plan]:
+    """The best of each manner. On one slot phases come by themselves."""
+    everywhere = divide(setting.num_slots, loads, setting)
+    if setting.num_slots == 1:
+        return [Plan(everywhere, "together")]
+    divided = best_division(loads, setting)
+    held = [Plan(divided, "held")] if min(divided.values()) > 0 else []  # a role without a slot needs a move
+    return [Plan(divided, "divided"), *held, Plan(everywhere, "phases"), Plan(everywhere, "together")]
+
+
+def best_division(loads: Mapping[str, Load], setting: Setting) -> Division:
+    """The middle of the divisions around the shortest forecast that are as good as that one.
+
+    Rounds become slowly longer on either side until one role is too few, and then fast: the middle is the safe place.
+    """
+    most = setting.num_slots - 1
+    tried = sorted({*range(1, most + 1, math.ceil(most / _MOST)), most})
+    told_s = [forecast_s(loads, divide(rollout, loads, setting), setting) for rollout in tried]
+    first = last = min(range(len(tried)), key=told_s.__getitem__)
+    enough_s = AS_GOOD * told_s[first]
+    while first > 0 and told_s[first - 1] <= enough_s:
+        first -= 1
+    while last < len(tried) - 1 and told_s[last + 1] <= enough_s:
+        last += 1
+    return divide((tried[first] + tried[last] + 1) // 2, loads, setting)
 
 
 def divide(rollout: int, loads: Mapping[str, Load], setting: Setting) -> Division:
@@ -61,8 +83,3 @@ def shares(work: Mapping[str, float], num_slots: int) -> dict[str, int]:
     for role in sorted(exact, key=lambda role: whole[role] - exact[role])[: num_slots - sum(whole.values())]:
         whole[role] += 1
     return whole
-
-
-def divisions(loads: Mapping[str, Load], setting: Setting) -> Iterator[Division]:
-    """Every number of rollout slots, the most first."""
-    return (divide(rollout, loads, setting) for rollout in range(setting.num_slots, 0, -1))

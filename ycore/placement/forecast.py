@@ -3,8 +3,9 @@
 A role's requests are a dozen cohorts of equal number, their lengths the quantiles of a lognormal with the measured
 mean and spread, the last cohort's the longest seen. All slots of a role are alike, so one of them is played, with
 weights instead of single requests. A cohort that is written is then scored; where prompts are drawn because of verdicts
-(dynamic sampling), the verdicts of the first wave bring a second. When the rollouts are through, their slots help with
-what waits, a swap later.
+(dynamic sampling), the verdicts of the first wave bring a second. A role without slots gets those of the rollouts when
+they are through, a swap later, until they are wanted back. Other moves are left out: where roles have slots of their
+own, moves were seen to make a round shorter or leave it as it is, and the best division is seldom another with them.
 
 That takes well under a millisecond and knows what sums do not: tails, depth, and what waits for what.
 
@@ -92,7 +93,8 @@ class _Forecast:
         rollout = loads[ROLLOUT]
         self._lengths = lengths(rollout)
         first = max(1.0, rollout.num_requests - rollout.num_late)
-        self._again = rollout.num_late / first if rollout.num_late >= _LEAST else 0.0
+        self._bring = bringing(rollout)
+        self._again = rollout.num_late / first * COHORTS / max(1, len(self._bring))
         self._asks_again = next(load for role, load in loads.items() if role != ROLLOUT)
         self._help_at = self._back_at = math.inf
         self._now = 0.0
@@ -127,37 +129,41 @@ class _Forecast:
         num = weight * server.num_slots
         if server is self._rollout:
             self._to_scorers(cohort, num)
-        elif server.load is self._asks_again and cohort < COHORTS and self._again:
-            size = self._lengths[min(_ORDER[cohort], COHORTS - 2)]
-            self._rollout.add(size, cohort + COHORTS, num * self._again / self._rollout.num_slots)
+        elif server.load is self._asks_again and cohort in self._bring:
+            self._draw_again(cohort, num * self._again / self._rollout.num_slots)
         if not self._rollout.running and self._help_at == math.inf and self._needs_help() is not None:
             self._help_at = self._now + self._setting.swap_s
         elif self._helpers and self._rollout.waiting and not any(helper.running for helper in self._helpers.values()):
             self._back_at = min(self._back_at, self._now + self._setting.swap_s)
 
+    def _draw_again(self, cohort: int, weight: float) -> None:
+        """Prompts in place of others; of those of one moment, one completion is as long as the longest of so many."""
+        rollout = self._rollout.load
+        together = max(1.0, rollout.num_late / rollout.num_times_late)
+        longest = self._lengths[min(COHORTS - 1, int(COHORTS * together / (together + 1)))]
+        self._rollout.add(self._lengths[min(_ORDER[cohort], COHORTS - 2)], cohort + COHORTS, weight)
+        if together > 1:
+            self._rollout.add(longest, cohort + COHORTS, weight / together)
+
     def _to_scorers(self, cohort: int, num: float) -> None:
         for role, server in self._scorers.items():
             load, helper = self._loads[role], self._helpers.get(role)
             wanted = num * load.num_requests / max(1.0, self._loads[ROLLOUT].num_requests)
-            slots = server.num_slots + (helper.num_slots if helper else 0)
             if server.num_slots:
-                server.add(load.size, cohort, wanted / slots)
-            elif helper is None:
+                server.add(load.size, cohort, wanted / server.num_slots)
+            elif helper is not None:
+                helper.add(load.size, cohort, wanted / helper.num_slots)
+            else:  # until the rollouts' slots come
                 server.waiting.append((load.size, cohort, wanted))
-            if helper:
-                helper.add(load.size, cohort, wanted / slots)
 
     def _needs_help(self) -> str | None:
-        """The scorer with the most waiting, where slots that come to help would find more than the swap costs."""
+        """The scorer without a slot that has the most waiting."""
         waiting_s = {
             role: sum(weight for *_, weight in server.waiting) * server.load.engine_s(server.capacity)
             for role, server in self._scorers.items()
-            if role not in self._helpers
+            if not server.num_slots and server.waiting and role not in self._helpers
         }
-        role = max(waiting_s, key=lambda role: waiting_s[role], default=None)
-        if role is None or not self._scorers[role].waiting:
-            return None
-        return role if not self._scorers[role].num_slots or waiting_s[role] > self._setting.swap_s else None
+        return max(waiting_s, key=lambda role: waiting_s[role], default=None)
 
     def _help(self) -> None:
         self._help_at = math.inf
@@ -170,12 +176,8 @@ class _Forecast:
         self._rollout.is_open = False  # its slots are away
         waiting = list(server.waiting)
         server.waiting.clear()
-        slots = server.num_slots + helper.num_slots
-        for size, cohort, weight in waiting:
-            num = weight * max(1, server.num_slots)
-            helper.add(size, cohort, num / slots)
-            if server.num_slots:
-                server.add(size, cohort, num / slots)
+        for size, cohort, num in waiting:
+            helper.add(size, cohort, num / helper.num_slots)
 
     def _go_back(self) -> None:
         self._back_at = math.inf
@@ -187,6 +189,19 @@ class _Forecast:
 def forecast_s(loads: Mapping[str, Load], division: Division, setting: Setting) -> float:
     """Seconds of a round that starts with this division; infinite where nothing rolls out."""
     return _Forecast(loads, division, setting).seconds() if division.get(ROLLOUT, 0) else math.inf
+
+
+def bringing(load: Load) -> set[int]:
+    """The cohorts whose verdicts bring more prompts: at as many moments as there were, as late on the mean.
+
+    With few of them it is seldom the last verdict that brings more, by which a round would be twice as long.
+    """
+    if load.num_late < _LEAST:
+        return set()
+    times = max(1, round(min(load.num_times_late, COHORTS)))
+    late_at = min(0.99, max(0.01, load.late_at))
+    power = (1 - late_at) / late_at  # evenly spread numbers from 0 to 1, so raised, have this mean
+    return {int(((place + 0.5) / times) ** power * COHORTS) for place in range(times)}
 
 
 def lengths(load: Load) -> list[float]:

@@ -10,7 +10,7 @@ Not here: what follows for the slots (`moves`, `division`).
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 MEMORY = 0.7
 """Weight that a round keeps when the next one comes: about the last three count."""
@@ -51,6 +51,12 @@ class Load:
     num_late: float = 0.0
     """Of the requests, those asked once a verdict was there: work that waits for other work."""
 
+    num_times_late: float = math.inf
+    """At how many moments of a round they were asked."""
+
+    late_at: float = 0.5
+    """How far the verdicts were at these moments on the mean, from 0 to 1."""
+
     def engine_s(self, depth: float) -> float:
         """Seconds of a slot that one request costs when `depth` are in flight there."""
         return self.size * self.speed.step_s(depth) / depth
@@ -74,6 +80,8 @@ class Sums:
     depth_step_s: float = 0.0
     late: float = 0.0
     size_high: float = 0.0
+    times_late: float = 0.0
+    late_at: float = 0.0
     rounds: float = 0.0
 
     def observe(self, *, seconds: float, depth: float, size: float) -> None:
@@ -89,6 +97,12 @@ class Sums:
         self.step_s += size * step_s
         self.depth_step_s += size * depth * step_s
 
+    def observe_late(self, at: float, *, is_first: bool) -> None:
+        """A request that verdicts made necessary, when so much of them was given; the first of those of one moment?"""
+        self.late += 1
+        self.times_late += is_first
+        self.late_at += is_first * min(1.0, at)
+
     def load(self) -> Load | None:
         """None as long as nothing has ended."""
         if self.num < 0.5 or self.rounds <= 0:
@@ -102,6 +116,8 @@ class Sums:
             self.size_high ** (1 / _HIGH),
             self._speed(),
             self.late / self.rounds,
+            self.times_late / self.rounds,
+            self.late_at / self.times_late if self.times_late else 0.5,
         )
 
     def _speed(self) -> Speed:
@@ -122,7 +138,7 @@ def as_numbers(sums: Mapping[str, Sums], roles: Sequence[str]) -> list[float]:
 def _row(sums: Sums) -> tuple[float, ...]:
     return (
         sums.num, sums.size, sums.size_squared, sums.depth, sums.depth_squared,
-        sums.step_s, sums.depth_step_s, sums.late, sums.size_high, sums.rounds,
+        sums.step_s, sums.depth_step_s, sums.late, sums.size_high, sums.times_late, sums.late_at, sums.rounds,
     )  # fmt: skip
 
 
@@ -130,6 +146,13 @@ def from_numbers(numbers: Sequence[float], roles: Sequence[str]) -> dict[str, Su
     """What `as_numbers` told, or the sum of what several told; a load of it is that of their mean."""
     width = len(fields(Sums))
     return {role: Sums(*numbers[index * width : (index + 1) * width]) for index, role in enumerate(roles)}
+
+
+def as_late_as(before: Sums, now: Sums) -> Sums:
+    """This round's sums, with as many late requests a round, at such times, as there were before."""
+    rounds = now.rounds / before.rounds if before.rounds else 0.0
+    late = {"late": before.late, "times_late": before.times_late, "late_at": before.late_at}
+    return replace(now, **{name: value * rounds for name, value in late.items()})
 
 
 def faded(before: Sums, now: Sums, memory: float = MEMORY) -> Sums:

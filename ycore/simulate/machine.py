@@ -15,6 +15,7 @@ from ycore.placement.load import Speed
 
 @dataclass(slots=True)
 class _Engine:
+    role: str
     speed: Speed
     tokens: float = 0.0
     ends: list[tuple[float, int]] = field(default_factory=list)
@@ -23,36 +24,43 @@ class _Engine:
 class VirtualSlot:
     """The engines of all roles on one slot. Those that have work share the slot evenly, as processes share a core."""
 
+    __slots__ = ("_busy", "_engines", "_now")
+
     def __init__(self, speeds: Mapping[str, Speed]) -> None:
-        self._engines = {role: _Engine(speed) for role, speed in speeds.items()}
+        self._engines = {role: _Engine(role, speed) for role, speed in speeds.items()}
+        self._busy: list[_Engine] = []
         self._now = 0.0
 
     def start(self, request: int, role: str, size: float, now: float) -> None:
         self._advance(now)
         engine = self._engines[role]
+        if not engine.ends:
+            self._busy.append(engine)
         heapq.heappush(engine.ends, (engine.tokens + size, request))
 
     def next_end(self) -> tuple[float, int, str] | None:
         """(when, request, role) of the request that ends first if nothing else comes."""
-        busy = [(role, engine) for role, engine in self._engines.items() if engine.ends]
-        found = [
-            (self._now + (engine.ends[0][0] - engine.tokens) * _step_s(engine, len(busy)), engine.ends[0][1], role)
-            for role, engine in busy
-        ]
-        return min(found, default=None)
+        first = None
+        for engine in self._busy:
+            tokens, request = engine.ends[0]
+            found = (self._now + (tokens - engine.tokens) * self._step_s(engine), request, engine.role)
+            first = found if first is None or found < first else first
+        return first
 
     def end(self, role: str, now: float) -> None:
         """Take out what `next_end` told."""
         self._advance(now)
         engine = self._engines[role]
         engine.tokens, _ = heapq.heappop(engine.ends)  # exactly there, whatever the rounding
+        if not engine.ends:
+            self._busy.remove(engine)
 
     def _advance(self, now: float) -> None:
-        busy = [engine for engine in self._engines.values() if engine.ends]
-        for engine in busy:
-            engine.tokens += (now - self._now) / _step_s(engine, len(busy))
+        passed = now - self._now
+        if passed:
+            for engine in self._busy:
+                engine.tokens += passed / self._step_s(engine)
         self._now = now
 
-
-def _step_s(engine: _Engine, num_busy: int) -> float:
-    return engine.speed.step_s(len(engine.ends)) * num_busy
+    def _step_s(self, engine: _Engine) -> float:
+        return (engine.speed.base + engine.speed.each * len(engine.ends)) * len(self._busy)

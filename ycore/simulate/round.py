@@ -7,6 +7,7 @@ import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ycore.placement.allocator import Allocator, Start, Swap
 from ycore.placement.load import Speed
@@ -42,8 +43,7 @@ class Demand:
     max_in_flight: int | None = None
 
 
-@dataclass(frozen=True, slots=True)
-class Lane:
+class Lane(NamedTuple):
     """A stretch of one slot's time: a request's role, or `swap`."""
 
     slot: int
@@ -84,10 +84,12 @@ class SimulatedRound:
         self._yields = yields or Yield()
         self._slots = [VirtualSlot(machine.speeds) for _ in range(allocator.hall.num_slots)]
         self._stamps = [0] * len(self._slots)
+        self._following: list[tuple[float, int, str] | None] = [None] * len(self._slots)
         self._events: list[tuple[float, int, int, int]] = []  # when, order, slot, the slot's stamp (-1: a swap's end)
         self._num_events = 0
         self._asked: dict[int, tuple[str, int, int]] = {}  # request: role, group, completion
-        self._began: dict[int, tuple[int, float]] = {}
+        self._began: dict[int, float] = {}
+        self._changed: set[int] = set()
         self._groups: dict[int, SimulatedGroup] = {}
         self._open: Counter[tuple[int, int]] = Counter()  # (group, completion): requests still to come
         self._unfinished: Counter[int] = Counter()  # group: completions still to be scored
@@ -147,14 +149,18 @@ class SimulatedRound:
         self._allocator.ask(request, role)
 
     def _act(self, now: float) -> None:
+        """Carry out what the allocator decides; a slot's next end is looked for once, however many requests came."""
         for action in self._allocator.decide(now):
             if isinstance(action, Start):
                 role, position, index = self._asked[action.request]
                 self._slots[action.slot].start(action.request, role, self._size(role, position, index), now)
-                self._began[action.request] = (action.slot, now)
-                self._schedule(action.slot)
+                self._began[action.request] = now
+                self._changed.add(action.slot)
             else:
                 self._swap(action, now)
+        for slot in self._changed:
+            self._schedule(slot)
+        self._changed.clear()
 
     def _size(self, role: str, position: int, index: int) -> float:
         return self._groups[position].completions[index][role]
@@ -166,7 +172,7 @@ class SimulatedRound:
 
     def _schedule(self, slot: int) -> None:
         self._stamps[slot] += 1
-        following = self._slots[slot].next_end()
+        following = self._following[slot] = self._slots[slot].next_end()
         if following is not None:
             self._push(following[0], slot, self._stamps[slot])
 
@@ -175,13 +181,13 @@ class SimulatedRound:
         heapq.heappush(self._events, (when, self._num_events, slot, stamp))
 
     def _end_request(self, slot: int, now: float) -> None:
-        following = self._slots[slot].next_end()
+        following = self._following[slot]
         assert following is not None
         _, request, role = following
         self._slots[slot].end(role, now)
-        self._schedule(slot)
-        role, position, index = self._asked.pop(request)
-        _, began = self._began.pop(request)
+        self._changed.add(slot)
+        _, position, index = self._asked.pop(request)
+        began = self._began.pop(request)
         self._lanes.append(Lane(slot, role, began, now - began))
         self._allocator.ended(request, now, size=self._size(role, position, index))
         if role == ROLLOUT:

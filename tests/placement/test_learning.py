@@ -1,0 +1,66 @@
+"""What placement learned from round to round, across a checkpoint."""
+
+import json
+
+import pytest
+
+from ycore.placement.allocator import Allocator, Hall
+from ycore.placement.load import Speed
+from ycore.placement.placement import JUDGE, ROLLOUT
+from ycore.placement.words import parse_placement
+from ycore.simulate.round import Demand, Machine, Outcome, SimulatedRound
+from ycore.simulate.workload import Assumed, Lengths
+
+ROLES = (ROLLOUT, JUDGE)
+SPEED = Speed(0.012, 0.001)
+MACHINE = Machine(dict.fromkeys(ROLES, SPEED), dict.fromkeys(ROLES, 3.0))
+APART = 1000
+
+
+def allocator(words: str = "dynamic", num_slots: int = 4) -> Allocator:
+    capacity = dict.fromkeys(ROLES, 64)
+    return Allocator(Hall(num_slots, ROLES, capacity, exclusive=True, first_swap_s=1.0), parse_placement(words))
+
+
+def play(one: Allocator, number: int) -> Outcome:
+    """Rounds that drift, so that the division has to follow; some groups cannot teach."""
+    work = Assumed(Lengths(100 + 60 * number, 0.8, 2000), {JUDGE: 250.0}, group_size=4, teach_share=0.7)
+    outcome = SimulatedRound(one, MACHINE, work.group_at, Demand(12, dynamic=True), position=APART * number).run()
+    one.learn(one.numbers())
+    return outcome
+
+
+@pytest.mark.parametrize("words", ["dynamic", "split:3:1", "colocated"])
+def test_a_run_that_goes_on_places_as_it_would_have(words: str) -> None:
+    first = allocator(words)
+    for number in range(4):
+        play(first, number)
+    second = allocator(words)
+    second.restore(json.loads(json.dumps(first.state())))
+    assert second.state() == first.state() and second.loads == first.loads
+    for number in range(4, 10):
+        assert play(first, number).usage == play(second, number).usage
+    assert second.state() == first.state()
+
+
+def test_without_what_was_learned_it_would_not() -> None:
+    """So the test above looks at something."""
+    first, second = allocator(), allocator()
+    for number in range(4):
+        play(first, number)
+    assert play(first, 4).usage != play(second, 4).usage
+
+
+def test_other_slots_than_then_keep_their_own_division() -> None:
+    first, second = allocator(num_slots=4), allocator(num_slots=3)
+    play(first, 0)
+    second.restore(first.state())
+    assert sum(second.division.values()) == 3 and second.loads == first.loads
+    assert sum(play(second, 1).usage.busy_s) > 0
+
+
+def test_moves_that_are_never_needed_cost_nothing() -> None:
+    """A round of which nothing is known begins with all slots for rollouts; the next with judges of their own."""
+    one = allocator()
+    play(one, 0)
+    assert one.division[JUDGE] >= 1

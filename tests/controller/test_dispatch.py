@@ -7,12 +7,13 @@ from typing import Any
 
 import pytest
 
+from ycore.controller import depths
 from ycore.controller.dispatch import ROLLOUT, Slots, usage_metrics
 from ycore.errors import EngineError
 from ycore.placement.allocator import Allocator, Hall
 from ycore.placement.placement import JUDGE
 from ycore.placement.words import parse_placement
-from ycore.telemetry.trace import ROUND, SWAP, TraceWriter, read_trace
+from ycore.telemetry.trace import ROUND, SWAP, SYNC, Levels, Mark, TraceWriter, parse_event, read_trace
 
 ROLES = (ROLLOUT, JUDGE)
 
@@ -112,6 +113,76 @@ def test_a_swap_that_fails_fails_those_who_wait() -> None:
     run(work())
 
 
+class Sleeper:
+    """Is awake or not, and says which changes it."""
+
+    def __init__(self, log: list[str], name: str) -> None:
+        self._log, self._name = log, name
+
+    async def sleep(self) -> None:
+        self._log.append(f"sleep {self._name}")
+
+    async def wake(self) -> None:
+        self._log.append(f"wake {self._name}")
+
+
+def sleeping(log: list[str], words: str) -> Slots:
+    sleepers = {role: [Sleeper(log, f"{role} {slot}") for slot in range(2)] for role in ROLES}
+    return Slots(2, allocator=placed(words, exclusive=True), sleepers=sleepers)
+
+
+ALL_SLEEP = ["sleep rollout 0", "sleep rollout 1", "sleep judge 0", "sleep judge 1"]
+
+
+def test_around_a_round_one_engine_of_a_slot_is_awake_and_then_none() -> None:
+    async def work() -> list[str]:
+        log: list[str] = []
+        slots = sleeping(log, "split:1:1")
+        async with slots.awake():
+            log.append("round")
+        async with slots.awake(ROLLOUT):
+            log.append("samples")
+        return log
+
+    assert run(work()) == [
+        *["wake rollout 0", "wake judge 1", "round", *ALL_SLEEP],
+        *["wake rollout 0", "wake rollout 1", "samples", *ALL_SLEEP],
+    ]
+
+
+def test_a_round_that_is_given_up_ends_asleep_and_one_that_failed_asks_nothing_more() -> None:
+    async def work() -> tuple[list[str], list[str]]:
+        given_up: list[str] = []
+        failed: list[str] = []
+
+        async def wait() -> None:
+            async with sleeping(given_up, "dynamic").awake():
+                await asyncio.Event().wait()
+
+        task = asyncio.create_task(wait())
+        await asyncio.sleep(0.02)
+        task.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await task
+        with pytest.raises(EngineError, match="lost"):
+            async with sleeping(failed, "dynamic").awake():
+                raise EngineError("lost")
+        return given_up, failed
+
+    given_up, failed = run(work())
+    assert given_up == ["wake rollout 0", "wake rollout 1", *ALL_SLEEP]
+    assert failed == ["wake rollout 0", "wake rollout 1"]
+
+
+def test_engines_that_stay_up_are_neither_woken_nor_put_to_sleep() -> None:
+    async def work() -> None:
+        slots = Slots(2, allocator=placed("dynamic"))
+        async with slots.awake():
+            await slots.sleep()
+
+    run(work())
+
+
 def test_who_is_cancelled_frees_the_place() -> None:
     async def work() -> int:
         slots = Slots(1, allocator=placed("dynamic", num_slots=1, capacity=1))
@@ -148,6 +219,45 @@ def test_a_round_is_recorded_and_measured(tmp_path: Path) -> None:
     assert len(turns) == 16 and all(span.told["tokens"] == 7 and span.seconds > 0 for span in turns)
     assert [span.told["step"] for span in spans if span.name == ROUND] == [0, 1]
     assert all(span.told["awake"] in ROLES for span in spans if span.name == SWAP)
+
+
+def test_queue_depths_are_told_while_the_round_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Soon after they change, and once more at the round's end, when nothing is left."""
+    monkeypatch.setattr(depths, "_EVERY_S", 0.02)
+    path = tmp_path / "trace.json"
+
+    def told() -> list[Levels | Mark]:
+        events = map(parse_event, path.read_text().splitlines())
+        return [event for event in events if isinstance(event, Levels | Mark)]
+
+    async def work() -> list[Levels | Mark]:
+        slots = Slots(2, allocator=placed("split:1:1"), trace=TraceWriter(path), rank=3)
+        slots.begin_phase(SYNC)
+        slots.begin_round()
+        turns = [asyncio.create_task(Log(slots).turn(ROLLOUT, 0.3)) for _ in range(5)]
+        while len(told()) < 4:
+            await asyncio.sleep(0.01)
+        meanwhile = told()
+        await asyncio.gather(*turns)
+        slots.end_round(list)
+        return meanwhile
+
+    sync, begun, waiting, flying = run(work())
+    assert [sync.name, begun.name] == [SYNC, ROUND]
+    assert isinstance(waiting, Levels) and waiting.values == {ROLLOUT: 3, JUDGE: 0}
+    assert isinstance(flying, Levels) and flying.values == {"rollout 0": 2, "rollout 1": 0, "judge 0": 0, "judge 1": 0}
+    assert set(flying.oldest_s) == {"rollout 0"} and flying.rank == 3
+    last = told()[-1]
+    assert isinstance(last, Levels) and set(last.values.values()) == {0} and not last.oldest_s
+
+
+def test_without_a_trace_nothing_is_looked_at() -> None:
+    async def work() -> None:
+        slots = Slots(1)
+        async with slots.turn(ROLLOUT):
+            assert slots._depths._due is None
+
+    run(work())
 
 
 def test_metrics_of_all_ranks_are_sums() -> None:

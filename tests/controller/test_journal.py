@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from ycore.controller.dispatch import Slots
 from ycore.controller.journal import Journal, JournaledRounds
 from ycore.controller.peers import Alone
 from ycore.controller.replay import ReplayedRounds
@@ -29,6 +30,7 @@ class CountingRounds:
 
     class Inner:
         yields = Yield()
+        slots = Slots(1)
 
     class Waiting:
         waiting: list[Any] = []  # noqa: RUF012

@@ -56,6 +56,16 @@ def test_on_devices_one_engine_each() -> None:
     made = plan(config_with(), TWO_DEVICES)
     assert [(engine.cores, engine.device) for engine in made.engines] == [(None, "4"), (None, "5")]
     assert made.note == "generating with vLLM: 2 engines on devices 4, 5"
+    assert not made.sleeps
+
+
+@pytest.mark.parametrize(("machine", "sleep"), [(TWO_DEVICES, True), (TWO_CORES, False)])
+def test_engines_sleep_on_devices_alone(machine: Machine, sleep: bool) -> None:
+    folder, model = RunFolder(Path("/tmp/run")), Path("/m")
+    made = plan_engines(
+        config_with(), folder, model, model_config=SMOLLM2, machine=machine, vllm_installed=True, sleeps=True
+    )
+    assert made.sleeps == sleep and {engine.sleeps for engine in made.engines} == {sleep}
 
 
 @pytest.mark.parametrize(("machine", "what"), [(TWO_CORES, "2 cores"), (TWO_DEVICES, "2 devices")])

@@ -10,6 +10,7 @@ from ycore.config.run import RunConfig
 from ycore.errors import UserError
 from ycore.judging.loading import with_declarations
 from ycore.launch.engine_processes import engine_processes
+from ycore.launch.placing import placing_notes
 from ycore.launch.scorers import check_scorers, plan_scorers, scoring_models
 from ycore.models.tiny import write_tiny_model
 from ycore.roles.rollout import RolloutEngine
@@ -103,6 +104,26 @@ def test_on_a_device_scorers_share_what_an_engine_may_take(folder: Path) -> None
     config = config_of(judge("a"), {"reward": "rm:scalar"})
     plans = plan_scorers(config, RunFolder(folder), devices, fetch=lambda name: folder)
     assert [plan.engines[0].gpu_memory_utilization for plan in plans] == [0.15, 0.15]
+
+
+def test_where_engines_sleep_the_models_of_one_role_share_it(folder: Path) -> None:
+    devices = slots(folder, 1, device="0", gpu_memory_utilization=0.6, sleeps=True)
+    config = config_of(judge("a"), judge("b", model="other"), {"reward": "rm:scalar"})
+    config = config.model_copy(update={"engine": config.engine.model_copy(update={"gpu_memory_utilization": 0.6})})
+    plans = plan_scorers(config, RunFolder(folder), devices, fetch=lambda name: folder)
+    assert [plan.engines[0].gpu_memory_utilization for plan in plans] == [0.3, 0.3, 0.6]
+    processes = engine_processes(devices, plans)
+    assert all(one.sleeps and one.device == "0" and "--enable-sleep-mode" in one.command for one in processes)
+    assert placing_notes(devices, plans) == ["asleep while others use the device"]
+    awake = slots(folder, 1, device="0")
+    assert placing_notes(awake, plan_scorers(config, RunFolder(folder), awake, fetch=lambda name: folder)) == []
+
+
+def test_a_judged_run_on_a_cpu_says_that_nothing_sleeps(folder: Path) -> None:
+    on_cores, config = slots(folder, 1), config_of(judge("a"))
+    (note,) = placing_notes(on_cores, plan_scorers(config, RunFolder(folder), on_cores, fetch=lambda name: folder))
+    assert "none of which sleeps" in note
+    assert placing_notes(on_cores, []) == placing_notes([], []) == []
 
 
 @pytest.fixture(scope="module")

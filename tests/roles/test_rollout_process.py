@@ -52,6 +52,9 @@ def test_the_command_on_a_device() -> None:
     assert command[command.index("--gpu-memory-utilization") + 1] == "0.3"
     assert engine_environment(gpu, base={})["CUDA_VISIBLE_DEVICES"] == "3"
     assert "OMP_NUM_THREADS" not in engine_environment(gpu, base={})
+    assert "--enable-sleep-mode" not in command
+    assert "--enable-sleep-mode" in engine_command(replace(gpu, sleeps=True))
+    assert engine_environment(replace(gpu, sleeps=True), base={}) == engine_environment(gpu, base={})
 
 
 def test_the_environment_carries_the_marker_and_no_secrets() -> None:

@@ -18,6 +18,7 @@ trainer process is set up (`roles.trainer`).
 
 import hashlib
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +33,7 @@ from ycore.algorithms.durable import DurableTrainer
 from ycore.algorithms.forward import add_compact_head, attention_cost, can_pack, score_completions
 from ycore.algorithms.gathers import texts_stay_local
 from ycore.algorithms.importance import absolute_gap, importance_ratio
+from ycore.algorithms.offload import optimizer_away
 from ycore.algorithms.sequences import FlatSequence, sequences_of
 from ycore.types import Group
 
@@ -44,9 +46,13 @@ class RoundSource(Protocol):
 
 
 class SeamGRPOTrainer(DurableTrainer):
-    """GRPOTrainer whose rounds come from a `RoundSource`. Set `rounds` before `train`."""
+    """GRPOTrainer whose rounds come from a `RoundSource`. Set `rounds` before `train`.
+
+    Where `shares_device`, the optimizer's state is away while a round is made.
+    """
 
     rounds: RoundSource
+    shares_device = False
     _buffered_inputs: Any
 
     def __init__(
@@ -76,11 +82,16 @@ class SeamGRPOTrainer(DurableTrainer):
         """The policy without wrappers: transformers' model, or peft's around it."""
         return self.accelerator.unwrap_model(self.model)
 
+    def room_for_engines(self) -> AbstractContextManager[None]:
+        """Around whatever engines on this device are asked."""
+        return optimizer_away(self.optimizer, self.deepspeed) if self.shares_device else nullcontext()
+
     # -- the round -------------------------------------------------------------------------------------------------
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         step = self.state.global_step
-        groups = self.rounds.next_round(step=step, num_groups=len(inputs) // self.num_generations)
+        with self.room_for_engines():
+            groups = self.rounds.next_round(step=step, num_groups=len(inputs) // self.num_generations)
         self._seed_generators("round")  # what follows is the same, whether the round was generated or read
         self._round = [sequence for group in groups for sequence in sequences_of(group)]
         self.use_vllm = self._round[0].logprobs is not None

@@ -61,7 +61,10 @@ class EngineSettings(Strict):
     """KV cache of one engine on CPU, in GiB; None derives it from the model and the batch."""
 
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.3
-    """Share of a device's memory that an engine may take beside the trainer."""
+    """Share of a device's memory that an engine may take beside the trainer; with `sleep`, each role in its turn."""
+
+    sleep: bool = True
+    """On a GPU, engines sleep while the trainer trains, and one role of a slot is awake at a time; not on a CPU."""
 
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     """How long an engine may take to be ready, and the trainer from then to its first step."""

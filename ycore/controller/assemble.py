@@ -4,7 +4,7 @@ Not here: a trainer (`roles.trainer`) or a table of results (`roles.evaluator`),
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +12,11 @@ from typing import Any
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from ycore.config.run import RunConfig
+from ycore.controller.dispatch import Sleeper
 from ycore.controller.draws import WHOLE, DrawSource, Shard
+from ycore.controller.placing import slot_sleepers
 from ycore.controller.round import Rules
-from ycore.controller.scorers import Policy, ScorerEngines, build_scoring
+from ycore.controller.scorers import Policy, ScorerEngines, build_scoring, scorer_servers
 from ycore.controller.scoring import Scoring
 from ycore.data.prompts import PromptSet, load_prompts
 from ycore.roles.engine import Engine, Sampling
@@ -41,6 +43,9 @@ class EngineList:
 
     scorers: Sequence[ScorerEngines] = ()
     """The engines of judges and reward models."""
+
+    sleeps: bool = False
+    """Whether they share devices with the trainer, and sleep while others have them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,9 +125,17 @@ class Assembly:
                 self.sampling(),
                 request_timeout_s=settings.request_timeout_s,
                 restart_timeout_s=restart_timeout_s(settings),
+                sleeps=self.started.sleeps,
             )
             for name in self.started.engines
         ]
+
+    def sleepers(self, engines: Sequence[Engine]) -> Mapping[str, Sequence[Sleeper]] | None:
+        """The engines of this rank's slots that take turns on a device, `engines` those of the policy; else None."""
+        if not self.started.sleeps:
+            return None
+        scorers = [(one.role, scorer_servers(self.config, self.folder, one)) for one in self.started.scorers]
+        return slot_sleepers(self.folder, engines, scorers)
 
     def scoring(self, engines: Sequence[Engine] = ()) -> Scoring:
         """Every reward source of the run, ready to be started; `engines` are the policy's, on this rank's slots."""
@@ -169,4 +182,5 @@ def _started(folder: RunFolder) -> EngineList:
         home=None if home is None else Path(home),
         max_num_seqs=told.get("max_num_seqs"),
         scorers=[ScorerEngines(**{**one, "model": Path(one["model"])}) for one in told.get("scorers", ())],
+        sleeps=told.get("sleeps", False),
     )

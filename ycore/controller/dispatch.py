@@ -13,11 +13,12 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from typing import Protocol
 
+from ycore.controller.depths import Depths
 from ycore.controller.peers import AddUp
 from ycore.placement.allocator import Allocator, Hall, Start, Swap
 from ycore.placement.placement import ROLLOUT
 from ycore.placement.usage import Usage
-from ycore.telemetry.trace import ROUND, SWAP, NullTrace, Span
+from ycore.telemetry.trace import ROUND, SWAP, Mark, NullTrace, Span
 
 __all__ = ["ROLLOUT", "Sleeper", "Slots", "Turn", "usage_metrics"]
 
@@ -26,10 +27,10 @@ class Sleeper(Protocol):
     """An engine that can leave its device to another and come back."""
 
     async def sleep(self) -> None:
-        """Free the device; returns once it is free. It is asked for nothing while it sleeps."""
+        """Free the device; returns once it is free. It is asked for nothing while it sleeps. It may sleep already."""
 
     async def wake(self) -> None:
-        """Return once it can be asked again, with the weights it should have."""
+        """Return once it can be asked again, with the weights it should have. It may be awake already."""
 
 
 class Turn(int):
@@ -59,6 +60,7 @@ class Slots:
         self._sleepers = sleepers
         self._trace = trace or NullTrace()
         self._rank = rank
+        self._depths = Depths(self._allocator, self._trace, rank)
         self._numbers = itertools.count()
         self._granted: dict[int, asyncio.Future[int]] = {}
         self._swaps: set[asyncio.Task[None]] = set()
@@ -93,9 +95,16 @@ class Slots:
 
     # -- rounds ----------------------------------------------------------------------------------------------------
 
+    def begin_phase(self, name: str) -> None:
+        """Tell the trace, and whoever follows it, what the step is at from now on."""
+        self._trace.add(Mark(name, self._rank, time.time()))
+        self._trace.flush()
+
     def begin_round(self) -> None:
         """The starting division applies; requests of an earlier round that were not given up yet keep their places."""
+        self.begin_phase(ROUND)
         self._began = time.perf_counter()
+        self._since_epoch = time.time() - self._began  # anew: over days the two clocks drift apart
         if self._allocator.is_idle and not self._swaps:
             self._allocator.begin_round(self._began)
 
@@ -110,8 +119,33 @@ class Slots:
         added = add_up([*own, *_as_numbers(usage)])
         self._allocator.learn(added[: len(own)])
         self._record(ROUND, -1, self._began, now, step=step, idle_share=round(usage.idle_share, 4))
-        self._trace.flush()
+        self._depths.tell()
         return usage_metrics(added[len(own) :])
+
+    @asynccontextmanager
+    async def awake(self, role: str | None = None) -> AsyncIterator[None]:
+        """Around a round: before it each slot's engine of the placement, or of `role`, wakes; after it all sleep.
+
+        Also where it is cancelled: who was asked to stop wants room to save. Nothing happens where engines stay up.
+        """
+        try:
+            await self._wake(role)
+            yield
+        except asyncio.CancelledError:
+            await self.sleep()
+            raise
+        await self.sleep()
+
+    async def _wake(self, role: str | None) -> None:
+        if self._sleepers is not None:
+            placed = enumerate(self._allocator.placement.awake)
+            await asyncio.gather(*(self._sleepers[role or other][slot].wake() for slot, other in placed))
+
+    async def sleep(self) -> None:
+        """All engines of all slots, once no swap is under way."""
+        await asyncio.gather(*self._swaps, return_exceptions=True)
+        sleepers = (self._sleepers or {}).values()
+        await asyncio.gather(*(engine.sleep() for engines in sleepers for engine in engines))
 
     @property
     def allocator(self) -> Allocator:
@@ -121,6 +155,7 @@ class Slots:
 
     def _decide_soon(self) -> None:
         """At once where there is nothing to weigh; else after all that happens at this moment."""
+        self._depths.tell_soon()
         if len(self._roles) == 1:
             self._decide()
         elif not self._is_due:

@@ -123,22 +123,26 @@ class _Builder:
         )
 
     def _servers(self, source: int) -> list[Server]:
-        """Those on this rank's slots, which are the node's in turn, as its rollout engines are."""
-        rank, settings = this_rank(), self._config.engine
-        return [
-            Server(
-                name,
-                self._folder.socket(name),
-                request_timeout_s=settings.request_timeout_s,
-                restart_timeout_s=restart_timeout_s(settings),
-            )
-            for name in self._started[source].engines[rank.local :: rank.local_world]
-        ]
+        return scorer_servers(self._config, self._folder, self._started[source])
 
     def _tokenizer(self, source: int) -> PreTrainedTokenizerBase:
         model, trusts = self._started[source].model, self._config.trust_remote_code
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=trusts)
         return tokenizer
+
+
+def scorer_servers(config: RunConfig, folder: RunFolder, started: ScorerEngines) -> list[Server]:
+    """One model's servers on this rank's slots, which are the node's in turn, as its rollout engines are."""
+    rank, settings = this_rank(), config.engine
+    return [
+        Server(
+            name,
+            folder.socket(name),
+            request_timeout_s=settings.request_timeout_s,
+            restart_timeout_s=restart_timeout_s(settings),
+        )
+        for name in started.engines[rank.local :: rank.local_world]
+    ]
 
 
 def text_of(spec: RewardConfig) -> TextOf:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from ycore.controller.dispatch import Slots
+from ycore.controller.dispatch import ROLLOUT, Slots
 from ycore.controller.draws import DrawSource, completion_seed
 from ycore.controller.peers import Peers
 from ycore.controller.round import Finished, Round, RoundStats, Rules
@@ -22,6 +22,7 @@ from ycore.errors import Interrupted, YcoreError
 from ycore.roles.engine import Engine
 from ycore.roles.vllm_engine import VllmEngine
 from ycore.sampling.balance import Deal, Offer, deal_groups, imbalance
+from ycore.telemetry.trace import SYNC
 from ycore.types import Completion, Group, Prompt
 
 T = TypeVar("T")
@@ -73,17 +74,18 @@ class Rounds:
     async def _start(self, timeout_s: float) -> None:
         ready = (engine.wait_ready(timeout_s=timeout_s) for engine in self._engines)
         await asyncio.gather(self._scoring.start(timeout_s=timeout_s), *ready)
+        await self.round.slots.sleep()  # as some may be awake that a trainer before this one woke
 
     def next_round(self, *, step: int, num_groups: int) -> list[Group]:
         """Sync the engines to the policy of this step, then return that many scored groups for this rank."""
+        self.round.slots.begin_phase(SYNC)
         started = time.perf_counter()
         self.sync(step)
         self._took("ycore/time/sync", time.perf_counter() - started)
         started = time.perf_counter()
         ready = self.surplus.take(step)
         self.round.slots.begin_round()
-        work = self.round.run(self.draws.draw, need=num_groups, ready=len(ready), step=step)
-        landed, stats = self._run(work)
+        landed, stats = self._run(self._one_round(num_groups, ready=len(ready), step=step))
         seconds = time.perf_counter() - started
         for name, value in self.round.slots.end_round(self._peers.add_up, step=step).items():
             self.record(name, value)
@@ -91,6 +93,10 @@ class Rounds:
         self._took("ycore/time/round", time.perf_counter() - started)
         self._report(stats, seconds)
         return groups
+
+    async def _one_round(self, need: int, *, ready: int, step: int) -> tuple[list[Finished], RoundStats]:
+        async with self.round.slots.awake():
+            return await self.round.run(self.draws.draw, need=need, ready=ready, step=step)
 
     def _took(self, metric: str, seconds: float) -> None:
         self.record(metric, seconds)
@@ -142,7 +148,8 @@ class Rounds:
     async def _ask(self, prompts: Sequence[tuple[Prompt, tuple[int, ...]]]) -> list[Completion]:
         engine = self._engines[0]
         asked = (engine.complete(token_ids, completion_seed(0, prompt.row, 0)) for prompt, token_ids in prompts)
-        return await asyncio.gather(*asked)
+        async with self.round.slots.awake(ROLLOUT):
+            return await asyncio.gather(*asked)
 
     def _report(self, stats: RoundStats, seconds: float) -> None:
         """What the round took: counts over all ranks, times and the yield of this one."""

@@ -29,6 +29,8 @@ class EngineProcess:
     command: tuple[str, ...]
     environment: dict[str, str]
     cores: tuple[int, ...] | None
+    device: str | None = None
+    sleeps: bool = False
 
 
 def engine_processes(engines: Sequence[RolloutEngine], scorers: Sequence[ScorerPlan]) -> list[EngineProcess]:
@@ -43,6 +45,8 @@ def engine_processes(engines: Sequence[RolloutEngine], scorers: Sequence[ScorerP
             command=tuple(_COMMANDS[role](engine)),
             environment=engine_environment(engine),
             cores=engine.cores,
+            device=engine.device,
+            sleeps=engine.sleeps,
         )
         for role, engine in told
     ]

@@ -16,6 +16,7 @@ from ycore.errors import EngineError
 from ycore.launch.engine_processes import EngineProcess
 from ycore.launch.health import is_healthy
 from ycore.launch.processes import ManagedProcess, StopWatch, is_alive, is_stopped, kill_session
+from ycore.roles.sleeping import asleep_file
 from ycore.run_folder.paths import RunFolder
 
 _ASK_STARTING_EVERY_S = 1.0
@@ -45,6 +46,7 @@ class LiveEngine:
 
     def _start(self) -> None:
         self._planned.socket.unlink(missing_ok=True)  # of a process that was killed; nobody can listen there again
+        asleep_file(self._planned.socket).unlink(missing_ok=True)
         self._process = ManagedProcess.start(
             self.name,
             list(self._planned.command),
@@ -69,8 +71,11 @@ class LiveEngine:
         """What is wrong with it; None where nothing is.
 
         vLLM's server outlives its engine core and lets requests wait for ever, so a ready engine is gone as soon as
-        any of its processes is.
+        any of its processes is. One that sleeps is left alone until it is woken: others have its device by then, and
+        started again it would find no room there.
         """
+        if asleep_file(self._planned.socket).exists():
+            return None
         if self._process.exit_code is not None:
             line = self.last_line()
             return Trouble(f"ended with {self._process.how_it_ended()}" + (f": {line}" if line else ""))

@@ -48,6 +48,11 @@ class EnginePlan:
     max_model_len: int
     engines: tuple[RolloutEngine, ...]
 
+    @property
+    def sleeps(self) -> bool:
+        """Whether the engines share their devices by sleeping."""
+        return any(engine.sleeps for engine in self.engines)
+
 
 def this_machine() -> Machine:
     """The cores and devices of this process; no device where torch is a CPU build."""
@@ -83,8 +88,12 @@ def plan_engines(
     machine: Machine,
     vllm_installed: bool,
     layout: Layout = ONE_RANK,
+    sleeps: bool = False,
 ) -> EnginePlan:
-    """The run's engines here: on CPU one a core, two at most; else one a device; and always one or more a rank."""
+    """The run's engines here: on CPU one a core, two at most; else one a device; and always one or more a rank.
+
+    `sleeps`: those on a device can leave it to others.
+    """
     max_model_len = longest_sequence(config, model_config)
     if config.replay is not None:
         note = f"taking the rounds of {config.replay} from its journal: nothing is generated"
@@ -115,6 +124,7 @@ def plan_engines(
             device=slot.devices[0] if slot.devices else None,
             memory_gib=_memory_gib(config, model_config, max_model_len, max_num_seqs, _BYTES[dtype], slot),
             gpu_memory_utilization=config.engine.gpu_memory_utilization,
+            sleeps=sleeps and bool(slot.devices),
             trust_remote_code=config.trust_remote_code,
         )
         for number, slot in enumerate(slots)

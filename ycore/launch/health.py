@@ -1,4 +1,4 @@
-"""Whether an engine answers: one GET over its unix socket, with the standard library.
+"""Whether an engine answers: one request over its unix socket, with the standard library.
 
 Not here: everything else that is asked of an engine (`roles.vllm_engine`).
 """
@@ -21,12 +21,15 @@ class _UnixConnection(http.client.HTTPConnection):
 
 
 def is_healthy(path: Path, *, timeout_s: float = 1.0) -> bool:
-    """Whether the server behind the socket says it is ready, within `timeout_s`."""
-    if not path.exists():
-        return False
+    """Whether the server behind the socket says it is ready, within `timeout_s`; one that sleeps is."""
+    return path.exists() and says_ok(path, "GET", "/health", timeout_s=timeout_s)
+
+
+def says_ok(path: Path, method: str, route: str, *, timeout_s: float) -> bool:
+    """Whether it answers this with status 200, within `timeout_s`."""
     connection = _UnixConnection(path, timeout_s=timeout_s)
     try:
-        connection.request("GET", "/health")
+        connection.request(method, route)
         return connection.getresponse().status == http.HTTPStatus.OK
     except (OSError, http.client.HTTPException):
         return False

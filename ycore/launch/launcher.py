@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -22,8 +23,9 @@ from ycore.launch.engine_processes import engine_processes
 from ycore.launch.engine_watch import EngineWatch, LiveEngine
 from ycore.launch.engines import EnginePlan, is_vllm_installed, plan_engines
 from ycore.launch.guarding import guarded
+from ycore.launch.in_turn import start_in_turn
 from ycore.launch.peaks import MemoryPeaks
-from ycore.launch.placing import check_run_placement
+from ycore.launch.placing import check_run_placement, placing_notes
 from ycore.launch.plan_check import plan_and_measured
 from ycore.launch.processes import ManagedProcess
 from ycore.launch.ranks import RankedTrainer
@@ -37,6 +39,7 @@ from ycore.run_folder.paths import RunFolder
 from ycore.run_folder.prepare import claim
 from ycore.run_folder.secrets import redact
 from ycore.run_folder.summary import Status, summarise
+from ycore.telemetry.activity import RunActivity
 from ycore.telemetry.curve import draw_curve
 from ycore.telemetry.follow import MetricsFollower
 from ycore.telemetry.metrics import read_metrics
@@ -87,7 +90,7 @@ def run_worker(worker: Worker, config: RunConfig, *, resume: bool, stream: TextI
         config,
         site,
         resume=resume,
-        show=lambda: open_progress(config.steps, stream=stream) if worker.trains else _count_prompts(stream),
+        show=lambda: show_training(config.steps, site.folder, stream) if worker.trains else _count_prompts(stream),
         work=partial(_work, worker, config, site),
         sum_up=partial(_sum_up, worker, config, site),
     )
@@ -134,19 +137,26 @@ def _work(worker: Worker, config: RunConfig, site: Site, progress: RunProgress, 
             machine=site.machine,
             vllm_installed=is_vllm_installed(),
             layout=layout,
+            sleeps=worker.trains and config.engine.sleep,
         )
         scorers = plan_scorers(
             config, folder, plan.engines, fetch=lambda name: model if name == config.model else fetch(name)
         )
         if plan.engines:
             check_run_placement(config, num_slots=len(plan.engines) // layout.local)
-        told = [plan.note, *(scorer.note for scorer in scorers)]
+        told = [plan.note, *(scorer.note for scorer in scorers), *placing_notes(plan.engines, scorers)]
         progress.say(", ".join(told) + (", starting ..." if plan.engines else ""))
         _write_engines(site, plan, scorers, model, home=Path(config.output))
-    planned = engine_processes(plan.engines, scorers)
     settings = config.engine
+    with stops.at_once() if plan.sleeps else nullcontext():  # in turn they take a while, and nobody looks at `count`
+        live = start_in_turn(
+            engine_processes(plan.engines, scorers),
+            partial(LiveEngine, folder=folder, health_timeout_s=settings.health_timeout_s),
+            start_timeout_s=settings.start_timeout_s,
+            say=progress.say,
+        )
     engines = EngineWatch(
-        [LiveEngine(engine, folder, health_timeout_s=settings.health_timeout_s) for engine in planned],
+        live,
         budget=settings.restarts,
         start_timeout_s=settings.start_timeout_s,
         say=progress.say,
@@ -192,6 +202,7 @@ def _write_engines(site: Site, plan: EnginePlan, scorers: Sequence[ScorerPlan], 
         "scorers": [scorer.told() for scorer in scorers],
         "home": str(home.resolve()),
         "cores": rank_cores(site.machine, site.layout),
+        **({"sleeps": True} if plan.sleeps else {}),
     }
     write_json_atomic(site.folder.root / "engines.json", told)
 
@@ -260,6 +271,11 @@ def _sum_up(
         draw_or_say(folder, metrics, f"{config.algorithm}: {config.model} on {config.dataset}", progress)
         progress.say(_closing(summary, folder))
     return summary
+
+
+def show_training(num_steps: int | None, folder: RunFolder, stream: TextIO | None) -> RunProgress:
+    """A training run's steps, and what it is at."""
+    return open_progress(num_steps, stream=stream, look=RunActivity(folder.root).look)
 
 
 def _count_prompts(stream: TextIO | None) -> RunProgress:

@@ -129,7 +129,9 @@ def plan_scorers(
             for slot, beside in enumerate(slots)
         )
         memory = _memory_gib(model, model_config, engines[0], config) if engines[0].on_cpu else 1
-        share = config.engine.gpu_memory_utilization / len(models)
+        # All models at once beside the trainer, or, where engines sleep, the models of one role at a time.
+        together = [other for other in models if other.role == model.role or not engines[0].sleeps]
+        share = config.engine.gpu_memory_utilization / len(together)
         engines = tuple(replace(one, memory_gib=memory, gpu_memory_utilization=share) for one in engines)
         plans.append(ScorerPlan(model.role, model.sources, length, engines))
     return plans

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from ycore.config.tune import TuneConfig
 from ycore.launch.engine_watch import EngineWatch
-from ycore.launch.launcher import Worker, draw_or_say, fetch_named, run_to_its_end, start_worker
+from ycore.launch.launcher import Worker, draw_or_say, fetch_named, run_to_its_end, show_training, start_worker
 from ycore.launch.peaks import MemoryPeaks
 from ycore.launch.site import Site, rank_cores, site_of
 from ycore.launch.stopping import StopRequests
@@ -23,7 +23,7 @@ from ycore.run_folder.summary import Status, summarise_losses
 from ycore.telemetry.follow import MetricsFollower
 from ycore.telemetry.loss_curve import draw_loss_curve
 from ycore.telemetry.metrics import read_metrics
-from ycore.telemetry.progress import RunProgress, as_duration, open_progress
+from ycore.telemetry.progress import RunProgress, as_duration
 
 TUNER = Worker("trainer", "ycore.roles.tuner")
 
@@ -37,7 +37,7 @@ def run_tuning(
         config,
         site,
         resume=resume,
-        show=lambda: open_progress(num_steps or config.steps, stream=stream),
+        show=lambda: show_training(num_steps or config.steps, site.folder, stream),
         work=partial(_work, config, site),
         sum_up=partial(_sum_up, config, site),
     )

@@ -45,6 +45,9 @@ class RolloutEngine:
     device: str | None = None
     memory_gib: int = 1
     gpu_memory_utilization: float = 0.3
+    sleeps: bool = False
+    """On a device: it can be told to leave it to others (`sleeping`)."""
+
     trust_remote_code: bool = False
 
     @property
@@ -84,6 +87,7 @@ def server_command(engine: RolloutEngine, *, served_as: str, options: Mapping[st
         flags += ["--no-enable-chunked-prefill", "--enforce-eager"]  # the latter: nothing to compile or to warm up
     else:
         options["--gpu-memory-utilization"] = engine.gpu_memory_utilization
+        flags += ["--enable-sleep-mode"] if engine.sleeps else []
     if engine.trust_remote_code:
         flags.append("--trust-remote-code")
     words = [word for option, value in options.items() for word in (option, str(value))]
@@ -98,7 +102,7 @@ def engine_environment(engine: RolloutEngine, *, base: Mapping[str, str] | None 
         "SPT_NOENV": "1",  # a process title must not overwrite the environment: the run's processes are found by it
         "TMPDIR": str(engine.temporary),  # vLLM leaves sockets and rendezvous files behind when it is killed
         "TORCHINDUCTOR_CACHE_DIR": str(cache_dir() / "inductor"),  # else what is compiled goes with TMPDIR, every time
-        "VLLM_SERVER_DEV_MODE": "1",  # the routes that load weights
+        "VLLM_SERVER_DEV_MODE": "1",  # the routes that load weights, and those of sleep
         "VLLM_LOGGING_COLOR": "0",
         "VLLM_NO_USAGE_STATS": "1",
         "DO_NOT_TRACK": "1",

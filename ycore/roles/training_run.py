@@ -113,9 +113,11 @@ class TrainingRun:
                 max_num_seqs=parts.started.max_num_seqs,
                 trace=parts.folder.root / "trace.json",
                 rank=self._peers.rank,
+                sleepers=parts.sleepers(engines),
             ),
         )
         rounds.record = self._trainer.record
+        self._trainer.shares_device = parts.started.sleeps
         return rounds
 
     @property
@@ -187,7 +189,9 @@ class TrainingRun:
         """One completion to each of the same few prompts, with the same seeds whenever it is asked."""
         prompts = self._parts.prompts.prompts
         rows = random.Random(self._parts.config.seed).sample(range(len(prompts)), min(NUM_SAMPLES, len(prompts)))
-        return self._rounds.sample([(prompts[row], self._parts.encode(prompts[row])) for row in rows], version=version)
+        asked = [(prompts[row], self._parts.encode(prompts[row])) for row in rows]
+        with self._trainer.room_for_engines():
+            return self._rounds.sample(asked, version=version)
 
     def save(self) -> None:
         """The model under `model/`: whole, or the adapter and, where asked, the merged model."""

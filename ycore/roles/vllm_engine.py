@@ -11,6 +11,7 @@ from ycore.algorithms.checksum import Manifest, check_read_back, read_manifest
 from ycore.errors import SyncError
 from ycore.roles.engine import Sampling
 from ycore.roles.server import Server
+from ycore.roles.sleeping import SleepingEngine, reload_from_disk
 from ycore.types import Completion
 
 MODEL = "policy"
@@ -21,7 +22,8 @@ class VllmEngine:
     """Example: `VllmEngine("rollout-0", folder.socket("rollout-0"), sampling, request_timeout_s=600)`.
 
     A process that died and was started again gets the weights that the last one had, before it is asked anything.
-    `proved` is the share of the tensors sent last that were read back from the engine, and were right.
+    `proved` is the share of the tensors sent last that were read back from the engine, and were right. `sleeper` is
+    there where the server can sleep; weights for an engine that sleeps are sent when it wakes.
     """
 
     def __init__(
@@ -32,6 +34,7 @@ class VllmEngine:
         *,
         request_timeout_s: float,
         restart_timeout_s: float = 900.0,
+        sleeps: bool = False,
     ) -> None:
         self.name = name
         self.version = 0
@@ -45,6 +48,7 @@ class VllmEngine:
             restart_timeout_s=restart_timeout_s,
             prepare=self._send_weights,
         )
+        self.sleeper = SleepingEngine(self._server, socket, refill=self._refill) if sleeps else None
 
     @property
     def restarts(self) -> int:
@@ -94,6 +98,21 @@ class VllmEngine:
 
     async def load_weights(self, folder: Path, version: int) -> None:
         self._weights = folder, read_manifest(folder, version=version)
+        if self._has_room:
+            await self._take_weights(version)
+
+    @property
+    def _has_room(self) -> bool:
+        return self.sleeper is None or self.sleeper.has_weights
+
+    async def _refill(self) -> None:
+        """The weights that were sent last, or those of the start where none ever were."""
+        if self._weights is None:
+            await reload_from_disk(self._server)
+        else:
+            await self._take_weights(self._weights[1].version)
+
+    async def _take_weights(self, version: int) -> None:
         self._server.forget()
         told = (await self._server.ask("GET", "/weight_info"))["weight_version"]
         if told != str(version):
@@ -102,7 +121,7 @@ class VllmEngine:
 
     async def _send_weights(self) -> None:
         """Have the process load the weights, and prove that it did: each tensor's sum is read back from the model."""
-        if self._weights is None:
+        if self._weights is None or not self._has_room:
             return
         folder, manifest = self._weights
         call = self._server.call

@@ -16,7 +16,7 @@ _NUM_BLOCKS = 256
 FREE = {
     "output", "checkpoint_every", "merge", "keep_journal", "restarts", "placement",
     "step_timeout_s", "collective_timeout_s",
-    "engine.count", "engine.memory_gib", "engine.gpu_memory_utilization", "engine.restarts",
+    "engine.count", "engine.memory_gib", "engine.gpu_memory_utilization", "engine.sleep", "engine.restarts",
     "engine.start_timeout_s", "engine.request_timeout_s", "engine.health_timeout_s",
     "reward_workers.workers", "reward_workers.deadline_s", "reward_workers.run_as",
 }  # fmt: skip

@@ -9,6 +9,9 @@ old weights while it says that it has the new ones.
 
 A judge's verdict is a function of the question alone.
 
+It sleeps as vLLM's server is documented to, on any machine: memory that sleeps holds nothing (at level 2, not even
+afterwards), a load into it is an error, and a question waits until all of it is awake again.
+
 Not here: putting it in vLLM's place (`command`). Standard library only, so that it starts at once.
 """
 
@@ -24,8 +27,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
+from urllib.parse import parse_qs
 
 _CHARACTERS_AT_MOST = 1  # a token of more is a special one, and never written
+_MEMORY = ("weights", "kv_cache")
 _WIDTHS = {"F32": 4, "F16": 2, "BF16": 2}
 _WORDS = {2: "h", 4: "i", 8: "q"}
 
@@ -68,11 +73,16 @@ class ScriptedEngine:
 
     letters: tuple[tuple[int, str], ...]
     weights: dict[str, "Tensor"]
+    model: Path
     faults: Faults = Faults()
     think_s: float = 0.0
     version: str = "default"
     num_loads: int = 0
     num_calls: int = field(default=0)
+    asleep: set[str] = field(default_factory=set)
+    """What of the memory sleeps: `weights`, `kv_cache`."""
+
+    awake: asyncio.Event = field(default_factory=asyncio.Event)
 
     def complete(self, request: dict[str, Any]) -> dict[str, Any]:
         """The body of an answer to `/v1/completions`."""
@@ -111,8 +121,26 @@ class ScriptedEngine:
         """What it holds, as `PolicyWorker.load_policy` answers it: names, and the sum of the bytes."""
         return [([name], tensor.sum) for name, tensor in self.weights.items()]
 
+    def sleep(self, level: int) -> None:
+        """All memory sleeps; what is in it is kept at level 1, but for the cache, and lost at level 2."""
+        print(f"sleeps at level {level}", file=sys.stderr, flush=True)
+        self.asleep = set(_MEMORY)
+        self.awake.clear()
+        if level > 1:
+            self.weights = {}
+
+    def wake(self, tags: Sequence[str]) -> None:
+        """There is memory again; it is asked again when there is all of it."""
+        print(f"wakes: {' '.join(tags)}", file=sys.stderr, flush=True)
+        self.asleep -= set(tags or _MEMORY)
+        if not self.asleep:
+            self.awake.set()
+
     def load(self, folder: Path) -> None:
         """Take the weights in `folder`, unless this engine has stopped doing so."""
+        print("loads", file=sys.stderr, flush=True)
+        if "weights" in self.asleep:
+            raise RuntimeError("a load into memory that sleeps")
         stale_from = self.faults.stale_from
         if stale_from is None or self.num_loads < stale_from:
             self.weights = read_weights(folder)
@@ -182,6 +210,11 @@ class Server:
     async def _answer(self, path: str, body: dict[str, Any]) -> Answer:
         """Status 0 closes the connection instead."""
         engine = self._engine
+        path, _, query = path.partition("?")
+        if path in ("/sleep", "/wake_up", "/is_sleeping"):
+            return 200, self._rest(path, parse_qs(query))
+        if path.startswith("/v1/"):
+            await engine.awake.wait()
         if path in ("/v1/completions", "/v1/chat/completions", "/collective_rpc"):
             fault = engine.faults.of_call(engine.num_calls)
             engine.num_calls += 1
@@ -202,7 +235,17 @@ class Server:
             return 200, {"weight_version": engine.version}
         return 200, {}
 
+    def _rest(self, path: str, asked: dict[str, list[str]]) -> dict[str, Any]:
+        engine = self._engine
+        if path == "/sleep":
+            engine.sleep(int(asked.get("level", ["1"])[0]))
+        elif path == "/wake_up":
+            engine.wake(asked.get("tags", []))
+        return {"is_sleeping": bool(engine.asleep)}
+
     def _call(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
+        if method == "reload_weights":
+            self._engine.load(self._engine.model)
         if method == "load_policy":
             self._engine.load(Path(arguments["weights_path"]))
             return {"results": [self._engine.read_back()]}
@@ -227,9 +270,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     engine = ScriptedEngine(
         letters=read_letters(told.model),
         weights=read_weights(told.model),
+        model=told.model,
         faults=Faults(**told.faults),
         think_s=told.think_s,
     )
+    engine.awake.set()
     print(f"scripted engine at {told.uds}", file=sys.stderr, flush=True)
     asyncio.run(Server(engine).serve(told.uds))
 

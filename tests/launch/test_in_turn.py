@@ -1,0 +1,159 @@
+"""Engines that share a device by sleeping: started one after the other, and left alone where they die asleep.
+
+The engines are processes of the test's own that answer every route with 200; nothing here has a device.
+"""
+
+import os
+import signal
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from ycore.errors import EngineError
+from ycore.launch.engine_processes import EngineProcess
+from ycore.launch.engine_watch import EngineWatch, LiveEngine
+from ycore.launch.in_turn import start_in_turn, turns
+from ycore.launch.processes import kill_session
+from ycore.placement.levels import DROP, KEEP
+from ycore.roles.sleeping import asleep_file, note_asleep
+from ycore.run_folder.paths import RunFolder
+
+ENGINE = """
+import http.server, socketserver, sys, time
+from pathlib import Path
+name, socket, refuses = sys.argv[1:]
+log = Path(socket).parent / "log"
+class Server(socketserver.ThreadingUnixStreamServer):
+    def get_request(self):
+        return super().get_request()[0], ("engine", 0)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def answer(self):
+        if self.path != "/health":
+            log.open("a").write(f"{name} {self.path}\\n")
+        self.send_response(500 if self.path.startswith(refuses) else 200)
+        self.end_headers()
+    do_GET = do_POST = answer
+log.open("a").write(f"{name} starts\\n")
+Server(socket, Handler).serve_forever()
+"""
+
+
+@pytest.fixture
+def sockets() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="yc-") as place:
+        yield Path(place)
+
+
+def planned(sockets: Path, name: str, device: str | None = None, *, refuses: str = "/nothing") -> EngineProcess:
+    socket = sockets / f"{name}.sock"
+    command = (sys.executable, "-c", ENGINE, name, str(socket), refuses)
+    role = name.rpartition("-")[0]
+    return EngineProcess(name, role, socket, command, dict(os.environ), None, device, sleeps=device is not None)
+
+
+def live(tmp_path: Path) -> partial[LiveEngine]:
+    folder = RunFolder(tmp_path)
+    folder.logs.mkdir(exist_ok=True)
+    return partial(LiveEngine, folder=folder, health_timeout_s=60.0)
+
+
+def end(engines: list[LiveEngine]) -> None:
+    for engine in engines:
+        if engine.processes():
+            kill_session(engine.processes()[0].pid, engine.processes())
+
+
+def test_a_turn_has_one_engine_of_each_device(sockets: Path) -> None:
+    named = [("rollout-0", "4"), ("rollout-1", "5"), ("judge-0", "4"), ("judge-1", "5"), ("judge-2", "4")]
+    told = [[one.name for one in turn] for turn in turns([planned(sockets, *one) for one in named])]
+    assert told == [["rollout-0", "rollout-1"], ["judge-0", "judge-1"], ["judge-2"]]
+
+
+def test_each_is_asleep_before_the_next_one_of_its_device_starts(sockets: Path, tmp_path: Path) -> None:
+    wanted = [planned(sockets, name, "0") for name in ("rollout-0", "judge-0", "reward-model-0")]
+    said: list[str] = []
+    started = start_in_turn(wanted, live(tmp_path), start_timeout_s=60, say=said.append)
+    try:
+        assert [engine.name for engine in started] == [one.name for one in wanted]
+        assert (sockets / "log").read_text().splitlines() == [
+            *["rollout-0 starts", "rollout-0 /sleep?level=2"],
+            *["judge-0 starts", "judge-0 /sleep?level=1"],
+            *["reward-model-0 starts", "reward-model-0 /sleep?level=1"],
+        ]
+        levels = [asleep_file(one.socket).read_text() for one in wanted]
+        assert levels == [str(DROP), str(KEEP), str(KEEP)]
+        assert EngineWatch(started).are_ready and len(said) == 3
+    finally:
+        end(started)
+
+
+def test_engines_that_do_not_sleep_all_start_at_once(sockets: Path, tmp_path: Path) -> None:
+    started = start_in_turn(
+        [planned(sockets, name) for name in ("rollout-0", "rollout-1")], live(tmp_path), start_timeout_s=60, say=print
+    )
+    try:
+        assert not any(engine.is_ready for engine in started)
+    finally:
+        end(started)
+
+
+def test_one_that_refuses_to_sleep_is_named_with_the_way_out(sockets: Path, tmp_path: Path) -> None:
+    kept: list[LiveEngine] = []
+
+    def start(one: EngineProcess) -> LiveEngine:
+        kept.append(live(tmp_path)(one))
+        return kept[-1]
+
+    try:
+        with pytest.raises(EngineError, match=r"rollout-0 does not sleep; .*engine\.sleep=false"):
+            start_in_turn([planned(sockets, "rollout-0", "0", refuses="/sleep")], start, start_timeout_s=60, say=print)
+    finally:
+        end(kept)
+
+
+def test_one_that_dies_asleep_is_started_again_when_it_is_woken(sockets: Path, tmp_path: Path) -> None:
+    one, said = replace(planned(sockets, "judge-0", "0"), sleeps=True), list[str]()
+    engine = live(tmp_path)(one)
+    watch = EngineWatch([engine], budget=1, start_timeout_s=60, say=said.append)
+    try:
+        until_ready(watch)
+        note_asleep(asleep_file(one.socket), KEEP)
+        first = engine.processes()[0].pid
+        os.kill(first, signal.SIGKILL)
+        deadline = time.monotonic() + 20
+        while engine.processes():
+            assert time.monotonic() < deadline
+        watch.look()
+        watch.check()
+        assert engine.trouble() is None and not engine.processes() and watch.num_restarts == 0
+        asleep_file(one.socket).unlink()
+        watch.look()
+        assert watch.num_restarts == 1 and "starting it again (1 of 1)" in said[-1]
+        until_ready(watch)
+        assert engine.processes()[0].pid != first
+    finally:
+        end([engine])
+
+
+def test_a_new_process_is_not_taken_for_one_that_sleeps(sockets: Path, tmp_path: Path) -> None:
+    one = planned(sockets, "judge-0", "0")
+    note_asleep(asleep_file(one.socket), DROP)
+    engine = live(tmp_path)(one)
+    try:
+        assert not asleep_file(one.socket).exists()
+    finally:
+        end([engine])
+
+
+def until_ready(watch: EngineWatch) -> None:
+    deadline = time.monotonic() + 60
+    while not watch.are_ready:
+        watch.look()
+        assert time.monotonic() < deadline
+        time.sleep(0.02)

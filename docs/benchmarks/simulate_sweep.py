@@ -5,31 +5,43 @@
 The simulator drives the live run's allocator and sampling decisions. Assumed: engines whose step takes
 `base + each * n` seconds (8B: 12 ms and 0.1 ms; 0.6B: 3 ms and 0.03 ms), lognormal lengths up to 8192 tokens whose mean
 goes from 1000 up to 3000 and back over 200 steps, a judge whose requests keep one size, 8 completions a prompt, seven
-groups in ten that teach. Published: a sleep and a wake of 8B take 12.8 s at level 1 and 6.8 s at level 2, of 0.6B
-1.4 s and 1.9 s.
+groups in ten that teach, 32 completions a slot and round (8 on 512 slots). Published: a sleep and a wake of 8B take
+12.8 s at level 1 and 6.8 s at level 2, of 0.6B 1.4 s and 1.9 s.
 
-Steps are thinned out: of the 200, some are simulated, in order, and `dynamic` learns from these only, so the lengths
-drift faster for it than they would. The best static split is the best on the mean over all steps, in hindsight.
+Of the 200 steps, stretches of consecutive ones are played, so that lengths drift for `dynamic` as fast as they would.
+It plays two steps before each stretch, to learn from, which are not counted. On 8 slots all splits are tried; on more
+they are looked for from coarse to fine: the quarters, then again and again the neighbours of the best at half the
+distance, down to a thirty-second of the slots. The best static split is the best on the mean over all steps, in
+hindsight.
 
-Not here: real engines (`placement`).
+Break-even: what counts is a round's length over a swap's cost. So the rounds stay as they are (8B; 8 slots, and 2,
+which no split fits), and the cost of a swap goes from a thousandth of the best split's round to all of it.
+
+Not here: drawing (`sweep_picture`), real engines (`placement`).
 """
 
 import argparse
+import functools
+import gc
+import itertools
 import json
 import math
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
+
+from sweep_picture import draw, table
 
 from ycore.placement.allocator import Hall
 from ycore.placement.load import Speed
 from ycore.placement.placement import JUDGE, ROLLOUT
 from ycore.placement.words import DYNAMIC, Wanted
-from ycore.simulate.compare import Result, simulate, splits
+from ycore.sampling.demand import Yield
+from ycore.simulate.compare import Result, simulate
 from ycore.simulate.round import Demand, Machine
-from ycore.simulate.workload import Assumed, GroupAt, Lengths
+from ycore.simulate.workload import Assumed, GroupAt, Lengths, SimulatedGroup
 
 ROLES = (ROLLOUT, JUDGE)
 STEPS = 200
@@ -37,9 +49,21 @@ MODELS = {
     "8B": (Speed(0.012, 0.0001), {"level 1": 12.8, "level 2": 6.8}),
     "0.6B": (Speed(0.003, 0.00003), {"level 1": 1.4, "level 2": 1.9}),
 }
+COLOCATED = Wanted("colocated")
 CAPACITY = 256
+TEACH_SHARE = 0.7
 APART = 10**6
 LOW, HIGH = 1000.0, 3000.0
+EVEN = ((8, 32, 1.0), (8, 256, 1.0), (2, 256, 0.3), (2, 256, 3.0))
+"""Slots, completions a slot and judge's work in the search for the break-even."""
+
+
+class Known(Yield):
+    """The share of groups that teach is known; estimated, it wavers, and every round with it."""
+
+    @property
+    def rate(self) -> float:
+        return TEACH_SHARE
 
 
 def mean_tokens(step: float) -> float:
@@ -47,177 +71,177 @@ def mean_tokens(step: float) -> float:
     return LOW + (HIGH - LOW) * math.sin(math.pi * step / STEPS) ** 2
 
 
-def groups_at(judge_work: float, rounds: int, scale: float = 1.0) -> Callable[[int], GroupAt]:
-    """Each simulated round's groups; `scale` shortens everything, for the search for the break-even."""
-    judged = judge_work * scale * (LOW + HIGH) / 2
+def groups_of(judge_work: float) -> Callable[[int], GroupAt]:
+    """Each step's groups; every placement gets the same ones, so they are drawn once."""
+    judged = judge_work * (LOW + HIGH) / 2
 
-    def of(number: int) -> GroupAt:
-        mean = scale * mean_tokens(STEPS * max(0, number) / rounds)
-        return Assumed(Lengths(mean, 0.8, 8192 * scale), {JUDGE: judged}, 8, 0.7).group_at
+    @functools.cache
+    def group(step: int, position: int) -> SimulatedGroup:
+        lengths = Lengths(mean_tokens(max(0, step)), 0.8, 8192)
+        return Assumed(lengths, {JUDGE: judged}, 8, TEACH_SHARE).group_at(position)
 
-    return of
-
-
-def play(
-    wanted: Wanted, num_slots: int, swap_s: float, speed: Speed, groups: Callable[[int], GroupAt], job: Any
-) -> Result:
-    """The thinned-out run under one placement; the first rounds are played before, to learn from, and not counted."""
-    machine = Machine(dict.fromkeys(ROLES, speed), dict.fromkeys(ROLES, swap_s))
-    return simulate(
-        wanted,
-        Hall(num_slots, ROLES, dict.fromkeys(ROLES, CAPACITY), exclusive=True, first_swap_s=swap_s),
-        machine,
-        lambda number: groups(number - job.warm_up),
-        Demand(num_slots * job.per_slot // 8, dynamic=job.dynamic),
-        num_rounds=job.rounds,
-        warm_up=job.warm_up,
-        position_of=lambda number: number * APART,
-    )
+    return lambda step: functools.partial(group, step)
 
 
-def point(
-    num_slots: int, judge_work: float, speed: Speed, swaps: dict[str, float], job: Any, scale: float = 1.0
-) -> dict[str, Any]:
-    """One amount of judge work: static splits once, and the others for every cost of a swap."""
-    groups = groups_at(judge_work, job.rounds, scale)
-    static = [play(wanted, num_slots, 0.0, speed, groups, job) for wanted in splits(ROLES, num_slots, most=job.splits)]
-    best = min(static, key=lambda result: result.seconds)
-    row: dict[str, Any] = {"slots": num_slots, "judge_work": judge_work, "best_split": str(best.wanted)}
-    row |= {"best_split_s": best.seconds, "worst_split_s": max(result.seconds for result in static), "swaps": {}}
-    for level, swap_s in swaps.items():
-        dynamic = play(DYNAMIC, num_slots, swap_s, speed, groups, job)
-        colocated = play(Wanted("colocated"), num_slots, swap_s, speed, groups, job)
-        row["swaps"][level] = {
-            "swap_s": swap_s,
-            "dynamic_s": dynamic.seconds,
-            "colocated_s": colocated.seconds,
-            "dynamic_over_split": dynamic.seconds / best.seconds,
-            "dynamic_over_colocated": dynamic.seconds / colocated.seconds,
-            "dynamic_swaps": dynamic.swaps,
-            "dynamic_idle": dynamic.idle_share,
-        }
-    return row
+def stretches(num_steps: int, parts: int) -> list[range]:
+    """So many steps in so many runs of consecutive ones, spread evenly over the 200."""
+    length, apart = max(1, num_steps // parts), STEPS / parts
+    firsts = [int(part * apart + (apart - length) / 2) for part in range(parts)]
+    return [range(first, first + length) for first in firsts]
 
 
-def break_even(job: Any) -> list[dict[str, Any]]:
-    """The same rounds made shorter and shorter, 8B on 8 slots: from which length on a swap pays."""
-    speed, swaps = MODELS["8B"]
-    return [point(8, job.even_at, speed, swaps, job, scale) | {"scale": scale} for scale in job.scales]
+class Course:
+    """One amount of judge work on so many slots: plays it under any placement, over the same steps and groups."""
 
+    def __init__(
+        self, num_slots: int, per_slot: int, judge_work: float, speed: Speed, steps: Sequence[range], job: Any
+    ) -> None:
+        self.num_slots = num_slots
+        self._demand = Demand(num_slots * per_slot // 8, dynamic=job.dynamic)
+        self._groups = groups_of(judge_work)
+        self._speed = speed
+        self._steps = steps
+        self._warm_up = job.warm_up
 
-def draw(told: dict[str, Any], path: Path) -> None:
-    """Left: against the best split. Middle: against colocated. Right: both, as rounds get shorter."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(15, 5), dpi=100, layout="constrained")
-    FigureCanvasAgg(figure)
-    left, middle, right = figure.subplots(1, 3)
-    lines: dict[tuple[str, int, str], list[tuple[float, float, float]]] = {}
-    for row in told["points"]:
-        for level, values in row["swaps"].items():
-            key = (row["model"], row["slots"], level)
-            two = (values["dynamic_over_split"], values["dynamic_over_colocated"])
-            lines.setdefault(key, []).append((row["judge_work"], *two))
-    for (model, slots, level), dots in lines.items():
-        works = [dot[0] for dot in dots]
-        left.plot(works, [dot[1] for dot in dots], marker="o", label=f"{model}, {slots} slots, {level}")
-        middle.plot(works, [dot[2] for dot in dots], marker="o")
-    left.axhline(1.02, color="#8a8f98", linestyle="--")
-    middle.axhline(0.84, color="#8a8f98", linestyle="--")
-    for axes, title in ((left, "dynamic over the best split"), (middle, "dynamic over colocated")):
-        axes.set(title=title, xscale="log", xlabel="judge's work over the rollouts'")
-        axes.axhline(1.0, color="black", linewidth=0.8)
-    left.legend(fontsize=7)
-    for level, colour in (("level 1", "#2456a6"), ("level 2", "#d9822b")):
-        rows = [(row["best_split_s"], row["swaps"][level]) for row in told["break_even"]]
-        right.plot(
-            [s for s, _ in rows],
-            [v["dynamic_over_split"] for _, v in rows],
-            marker="o",
-            color=colour,
-            label=f"over the best split, {level}",
+    def play(self, wanted: Wanted, swap_s: float = 0.0) -> Result:
+        """The counted steps; one that learns plays some before each stretch, which are not counted."""
+        before = self._warm_up if wanted.kind == "dynamic" else 0
+        told = [(step, step in run) for run in self._steps for step in range(run[0] - before, run[-1] + 1)]
+        result = simulate(
+            wanted,
+            Hall(self.num_slots, ROLES, dict.fromkeys(ROLES, CAPACITY), exclusive=True, first_swap_s=swap_s),
+            Machine(dict.fromkeys(ROLES, self._speed), dict.fromkeys(ROLES, swap_s)),
+            lambda number: self._groups(told[number][0]),
+            self._demand,
+            num_rounds=len(told),
+            position_of=lambda number: told[number][0] * APART,
+            yields=Known(),
         )
-        right.plot(
-            [s for s, _ in rows],
-            [v["dynamic_over_colocated"] for _, v in rows],
-            marker="s",
-            linestyle=":",
-            color=colour,
-            label=f"over colocated, {level}",
-        )
-    right.axhline(1.0, color="black", linewidth=0.8)
-    right.set(title="8B, 8 slots: shorter and shorter rounds", xscale="log", xlabel="seconds of a round, best split")
-    right.legend(fontsize=8)
-    figure.savefig(path)
+        counted = tuple(outcome for outcome, (_, counts) in zip(result.rounds, told, strict=True) if counts)
+        return Result(wanted, counted)
+
+    def static_splits(self) -> dict[int, Result]:
+        """By slots for rollouts: all of them, or from coarse to fine."""
+        slots = self.num_slots
+        found: dict[int, Result] = {}
+
+        def look(rollouts: Sequence[int]) -> None:
+            for rollout in rollouts:
+                if 0 < rollout < slots and rollout not in found:
+                    found[rollout] = self.play(Wanted("split", (rollout, slots - rollout)))
+
+        if slots <= 8:
+            look(range(1, slots))
+            return found
+        stride = slots // 4
+        look(range(stride, slots, stride))
+        while stride > max(1, slots // 32):
+            stride //= 2
+            best = min(found, key=lambda rollout: found[rollout].seconds)
+            look((best - stride, best + stride))
+        return found
 
 
-def table(told: dict[str, Any]) -> str:
-    names = "model, slots, judge work, best split, its s, swap s, dynamic s, colocated s, over split, over colocated"
-    lines = ["| " + names.replace(", ", " | ") + " |", "| --- " * 10 + "|"]
-    for row in told["points"]:
-        for values in row["swaps"].values():
-            cells = [
-                row["model"],
-                row["slots"],
-                row["judge_work"],
-                row["best_split"],
-                f"{row['best_split_s']:.0f}",
-                values["swap_s"],
-            ]
-            cells += [f"{values['dynamic_s']:.0f}", f"{values['colocated_s']:.0f}"]
-            cells += [f"{values['dynamic_over_split']:.3f}", f"{values['dynamic_over_colocated']:.3f}"]
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+def best_of(static: dict[int, Result]) -> Result:
+    return min(static.values(), key=lambda result: result.seconds)
 
 
-def main() -> None:
+def against(course: Course, best: Result, swap_s: float) -> dict[str, Any]:
+    """The placements whose rounds depend on what a swap costs."""
+    dynamic, colocated = course.play(DYNAMIC, swap_s), course.play(COLOCATED, swap_s)
+    return {
+        "swap_s": swap_s,
+        "dynamic_s": dynamic.seconds,
+        "colocated_s": colocated.seconds,
+        "dynamic_over_split": dynamic.seconds / best.seconds,
+        "dynamic_over_colocated": dynamic.seconds / colocated.seconds,
+        "dynamic_swaps": dynamic.swaps,
+        "dynamic_idle": dynamic.idle_share,
+    }
+
+
+def point(course: Course, swaps: dict[str, float]) -> dict[str, Any]:
+    """Static splits once, and the others for every cost of a swap."""
+    static = course.static_splits()
+    best = best_of(static)
+    return {
+        "best_split": str(best.wanted),
+        "best_split_s": best.seconds,
+        "splits_s": {str(rollout): result.seconds for rollout, result in sorted(static.items())},
+        "swaps": {level: against(course, best, swap_s) for level, swap_s in swaps.items()},
+    }
+
+
+def break_even(num_slots: int, per_slot: int, judge_work: float, job: Any) -> dict[str, Any]:
+    """By the round's length in swaps: how far ahead of the best of all others, and from where ahead of the split."""
+    course = Course(num_slots, per_slot, judge_work, MODELS["8B"][0], stretches(job.even_steps, 4), job)
+    best = best_of(course.static_splits())
+    rows = [against(course, best, best.seconds / ratio) | {"ratio": ratio} for ratio in job.ratios]
+    for row in rows:
+        row["gain"] = 1 - row["dynamic_s"] / min(best.seconds, row["colocated_s"])
+    pays = [row["ratio"] for row in rows if row["dynamic_over_split"] <= 0.99]
+    told = {"slots": num_slots, "per_slot": per_slot, "judge_work": judge_work, "best_split": str(best.wanted)}
+    return told | {"best_split_s": best.seconds, "pays_from": min(pays, default=None), "rows": rows}
+
+
+def near_best_s(row: dict[str, Any]) -> float:
+    """The mean of the best split and its neighbours among those tried: what the best one is without its luck."""
+    told = [seconds for _, seconds in sorted(row["splits_s"].items(), key=lambda item: int(item[0]))]
+    best = told.index(min(told))
+    return statistics.fmean(told[max(0, best - 1) : best + 2])
+
+
+def summary(points: Sequence[dict[str, Any]]) -> dict[str, float]:
+    over_near = [values["dynamic_s"] / near_best_s(row) for row in points for values in row["swaps"].values()]
+    every = [values for row in points for values in row["swaps"].values()]
+    over_split = [values["dynamic_over_split"] for values in every]
+    over_colocated = [values["dynamic_over_colocated"] for values in every]
+    return {
+        "worst_over_split": max(over_split),
+        "mean_over_split": statistics.fmean(over_split),
+        "share_within_2_percent": statistics.fmean(ratio <= 1.02 for ratio in over_split),
+        "worst_over_best_and_neighbours": max(over_near),
+        "mean_over_best_and_neighbours": statistics.fmean(over_near),
+        "worst_over_colocated": max(over_colocated),
+        "mean_over_colocated": statistics.fmean(over_colocated),
+        "share_16_percent_ahead_of_colocated": statistics.fmean(ratio <= 0.84 for ratio in over_colocated),
+    }
+
+
+def parsed() -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slots", type=int, nargs="+", default=[8, 64, 512])
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--judge-work", type=float, nargs="+", default=[0.1, 0.3, 1.0, 3.0, 10.0])
-    parser.add_argument("--scales", type=float, nargs="+", default=[0.01, 0.03, 0.1, 0.3, 1.0])
-    parser.add_argument("--even-at", type=float, default=0.5, help="judge work of the search for the break-even")
-    parser.add_argument(
-        "--requests", type=int, nargs="+", default=[12000, 12000, 24000], help="completions a row, by --slots"
-    )
-    parser.add_argument("--per-slot", type=int, default=32, help="completions a slot and round")
-    parser.add_argument("--warm-up", type=int, default=3)
-    parser.add_argument("--splits", type=int, default=9, help="static splits tried, evenly chosen")
+    parser.add_argument("--steps", type=int, nargs="+", default=[200, 24, 9], help="steps counted, by --slots")
+    parser.add_argument("--stretches", type=int, nargs="+", default=[1, 4, 3], help="runs of steps, by --slots")
+    parser.add_argument("--per-slot", type=int, nargs="+", default=[32, 32, 8], help="completions a slot, by --slots")
+    parser.add_argument("--warm-up", type=int, default=2, help="steps before each stretch, to learn from")
     parser.add_argument("--no-dynamic-sampling", dest="dynamic", action="store_false")
+    parser.add_argument("--even-steps", type=int, default=12, help="steps in the search for the break-even")
+    parser.add_argument("--ratios", type=float, nargs="+", default=[1, 3, 10, 30, 100, 300, 1000])
     parser.add_argument("--output", type=Path, default=Path("runs/sweep"))
-    job = parser.parse_args()
+    return parser.parse_args()
+
+
+def main() -> None:
+    job = parsed()
+    gc.disable()  # the groups that are kept for all placements would be looked through again and again
     job.output.mkdir(parents=True, exist_ok=True)
-    told: dict[str, Any] = {
-        "job": {key: str(value) for key, value in vars(job).items()},
-        "points": [],
-        "break_even": [],
-    }
+    told: dict[str, Any] = {"job": {key: str(value) for key, value in vars(job).items()}, "points": []}
     began = time.monotonic()
-    for num_slots, requests in zip(job.slots, job.requests, strict=False):
-        job.rounds = min(STEPS, max(2, requests // (num_slots * job.per_slot)))
-        for model in job.models:
-            speed, swaps = MODELS[model]
-            for judge_work in job.judge_work:
-                row = point(num_slots, judge_work, speed, swaps, job)
-                told["points"].append({"model": model, "rounds": job.rounds, **row})
-                ratios = {level: round(v["dynamic_over_split"], 3) for level, v in row["swaps"].items()}
-                print(
-                    f"{time.monotonic() - began:5.0f} s: {model}, {num_slots} slots, {judge_work:g}: {ratios}",
-                    flush=True,
-                )
-    job.rounds = min(20, job.rounds)
-    told["break_even"] = break_even(job)
-    every = [values for row in told["points"] for values in row["swaps"].values()]
-    told["summary"] = {
-        "worst_over_split": max(values["dynamic_over_split"] for values in every),
-        "mean_over_split": statistics.fmean(values["dynamic_over_split"] for values in every),
-        "share_within_2_percent": statistics.fmean(values["dynamic_over_split"] <= 1.02 for values in every),
-        "worst_over_colocated": max(values["dynamic_over_colocated"] for values in every),
-        "mean_over_colocated": statistics.fmean(values["dynamic_over_colocated"] for values in every),
-        "seconds": time.monotonic() - began,
-    }
-    (job.output / "results.json").write_text(json.dumps(told, indent=2))
+    told["break_even"] = [break_even(*case, job) for case in EVEN]
+    sizes = list(zip(job.slots, job.per_slot, job.steps, job.stretches, strict=False))
+    for model, (num_slots, per_slot, num_steps, parts) in itertools.product(job.models, sizes):
+        speed, swaps = MODELS[model]
+        for judge_work in job.judge_work:
+            row = point(Course(num_slots, per_slot, judge_work, speed, stretches(num_steps, parts), job), swaps)
+            told["points"].append({"model": model, "slots": num_slots, "judge_work": judge_work, **row})
+            ratios = [round(values["dynamic_over_split"], 3) for values in row["swaps"].values()]
+            took = time.monotonic() - began
+            print(f"{took:5.0f} s: {model}, {num_slots} slots, judge {judge_work:g}: {ratios}", flush=True)
+            told["summary"] = {**summary(told["points"]), "seconds": took}
+            (job.output / "results.json").write_text(json.dumps(told, indent=2))
     (job.output / "table.md").write_text(table(told) + "\n")
     print(table(told))
     print(json.dumps(told["summary"], indent=2))

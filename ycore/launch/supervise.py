@@ -19,6 +19,7 @@ from ycore.launch.stacks import write_stacks
 from ycore.launch.stopping import StopRequests
 from ycore.roles.ranks import forget_reports
 from ycore.run_folder.paths import RunFolder
+from ycore.telemetry.activity import RunActivity
 from ycore.telemetry.follow import MetricsFollower
 from ycore.telemetry.progress import RunProgress
 
@@ -125,8 +126,9 @@ class Supervisor:
             self._give_up(f"{self._trainer.name} has not finished a step for {silent:.0f} s (step_timeout_s)")
 
     def _give_up(self, why: str) -> None:
-        stacks = self._write_stacks(why)
-        raise TrainerError(f"{why}, in step {self._step + 1} (the stack of every process is in {stacks})")
+        at = RunActivity(self._folder.root).look().in_words()  # before processes are let go on to tell their stacks
+        stacks = self._write_stacks(f"{why}; it was {at}")
+        raise TrainerError(f"{why}, in step {self._step + 1} (it was {at}; the stack of every process is in {stacks})")
 
     def _write_stacks(self, why: str) -> Path:
         path = self._folder.logs / f"stacks-step-{self._step + 1}.txt"

@@ -159,6 +159,16 @@ class Scene:
             return f"{who}{PHASES[phase]} for {self._for(since)}, {into}"
         return f"{who}{self._in_round()} for {self._for(since)}, {self._oldest() or into}"
 
+    def in_words(self) -> str:
+        """What it is at, and its queues, on one line: `generating for 58 s; rollout 3 in flight, 0 waiting`."""
+        return "; ".join([self.now(), *self.queue_words()])
+
+    def queue_words(self) -> list[str]:
+        return [
+            f"{role.replace('_', ' ')} {flying} in flight, {waiting} waiting"
+            for role, (flying, waiting) in self.queues().items()
+        ]
+
     def _in_round(self) -> str:
         """Whom a round waits for: with nothing in flight and nothing waiting it is the rules."""
         queues = self.queues()

@@ -101,9 +101,8 @@ class RunView:
     def _scene_lines(self, scene: Scene, width: int) -> list[Line]:
         """What the run is at, its queues, and a lane a slot."""
         lines: list[Line] = [] if scene.is_over else [("now", scene.now())]
-        queues = scene.queues()
-        if queues and not scene.is_over:
-            told = (f"{role.replace('_', ' ')} {flying} in flight, {w} waiting" for role, (flying, w) in queues.items())
+        told = scene.queue_words()
+        if told and not scene.is_over:
             lines.append(("queues", "   ".join(told)))
         return lines + (self._lanes(scene, width) if scene.shows_lanes else [])
 

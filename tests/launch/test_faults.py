@@ -291,4 +291,5 @@ def test_a_trainer_that_does_not_get_on_is_named_with_its_stack(run: Callable[..
     told = r"trainer has not finished a step for \d+ s \(step_timeout_s\), in step 2 \(it was .+; the stack of every"
     with pytest.raises(TrainerError, match=told):
         run(code, short)
-    assert "waits_for_godot" in (RunFolder(Path(config.output)).logs / "stacks-step-2.txt").read_text()
+    stacks = (RunFolder(Path(config.output)).logs / "stacks-step-2.txt").read_text()
+    assert "waits_for_godot" in stacks and "; it was " in stacks.splitlines()[0]

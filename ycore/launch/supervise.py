@@ -126,13 +126,17 @@ class Supervisor:
             self._give_up(f"{self._trainer.name} has not finished a step for {silent:.0f} s (step_timeout_s)")
 
     def _give_up(self, why: str) -> None:
-        at = RunActivity(self._folder.root).look().in_words()  # before processes are let go on to tell their stacks
-        stacks = self._write_stacks(f"{why}; it was {at}")
+        at = self._doing()  # before processes are let go on to tell their stacks
+        stacks = self._write_stacks(why)
         raise TrainerError(f"{why}, in step {self._step + 1} (it was {at}; the stack of every process is in {stacks})")
 
     def _write_stacks(self, why: str) -> Path:
         path = self._folder.logs / f"stacks-step-{self._step + 1}.txt"
-        return write_stacks(RunWatch(self._folder.run_id).look(), path, why=f"{why}, in step {self._step + 1}")
+        why = f"{why}, in step {self._step + 1}; it was {self._doing()}"
+        return write_stacks(RunWatch(self._folder.run_id).look(), path, why=why)
+
+    def _doing(self) -> str:
+        return RunActivity(self._folder.root).look().in_words()
 
     def _restart(self, error: TrainerError) -> None:
         """Clear away what the trainer left, reward workers and other ranks included, and start it again."""

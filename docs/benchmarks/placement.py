@@ -10,7 +10,8 @@ ignored), a judge reads it and writes --judge-tokens tokens, and which groups ca
 Groups that cannot are replaced one for one, so every placement draws the same prompts in the end. Engines are never
 slept here: a CPU has no sleep, and waking a role is a change of who gets requests.
 
-Afterwards the simulator is given the lengths and the measured speeds, and its seconds are set beside the real ones.
+Before the rounds the engines' speeds are measured alone (`placement_speeds`); afterwards the simulator is given these
+speeds and the lengths, and its seconds are set beside the real ones.
 
 Not here: the placements of a GPU, where a swap costs something (`simulate_sweep`).
 """
@@ -26,19 +27,21 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import ExitStack
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from machine import busy_share, describe_machine
 from placement_engines import Engines, SeededEngine, engines_running
+from placement_speeds import Measured, measure
 
 from ycore.controller.dispatch import Slots
 from ycore.controller.draws import DrawSource, completion_seed
 from ycore.controller.peers import Alone
 from ycore.controller.round import Round, Rules
 from ycore.controller.scoring import Scoring, Writing, together
-from ycore.placement.allocator import Allocator, Hall
-from ycore.placement.load import Speed
+from ycore.placement.allocator import Allocator
+from ycore.placement.hall import Hall
 from ycore.placement.placement import JUDGE, ROLLOUT
 from ycore.placement.words import parse_placement
 from ycore.sampling.demand import Yield
@@ -128,13 +131,15 @@ class Contestant:
     async def play(self, number: int) -> dict[str, Any]:
         """A round from position `number * APART` on."""
         self._draws.cursor = number * APART
+        division, manner = dict(self.allocator.division), self.allocator.manner
         self._slots.begin_round()
         began = time.perf_counter()
         landed, stats = await self._round.run(self._draws.draw, need=self._job.need, ready=0, step=number)
         seconds = time.perf_counter() - began
         metrics = self._slots.end_round(list, step=number)
         tokens = sum(item.group.num_tokens for item in landed)
-        row = {"seconds": seconds, "drawn": stats.drawn, "tokens": tokens, "division": dict(self.allocator.division)}
+        row = {"seconds": seconds, "drawn": stats.drawn, "tokens": tokens}
+        row |= {"division": division, "manner": manner}
         return row | {name.removeprefix("ycore/"): value for name, value in metrics.items()}
 
 
@@ -145,13 +150,14 @@ def simulated_group(position: int, job: argparse.Namespace) -> SimulatedGroup:
     )
 
 
-def predict(words: str, speeds: dict[str, Speed], job: argparse.Namespace) -> list[float]:
+def predict(words: str, measured: dict[str, Measured], job: argparse.Namespace) -> list[float]:
     """The simulator's seconds for the counted rounds of a placement."""
     hall = Hall(2, ROLES, dict.fromkeys(ROLES, job.max_num_seqs))
+    speeds = {role: told.speed for role, told in measured.items()}
     result = simulate(
         parse_placement(words),
         hall,
-        Machine(speeds, {}),
+        Machine(speeds, {}, {role: told.reading_s for role, told in measured.items()}),
         lambda number: lambda position: simulated_group(position, job),
         Demand(job.need, dynamic=True),
         num_rounds=job.rounds,
@@ -162,6 +168,13 @@ def predict(words: str, speeds: dict[str, Speed], job: argparse.Namespace) -> li
     return [outcome.usage.seconds for outcome in result.rounds]
 
 
+async def measure_all(engines: Engines, job: argparse.Namespace) -> dict[str, Measured]:
+    return {
+        ROLLOUT: await measure(engines.rollouts, job.prompt_tokens),
+        JUDGE: await measure(engines.judges, job.judge_reads),
+    }
+
+
 async def play_all(contestants: Sequence[Contestant], job: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
     """Round by round, every placement in turn, another one first each time; the first rounds only warm up."""
     rows: dict[str, list[dict[str, Any]]] = {one.words: [] for one in contestants}
@@ -169,7 +182,8 @@ async def play_all(contestants: Sequence[Contestant], job: argparse.Namespace) -
         first = number % len(contestants)
         for one in [*contestants[first:], *contestants[:first]]:
             row = await one.play(number)
-            print(f"round {number} {one.words:10} {row['seconds']:6.1f} s, {row['drawn']} groups", flush=True)
+            told = f"{row['seconds']:6.1f} s, {row['drawn']} groups, {row['manner']}"
+            print(f"round {number} {one.words:10} {told}", flush=True)
             if number >= job.warm_up:
                 rows[one.words].append(row)
     return rows
@@ -204,11 +218,12 @@ def main() -> None:
     with ExitStack() as stack:
         engines = stack.enter_context(engines_running(job, job.output, length_of=lambda seed: length_of(seed, job)))
         contestants = [Contestant(words, engines, job, job.output) for words in PLACEMENTS]
+        measured = asyncio.run(measure_all(engines, job))
+        print(measured, flush=True)
         rows = asyncio.run(play_all(contestants, job))
-    speeds = {role: load.speed for role, load in contestants[-1].allocator.loads.items()}
-    predicted = {words: predict(words, speeds, job) for words in PLACEMENTS}
+    predicted = {words: predict(words, measured, job) for words in PLACEMENTS}
     told = {"job": {key: str(value) for key, value in vars(job).items()}, "machine": describe_machine(), "busy": busy}
-    told |= {"speeds": {role: [speed.base, speed.each] for role, speed in speeds.items()}, "rounds": rows}
+    told |= {"measured": {role: asdict(one) for role, one in measured.items()}, "rounds": rows}
     told |= {"summary": summarise(rows, predicted)}
     (job.output / "results.json").write_text(json.dumps(told, indent=2))
     print(json.dumps(told["summary"], indent=2))
@@ -235,12 +250,12 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--need", type=int, default=8, help="groups that can teach, a round")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--teach-share", type=float, default=0.7)
-    parser.add_argument("--mean", type=float, default=96.0, help="tokens of a completion")
+    parser.add_argument("--mean", type=float, default=64.0, help="tokens of a completion")
     parser.add_argument("--sigma", type=float, default=0.8, help="spread of the logarithm of a completion's length")
     parser.add_argument("--longest", type=int, default=512)
     parser.add_argument("--prompt-tokens", type=int, default=48)
-    parser.add_argument("--judge-reads", type=int, default=96, help="tokens that the judge reads for a completion")
-    parser.add_argument("--judge-tokens", type=int, default=48, help="tokens that it writes")
+    parser.add_argument("--judge-reads", type=int, default=32, help="tokens that the judge reads for a completion")
+    parser.add_argument("--judge-tokens", type=int, default=1, help="tokens that it writes; 1 is a label's")
     parser.add_argument("--max-num-seqs", type=int, default=64, help="requests that an engine holds at once")
     parser.add_argument("--output", type=Path, default=Path("runs/placement"))
     return parser.parse_args()

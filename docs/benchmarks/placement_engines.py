@@ -37,9 +37,12 @@ class SeededEngine:
         self._length_of = length_of
 
     async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
-        length = self._length_of(seed)
+        return await self.write(prompt_ids, seed, self._length_of(seed))
+
+    async def write(self, prompt_ids: Sequence[int], seed: int, length: int) -> Completion:
+        """`length` tokens."""
         body = {"model": "policy", "prompt": list(prompt_ids), "n": 1, "seed": seed, "temperature": 1.0, "logprobs": 0}
-        body |= {"min_tokens": length, "max_tokens": length, "ignore_eos": True, "return_token_ids": True}
+        body |= {"max_tokens": length, "ignore_eos": True, "return_token_ids": True}
         answer = await self._server.ask("POST", "/v1/completions", body)
         tokens = answer["choices"][0]["token_ids"]
         assert len(tokens) == length

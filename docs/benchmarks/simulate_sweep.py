@@ -34,7 +34,7 @@ from typing import Any
 
 from sweep_picture import draw, table
 
-from ycore.placement.allocator import Hall
+from ycore.placement.hall import Hall
 from ycore.placement.load import Speed
 from ycore.placement.placement import JUDGE, ROLLOUT
 from ycore.placement.words import DYNAMIC, Wanted

@@ -10,7 +10,8 @@ import pytest
 from ycore.controller import depths
 from ycore.controller.dispatch import ROLLOUT, Slots, usage_metrics
 from ycore.errors import EngineError
-from ycore.placement.allocator import Allocator, Hall
+from ycore.placement.allocator import Allocator
+from ycore.placement.hall import Hall
 from ycore.placement.placement import JUDGE
 from ycore.placement.words import parse_placement
 from ycore.telemetry.trace import ROUND, SWAP, SYNC, Levels, Mark, TraceWriter, parse_event, read_trace

@@ -5,7 +5,8 @@ from types import SimpleNamespace
 from typing import Any
 
 from ycore.controller.state import controller_state, restore_controller
-from ycore.placement.allocator import Allocator, Hall
+from ycore.placement.allocator import Allocator
+from ycore.placement.hall import Hall
 from ycore.placement.load import Speed
 from ycore.placement.placement import JUDGE, ROLLOUT
 from ycore.sampling.demand import Yield

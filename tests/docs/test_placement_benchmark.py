@@ -24,7 +24,7 @@ def script() -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
         yield importlib.import_module("placement")
-    for name in ("placement", "placement_engines", "machine"):
+    for name in ("placement", "placement_engines", "placement_speeds", "machine"):
         sys.modules.pop(name, None)
 
 
@@ -35,7 +35,9 @@ class MadeUpEngine:
         self._length_of = length_of
 
     async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
-        length = self._length_of(seed)
+        return await self.write(prompt_ids, seed, self._length_of(seed))
+
+    async def write(self, prompt_ids: Sequence[int], seed: int, length: int) -> Completion:
         await asyncio.sleep(length * 1e-4)
         return Completion((1,) * length, None, "", "length", 0)
 
@@ -56,8 +58,9 @@ def test_every_placement_draws_and_writes_the_same(script: Any, job: argparse.Na
     contestants = [script.Contestant(words, engines, job, tmp_path) for words in script.PLACEMENTS]
     rows = asyncio.run(script.play_all(contestants, job))
     assert {words: len(told) for words, told in rows.items()} == dict.fromkeys(script.PLACEMENTS, 2)
-    speeds = {role: load.speed for role, load in contestants[-1].allocator.loads.items()}
-    predicted = {words: script.predict(words, speeds, job) for words in script.PLACEMENTS}
+    measured = asyncio.run(script.measure_all(engines, job))
+    assert all(told.speed.step_s(8) > 0 and told.reading_s >= 0 for told in measured.values())
+    predicted = {words: script.predict(words, measured, job) for words in script.PLACEMENTS}
     summary = script.summarise(rows, predicted)
     assert summary["same_work"] is True
     assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in predicted.values())
@@ -71,7 +74,8 @@ def test_prompts_that_do_not_teach_are_replaced_one_for_one(script: Any, job: ar
     while teachers < job.need:
         teachers += script.teaches(position, job)
         position += 1
-    from ycore.placement.allocator import Allocator, Hall
+    from ycore.placement.allocator import Allocator
+    from ycore.placement.hall import Hall
     from ycore.placement.words import parse_placement
     from ycore.simulate.round import Demand, Machine, SimulatedRound
 

@@ -6,7 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ycore.placement.allocator import Action, Allocator, Hall, Start, Swap
+from ycore.placement.allocator import Allocator
+from ycore.placement.hall import Action, Hall, Start, Swap
 from ycore.placement.moves import Backlog
 from ycore.placement.placement import JUDGE, ROLLOUT, placement_of
 from ycore.placement.words import DYNAMIC, parse_placement
@@ -47,7 +48,7 @@ class Play:
             else:
                 assert action.slot not in [slot for _, slot in self.swapping], "asked while it swaps"
                 role = self.roles[action.request]
-                assert self.allocator.placement.awake[action.slot] == role
+                assert self.allocator.manner == "shared" or self.allocator.placement.awake[action.slot] == role
                 self.flying[action.request] = (role, action.slot)
 
     def step(self, source: random.Random) -> None:
@@ -217,6 +218,52 @@ def test_a_learned_plan_says_how_slots_change(manner: str, swaps: int) -> None:
         assert kinds == [ROLLOUT] * 8 + ["swap"] * 2 + [JUDGE] * 8
     else:
         assert kinds.index(JUDGE) < len(kinds) - 1 - kinds[::-1].index(ROLLOUT), "side by side"
+
+
+def learned(manner: str, one: Allocator) -> Allocator:
+    """As if it had learned to go in this manner, all slots rolling out at first."""
+    play = Play(one)
+    for _ in range(16):
+        play.ask(ROLLOUT)
+    play.run_out(random.Random(1))
+    one.learn(one.numbers())
+    one.restore({**one.state(), "manner": manner, "division": {ROLLOUT: one.hall.num_slots, JUDGE: 0}})
+    one.begin_round(0.0)
+    return one
+
+
+def test_shared_slots_take_a_verdict_at_once_beside_what_is_being_written() -> None:
+    allocator = learned("shared", Allocator(hall(2, 8, exclusive=False, swap_s=0.0)))
+    for number in range(8):
+        allocator.ask(number, ROLLOUT)
+    assert {start.slot for start in allocator.decide(0.0) if isinstance(start, Start)} == {0, 1}
+    allocator.ended(1, 1.0)
+    allocator.ask(8, JUDGE)
+    assert allocator.decide(1.0) == [Start(8, 1)], "slot 0 has one more in flight"
+    allocator.ask(9, JUDGE)
+    assert allocator.decide(1.0) == [Start(9, 0)], "slot 1 has a verdict to give already"
+    assert allocator.in_flight()[JUDGE, 1] == (1, 1.0)
+
+
+def test_a_shared_slot_holds_no_more_of_a_role_than_its_engine_can() -> None:
+    allocator = learned("shared", Allocator(hall(1, 2, exclusive=False, swap_s=0.0)))
+    for number, role in enumerate([ROLLOUT] * 3 + [JUDGE] * 3):
+        allocator.ask(number, role)
+    assert [action.request for action in allocator.decide(0.0) if isinstance(action, Start)] == [0, 1, 3, 4]
+    allocator.ended(3, 1.0)
+    assert allocator.decide(1.0) == [Start(5, 0)]
+
+
+def test_speeds_of_engines_that_shared_a_slot_are_not_learned() -> None:
+    allocator = learned("shared", Allocator(hall(1, 8, exclusive=False, swap_s=0.0)))
+    play = Play(allocator)
+    before = allocator.loads[ROLLOUT]
+    for _ in range(5):
+        play.ask(ROLLOUT)
+    play.run_out(random.Random(2))
+    allocator.learn(allocator.numbers())
+    after = allocator.loads[ROLLOUT]
+    assert after.num_requests < before.num_requests and after.speed.step_s(3) == pytest.approx(before.speed.step_s(3))
 
 
 def test_side_by_side_a_slot_that_is_nearly_empty_helps_at_once() -> None:

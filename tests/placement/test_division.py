@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ycore.placement.division import AS_GOOD, best_division, divide, next_plan, shares
-from ycore.placement.experience import FIRST
+from ycore.placement.experience import ONE_AWAKE
 from ycore.placement.forecast import COHORTS, Setting, bringing, forecast_s, lengths
 from ycore.placement.load import Load, Speed
 from ycore.placement.plan import Plan
@@ -36,7 +36,7 @@ LOADS = st.fixed_dictionaries(
 def choose(
     current: Plan | None, loads: dict[str, Load], where: Setting, factors: dict[str, float] | None = None
 ) -> Plan:
-    return next_plan(current, loads, where, {**FIRST, **(factors or {})})  # type: ignore[dict-item]
+    return next_plan(current, loads, where, {**ONE_AWAKE.factors, **(factors or {})})  # type: ignore[dict-item]
 
 
 @settings(max_examples=60, deadline=None)
@@ -50,7 +50,9 @@ def test_constant_load_changes_the_plan_once_at_most(loads: dict[str, Load], num
     elsewhere = Plan(divide(1, loads, where), "divided")
     second = choose(elsewhere, loads, where)
     assert choose(second, loads, where) == second
-    before_s, after_s = (FIRST[plan.manner] * forecast_s(loads, plan.division, where) for plan in (elsewhere, second))
+    before_s, after_s = (
+        ONE_AWAKE.factors[plan.manner] * forecast_s(loads, plan.division, where) for plan in (elsewhere, second)
+    )
     assert after_s <= before_s
 
 
@@ -67,6 +69,24 @@ def test_more_to_judge_means_more_judges() -> None:
         for size in (20, 400, 4000)
     ]
     assert judges == sorted(judges) and judges[0] < judges[-1]
+
+
+def test_short_verdicts_share_the_slots_where_all_engines_stay_up() -> None:
+    """A label's worth of judging is not worth a slot of its own, and a round that waits for it has idle slots."""
+    loads = {"rollout": replace(load(80, 96), deviation=80, longest=512, num_late=24), "judge": load(80, 1)}
+    one_awake = setting(2, 0.0)
+    assert choose(None, loads, replace(one_awake, exclusive=False)).manner == "shared"
+    assert choose(None, loads, one_awake).manner != "shared"
+
+
+def test_two_roles_at_once_on_a_slot_do_all_their_work_and_no_more() -> None:
+    """Where every token costs the same whatever is beside it, a round is its tokens."""
+    every_token = Speed(0.0, 0.001)
+    loads = {"rollout": replace(load(12, 100, spread=0.5), speed=every_token), "judge": load(12, 50)}
+    loads["judge"] = replace(loads["judge"], speed=every_token)
+    told = forecast_s(loads, {"rollout": 1, "judge": 0}, setting(1), shared=True)
+    assert told == pytest.approx(0.001 * 12 * (100 + 50))
+    assert forecast_s(loads, {"rollout": 2, "judge": 0}, setting(2), shared=True) == pytest.approx(told / 2, rel=0.2)
 
 
 def test_a_manner_is_taken_as_long_as_its_rounds_keep_what_was_promised() -> None:

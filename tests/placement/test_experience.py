@@ -4,11 +4,14 @@ import json
 
 import pytest
 
-from ycore.placement.experience import FIRST, Experience
+from ycore.placement.experience import ALL_UP, ONE_AWAKE, Assumed, Experience
+
+FIRST = ONE_AWAKE.factors
 
 
-def test_nothing_measured_is_as_assumed() -> None:
-    assert Experience().factors == pytest.approx(dict(FIRST))
+@pytest.mark.parametrize("assumed", [ONE_AWAKE, ALL_UP])
+def test_nothing_measured_is_as_assumed(assumed: Assumed) -> None:
+    assert Experience(assumed).factors == pytest.approx(dict(assumed.factors))
 
 
 def test_a_manner_comes_to_what_was_measured_and_others_stay() -> None:
@@ -40,4 +43,14 @@ def test_it_survives_json() -> None:
     told, again = Experience(), Experience()
     told.observe("together", seconds=1.1, forecast_s=0.7)
     again.restore(json.loads(json.dumps(told.state())))
+    assert again == told
+
+
+def test_what_was_written_before_a_manner_was_known_can_be_read() -> None:
+    told = Experience()
+    told.observe("together", seconds=1.1, forecast_s=0.7)
+    old = told.state()
+    del old["shared"]
+    again = Experience()
+    again.restore(old)
     assert again == told

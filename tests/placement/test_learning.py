@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from ycore.placement.allocator import Allocator, Hall
+from ycore.placement.allocator import Allocator
+from ycore.placement.hall import Hall
 from ycore.placement.load import Speed
 from ycore.placement.placement import JUDGE, ROLLOUT
 from ycore.placement.words import parse_placement

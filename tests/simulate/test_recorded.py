@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from ycore.errors import DataError
-from ycore.placement.allocator import Allocator, Hall
+from ycore.placement.allocator import Allocator
+from ycore.placement.hall import Hall
 from ycore.placement.load import Speed
 from ycore.placement.placement import JUDGE, ROLLOUT
 from ycore.placement.words import Wanted, parse_placement

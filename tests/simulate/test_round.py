@@ -4,7 +4,8 @@ import random
 
 import pytest
 
-from ycore.placement.allocator import Allocator, Hall
+from ycore.placement.allocator import Allocator
+from ycore.placement.hall import Hall
 from ycore.placement.load import Speed
 from ycore.placement.placement import JUDGE, ROLLOUT
 from ycore.placement.words import DYNAMIC, Wanted, parse_placement
@@ -34,6 +35,25 @@ def test_a_slot_batches_as_its_engine_does() -> None:
     assert slot.next_end() == (pytest.approx(0.55 + 10 * 0.012), 1, ROLLOUT)
     slot.end(ROLLOUT, 0.67)
     assert slot.next_end() == (pytest.approx(0.67 + 40 * 0.011), 0, ROLLOUT)
+
+
+def test_while_a_prompt_is_read_the_others_wait() -> None:
+    slot = VirtualSlot({ROLLOUT: SPEED}, {ROLLOUT: 0.5})
+    slot.start(0, ROLLOUT, 100, 0.0)
+    assert slot.next_end() == (pytest.approx(0.5 + 100 * 0.011), 0, ROLLOUT)
+    slot.start(1, ROLLOUT, 10, 0.5 + 0.55)  # half of the first is written
+    assert slot.next_end() == (pytest.approx(1.05 + 0.5 + 10 * 0.012), 1, ROLLOUT)
+    slot.end(ROLLOUT, 1.67)
+    assert slot.next_end() == (pytest.approx(1.67 + 40 * 0.011), 0, ROLLOUT)
+
+
+def test_one_engine_reads_while_the_other_writes() -> None:
+    slot = VirtualSlot({ROLLOUT: SPEED, JUDGE: SPEED}, {JUDGE: 0.22})
+    slot.start(0, ROLLOUT, 20, 0.0)
+    slot.start(1, JUDGE, 1, 0.0)
+    assert slot.next_end() == (pytest.approx(20 * 0.011 * 2), 0, ROLLOUT), "half a slot each"
+    slot.end(ROLLOUT, 0.44)
+    assert slot.next_end() == (pytest.approx(0.44 + 0.011), 1, JUDGE), "it has read meanwhile"
 
 
 def test_engines_of_two_roles_share_a_slot() -> None:
@@ -134,6 +154,28 @@ def test_where_no_split_fits_dynamic_learns_to_go_in_phases() -> None:
     dynamic, split, colocated = (result.seconds for result in results.values())
     assert colocated < 0.9 * split, "a load that phases suit"
     assert dynamic < 1.02 * colocated
+
+
+def test_where_verdicts_are_short_and_all_engines_stay_up_dynamic_learns_to_share_the_slots() -> None:
+    work = Assumed(Lengths(96, 0.8, 512), {JUDGE: 1.0}, teach_share=0.7, seed=1)
+    speed = Speed(0.04, 0.002)
+    machine = Machine(dict.fromkeys(ROLES, speed), {}, {ROLLOUT: 0.08, JUDGE: 0.05})
+    results = [
+        simulate(
+            parse_placement(words),
+            hall(2, exclusive=False),
+            machine,
+            lambda number: work.group_at,
+            Demand(8, dynamic=True),
+            num_rounds=6,
+            warm_up=3,
+            position_of=lambda number: 1000 * number,
+        )
+        for words in ("dynamic", "split:1:1", "colocated")
+    ]
+    dynamic, split, colocated = (result.seconds for result in results)
+    assert dynamic < 0.93 * min(split, colocated)
+    assert results[0].bound_ratio < 1.15
 
 
 def test_lengths_have_the_mean_that_is_asked() -> None:

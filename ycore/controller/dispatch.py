@@ -15,7 +15,8 @@ from typing import Protocol
 
 from ycore.controller.depths import Depths
 from ycore.controller.peers import AddUp
-from ycore.placement.allocator import Allocator, Hall, Start, Swap
+from ycore.placement.allocator import Allocator
+from ycore.placement.hall import Hall, Start, Swap
 from ycore.placement.placement import ROLLOUT
 from ycore.placement.usage import Usage
 from ycore.telemetry.trace import ROUND, SWAP, Mark, NullTrace, Span

@@ -9,7 +9,8 @@ from pathlib import Path
 
 from ycore.config.run import RunConfig
 from ycore.controller.dispatch import Sleeper, Slots
-from ycore.placement.allocator import Allocator, Hall
+from ycore.placement.allocator import Allocator
+from ycore.placement.hall import Hall
 from ycore.placement.levels import SleepLevels
 from ycore.placement.placement import ROLLOUT
 from ycore.placement.words import in_order, parse_placement

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ycore.placement.hall import Action, Hall, Start, Swap
 from ycore.placement.learning import Learning
 from ycore.placement.levels import MovingAverage
 from ycore.placement.load import Load, Speed, Sums, as_numbers
@@ -22,29 +23,8 @@ from ycore.placement.plan import Manner
 from ycore.placement.usage import SlotClock, Usage
 from ycore.placement.words import DYNAMIC, Wanted
 
-UNLIMITED = 10**9
 _SPARE = 4
 """Where engines of several roles run side by side, a slot that is less than a quarter full can take another's work."""
-
-
-@dataclass(frozen=True, slots=True)
-class Start:
-    """Send this request to the slot's engine now."""
-
-    request: int
-    slot: int
-
-
-@dataclass(frozen=True, slots=True)
-class Swap:
-    """Put one role of the slot to sleep and wake another; then tell `swapped`."""
-
-    slot: int
-    asleep: str
-    awake: str
-
-
-Action = Start | Swap
 
 
 @dataclass(slots=True)
@@ -56,25 +36,6 @@ class _Flying:
     depth: float
 
 
-@dataclass(frozen=True, slots=True)
-class Hall:
-    """What there is to allocate: slots, roles (the rollout first), and what one slot may hold of each.
-
-    `exclusive`: one engine of a slot is awake at a time, and is emptied before it sleeps. Else the engines of all
-    roles stay up, a change is only one of who gets requests, and running ones are kept.
-    """
-
-    num_slots: int
-    roles: tuple[str, ...] = (ROLLOUT,)
-    capacity: Mapping[str, int] | None = None
-    exclusive: bool = False
-    first_swap_s: float = 0.0
-    """Assumed until one was measured."""
-
-    def capacity_of(self, role: str) -> int:
-        return UNLIMITED if self.capacity is None else self.capacity[role]
-
-
 class Allocator:
     """Example: `allocator.ask(7, "judge", now)`, then carry out `allocator.decide(now)`."""
 
@@ -82,7 +43,7 @@ class Allocator:
         self.hall = hall
         wanted = wanted if len(hall.roles) > 1 else Wanted("split", (hall.num_slots,))
         capacity = {role: hall.capacity_of(role) for role in hall.roles}
-        self._learned = Learning(hall.num_slots, capacity, wanted)
+        self._learned = Learning(hall.num_slots, capacity, wanted, exclusive=hall.exclusive)
         self._swap_cost = MovingAverage()
         self._flying: dict[int, _Flying] = {}
         self._waiting: dict[str, deque[int]] = {role: deque() for role in hall.roles}
@@ -101,6 +62,7 @@ class Allocator:
         self._round: dict[str, Sums] = {role: Sums(rounds=1.0) for role in self.hall.roles}
         self._awake = list(placement_of(self._learned.plan.division).awake)
         self._clocks = [SlotClock(self._speed(role), since=now) for role in self._awake]
+        self._held = {role: [0] * self.hall.num_slots for role in self.hall.roles}
         self._free: dict[str, list[tuple[int, int]]] = {role: [] for role in self.hall.roles}
         self._spare: dict[str, set[int]] = {role: set() for role in self.hall.roles}
         self._arriving = dict.fromkeys(self.hall.roles, 0)
@@ -226,9 +188,9 @@ class Allocator:
         actions: list[Action] = []
         for role in self.hall.roles:
             self._start_waiting(role, now, actions)
-        if self._learned.plan.manner == "phases":
+        if self.manner == "phases":
             self._next_phase(now, actions)
-        elif self._learned.plan.manner != "held":
+        elif self.manner in ("divided", "together"):
             self._move_spare(now, actions)
         return actions
 
@@ -239,12 +201,15 @@ class Allocator:
             clock = self._clocks[slot]
             clock.advance(now)
             clock.in_flight += 1
+            self._held[role][slot] += 1
             self._flying[request] = _Flying(role, slot, now, clock.steps, clock.depth)
             self._note(slot)
             actions.append(Start(request, slot))
 
     def _pick(self, role: str) -> int | None:
         """The slot with the fewest in flight."""
+        if self.manner == "shared":
+            return self._pick_shared(role)
         depth = self._depth_now(role)
         free = self._free[role]
         while free:
@@ -255,6 +220,12 @@ class Allocator:
                 return slot
             heapq.heappop(free)  # an old entry, or a full slot: one that gets room is noted anew
         return None
+
+    def _pick_shared(self, role: str) -> int | None:
+        """The slot with the fewest of this role, then the fewest of all."""
+        held = self._held[role]
+        slot = min(range(self.hall.num_slots), key=lambda slot: (held[slot], self._clocks[slot].in_flight))
+        return slot if held[slot] < self._learned.depth[role] else None
 
     def _depth_now(self, role: str) -> int:
         """While slots are on their way to a role, those that are there leave them, and those to follow, their share."""
@@ -336,6 +307,7 @@ class Allocator:
         clock = self._clocks[flying.slot]
         clock.advance(now)
         clock.in_flight -= 1
+        self._held[flying.role][flying.slot] -= 1
         self._note(flying.slot)
 
     def _note(self, slot: int) -> None:

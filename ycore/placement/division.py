@@ -32,7 +32,8 @@ def next_plan(current: Plan | None, loads: Mapping[str, Load], setting: Setting,
     """
 
     def promised_s(plan: Plan) -> float:
-        return factors[plan.manner] * forecast_s(loads, plan.division, setting)
+        shared = plan.manner == "shared"
+        return factors[plan.manner] * forecast_s(loads, plan.division, setting, shared=shared)
 
     best = min(_plans(loads, setting), key=promised_s)
     if current is None:
@@ -44,11 +45,12 @@ def next_plan(current: Plan | None, loads: Mapping[str, Load], setting: Setting,
 def _plans(loads: Mapping[str, Load], setting: Setting) -> list[Plan]:
     """The best of each manner. On one slot phases come by themselves."""
     everywhere = divide(setting.num_slots, loads, setting)
+    shared = [] if setting.exclusive else [Plan(everywhere, "shared")]
     if setting.num_slots == 1:
-        return [Plan(everywhere, "together")]
+        return [Plan(everywhere, "together"), *shared]
     divided = best_division(loads, setting)
     held = [Plan(divided, "held")] if min(divided.values()) > 0 else []  # a role without a slot needs a move
-    return [Plan(divided, "divided"), *held, Plan(everywhere, "phases"), Plan(everywhere, "together")]
+    return [Plan(divided, "divided"), *held, Plan(everywhere, "phases"), Plan(everywhere, "together"), *shared]
 
 
 def best_division(loads: Mapping[str, Load], setting: Setting) -> Division:

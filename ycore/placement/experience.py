@@ -15,12 +15,22 @@ from ycore.placement.plan import MANNERS, Factors, Manner
 MEMORY = 0.97
 """Weight that a round keeps when the next one comes, of whichever manner: about the last 33 count."""
 
-FIRST: Factors = {"divided": 1.0, "held": 1.02, "phases": 1.1, "together": 1.25}
-"""Assumed until measured; the forecast knows nothing of single slots that wait for each other or leave early. From
-simulated rounds of 1 to 8 slots."""
 
-_FIRST_WEIGHT = 5.0
-"""Rounds that the assumption counts for."""
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """Factors until there are measured ones, and the rounds that they count for."""
+
+    factors: Factors
+    weight: float
+
+
+ONE_AWAKE = Assumed({"divided": 1.0, "held": 1.02, "phases": 1.1, "together": 1.25, "shared": 1.0}, weight=5.0)
+"""Where one engine of a slot is awake at a time. The forecast knows nothing of single slots that wait for each other or
+leave early. From simulated rounds of 1 to 8 slots."""
+
+ALL_UP = Assumed({"divided": 1.1, "held": 1.0, "phases": 1.12, "together": 1.3, "shared": 1.15}, weight=2.0)
+"""Where the engines of all roles stay up: there, slots move for nothing, which batches pay for. From simulated
+rounds of 2 slots that are as fast as two cores."""
 
 _LEAST, _MOST = 0.6, 1.5
 """A round outside of these was disturbed by something else."""
@@ -30,6 +40,7 @@ _LEAST, _MOST = 0.6, 1.5
 class Experience:
     """By manner, how many rounds count and the sum of their ratios."""
 
+    assumed: Assumed = ONE_AWAKE
     weights: dict[Manner, float] = field(default_factory=lambda: dict.fromkeys(MANNERS, 0.0))
     sums: dict[Manner, float] = field(default_factory=lambda: dict.fromkeys(MANNERS, 0.0))
 
@@ -43,9 +54,8 @@ class Experience:
 
     @property
     def factors(self) -> Factors:
-        return {
-            one: (_FIRST_WEIGHT * FIRST[one] + self.sums[one]) / (_FIRST_WEIGHT + self.weights[one]) for one in MANNERS
-        }
+        first, weight = self.assumed.factors, self.assumed.weight
+        return {one: (weight * first[one] + self.sums[one]) / (weight + self.weights[one]) for one in MANNERS}
 
     def state(self) -> dict[str, list[float]]:
         """Plain JSON values."""
@@ -53,4 +63,4 @@ class Experience:
 
     def restore(self, state: Mapping[str, list[float]]) -> None:
         for one in MANNERS:
-            self.weights[one], self.sums[one] = state[one]
+            self.weights[one], self.sums[one] = state.get(one, (0.0, 0.0))

@@ -38,6 +38,8 @@ class Setting:
     num_slots: int
     capacity: Mapping[str, int]
     swap_s: float
+    exclusive: bool = True
+    """One role of a slot at a time; else the engines of all roles stay up, and may work at once."""
 
 
 @dataclass(slots=True)
@@ -48,6 +50,9 @@ class _Server:
     num_slots: int
     capacity: float
     is_open: bool = True
+    at_once: int = 1
+    """Engines at work on the slot; each has its share of it."""
+
     now: float = 0.0
     tokens: float = 0.0
     in_flight: float = 0.0
@@ -56,7 +61,7 @@ class _Server:
 
     def advance(self, now: float) -> None:
         if self.running:
-            self.tokens += (now - self.now) / self.load.speed.step_s(max(1.0, self.in_flight))
+            self.tokens += (now - self.now) / self._step_s()
         self.now = now
 
     def add(self, size: float, cohort: int, weight: float) -> None:
@@ -74,7 +79,10 @@ class _Server:
     def next_end(self) -> float:
         if not self.running:
             return math.inf
-        return self.now + (self.running[0][0] - self.tokens) * self.load.speed.step_s(max(1.0, self.in_flight))
+        return self.now + (self.running[0][0] - self.tokens) * self._step_s()
+
+    def _step_s(self) -> float:
+        return self.load.speed.step_s(max(1.0, self.in_flight)) * self.at_once
 
     def end(self) -> tuple[int, float]:
         self.tokens, cohort, weight = heapq.heappop(self.running)
@@ -84,11 +92,13 @@ class _Server:
 
 
 class _Forecast:
-    def __init__(self, loads: Mapping[str, Load], division: Division, setting: Setting) -> None:
+    def __init__(self, loads: Mapping[str, Load], division: Division, setting: Setting, *, shared: bool) -> None:
         self._loads = loads
         self._setting = setting
         self._rollout = self._server(ROLLOUT, division[ROLLOUT])
-        self._scorers = {role: self._server(role, division.get(role, 0)) for role in loads if role != ROLLOUT}
+        slots = dict.fromkeys(loads, setting.num_slots) if shared else division
+        self._scorers = {role: self._server(role, slots.get(role, 0)) for role in loads if role != ROLLOUT}
+        self._shared = shared
         self._helpers: dict[str, _Server] = {}
         rollout = loads[ROLLOUT]
         self._lengths = lengths(rollout)
@@ -107,6 +117,10 @@ class _Forecast:
     def seconds(self) -> float:
         while True:
             servers = [self._rollout, *self._active(self._scorers), *self._active(self._helpers)]
+            if self._shared:
+                at_once = max(1, sum(bool(server.running) for server in servers))
+                for server in servers:
+                    server.at_once = at_once
             ends = [server.next_end() for server in servers]
             now = min(*ends, self._help_at, self._back_at)
             if now == math.inf:
@@ -186,9 +200,12 @@ class _Forecast:
         self._rollout.fill()
 
 
-def forecast_s(loads: Mapping[str, Load], division: Division, setting: Setting) -> float:
-    """Seconds of a round that starts with this division; infinite where nothing rolls out."""
-    return _Forecast(loads, division, setting).seconds() if division.get(ROLLOUT, 0) else math.inf
+def forecast_s(loads: Mapping[str, Load], division: Division, setting: Setting, *, shared: bool = False) -> float:
+    """Seconds of a round that starts with this division; infinite where nothing rolls out.
+
+    `shared`: every slot does the work of all roles at once.
+    """
+    return _Forecast(loads, division, setting, shared=shared).seconds() if division.get(ROLLOUT, 0) else math.inf
 
 
 def bringing(load: Load) -> set[int]:

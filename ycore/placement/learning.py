@@ -11,9 +11,9 @@ from dataclasses import astuple
 from typing import Any
 
 from ycore.placement.division import next_plan
-from ycore.placement.experience import Experience
+from ycore.placement.experience import ALL_UP, ONE_AWAKE, Experience
 from ycore.placement.forecast import Setting, forecast_s
-from ycore.placement.load import Load, Sums, as_late_as, faded, from_numbers
+from ycore.placement.load import Load, Sums, as_fast_as, as_late_as, faded, from_numbers
 from ycore.placement.placement import ROLLOUT
 from ycore.placement.plan import Manner, Plan
 from ycore.placement.words import Wanted, split_division
@@ -22,13 +22,14 @@ from ycore.placement.words import Wanted, split_division
 class Learning:
     """`capacity`: what one slot may hold of each role. `plan` is what the next round starts with."""
 
-    def __init__(self, num_slots: int, capacity: Mapping[str, int], wanted: Wanted) -> None:
+    def __init__(self, num_slots: int, capacity: Mapping[str, int], wanted: Wanted, *, exclusive: bool = True) -> None:
         self.loads: dict[str, Load] = {}
         self.depth = dict(capacity)
         """Requests that a slot should hold of each role."""
 
         self._num_slots = num_slots
         self._capacity = capacity
+        self._exclusive = exclusive
         self._roles = tuple(capacity)
         self._plans = wanted.kind == "dynamic"
         everywhere = {role: num_slots if role == ROLLOUT else 0 for role in self._roles}
@@ -38,7 +39,7 @@ class Learning:
             self.plan = Plan(split_division(wanted, self._roles), "held")
         self._chosen = False
         self._sums: dict[str, Sums] = {}
-        self._experience = Experience()
+        self._experience = Experience(ONE_AWAKE if exclusive else ALL_UP)
 
     def learn(self, numbers: Sequence[float], *, swap_s: float, round_s: float) -> None:
         """All controllers' sums of a round (`load.as_numbers`), and the means of their swap's and round's seconds."""
@@ -47,11 +48,14 @@ class Learning:
         if before is not None and self.plan.manner in ("phases", "together"):
             # There verdicts come late by the manner itself; that must not make the other manners look worse.
             now[ROLLOUT] = as_late_as(before, now[ROLLOUT])
+        if self.plan.manner == "shared":
+            # How fast an engine is beside another one says little of how fast it is alone.
+            now = {role: as_fast_as(self._sums[role], told) for role, told in now.items()}
         self._sums = {role: faded(self._sums.get(role, Sums()), now[role]) for role in self._roles}
         self._follow()
         if not self._plans or len(self.loads) < len(self._roles):
             return
-        setting = Setting(self._num_slots, self.depth, swap_s)
+        setting = Setting(self._num_slots, self.depth, swap_s, self._exclusive)
         self._look_back(now, setting, round_s)
         self.plan = next_plan(self.plan if self._chosen else None, self.loads, setting, self._experience.factors)
         self._chosen = True
@@ -65,7 +69,7 @@ class Learning:
         """What the round took, against the forecast that its own requests give."""
         own = {role: load for role, sums in now.items() if (load := sums.load()) is not None}
         if len(own) == len(self._roles) and round_s > 0:
-            told_s = forecast_s(own, self.plan.division, setting)
+            told_s = forecast_s(own, self.plan.division, setting, shared=self.plan.manner == "shared")
             self._experience.observe(self.plan.manner, seconds=round_s, forecast_s=told_s)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------

@@ -155,6 +155,13 @@ def as_late_as(before: Sums, now: Sums) -> Sums:
     return replace(now, **{name: value * rounds for name, value in late.items()})
 
 
+def as_fast_as(before: Sums, now: Sums) -> Sums:
+    """This round's sums, with the engine's speed as it was before."""
+    scale = now.size / before.size if before.size else 0.0
+    speed = ("depth", "depth_squared", "step_s", "depth_step_s")  # each is weighted by size
+    return replace(now, **{name: scale * getattr(before, name) for name in speed})
+
+
 def faded(before: Sums, now: Sums, memory: float = MEMORY) -> Sums:
     """Old rounds count less."""
     return Sums(*(memory * old + new for old, new in zip(_row(before), _row(now), strict=True)))

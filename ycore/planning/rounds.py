@@ -8,7 +8,7 @@ Not here: rounds without a judge, where there is nothing to decide (`timing`), a
 
 from collections.abc import Mapping
 
-from ycore.placement.allocator import Hall
+from ycore.placement.hall import Hall
 from ycore.placement.load import Speed
 from ycore.placement.placement import JUDGE, ROLLOUT
 from ycore.placement.words import Wanted
@@ -45,10 +45,9 @@ def round_s(job: Job, way: Way, device: Device, *, at_once: Mapping[str, int]) -
         job.group_size,
         1 / job.draws,
     )
-    swap = 0.0 if device.on_cpu else timing.swap_s(job.policy, job, device)
-    hall = Hall(
-        way.slots, (ROLLOUT, JUDGE), dict(at_once), exclusive=way.sleeps and not device.on_cpu, first_swap_s=swap
-    )
+    exclusive = way.sleeps and not device.on_cpu
+    swap = timing.swap_s(job.policy, job, device) if exclusive else 0.0
+    hall = Hall(way.slots, (ROLLOUT, JUDGE), dict(at_once), exclusive=exclusive, first_swap_s=swap)
     result = simulate(
         _wanted(way),
         hall,

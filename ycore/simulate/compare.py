@@ -7,7 +7,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from ycore.placement.allocator import Allocator, Hall
+from ycore.placement.allocator import Allocator
+from ycore.placement.hall import Hall
 from ycore.placement.words import DYNAMIC, Wanted
 from ycore.sampling.demand import Yield
 from ycore.simulate.round import Demand, Machine, Outcome, SimulatedRound

@@ -1,7 +1,8 @@
 """One slot in virtual time: engines with continuous batching, each request a token a step of its engine.
 
 All requests of an engine advance alike, so one number says how far they are: the tokens each would have got since the
-round began. A request of n tokens ends when that number has grown by n; finding the next end is a heap's top.
+round began. A request of n tokens ends when that number has grown by n; finding the next end is a heap's top. While an
+engine reads a new request's prompt, the others in it wait.
 
 Not here: which request comes to which slot (`placement.allocator`).
 """
@@ -17,7 +18,9 @@ from ycore.placement.load import Speed
 class _Engine:
     role: str
     speed: Speed
+    reading_s: float
     tokens: float = 0.0
+    to_read_s: float = 0.0
     ends: list[tuple[float, int]] = field(default_factory=list)
 
 
@@ -26,8 +29,9 @@ class VirtualSlot:
 
     __slots__ = ("_busy", "_engines", "_now")
 
-    def __init__(self, speeds: Mapping[str, Speed]) -> None:
-        self._engines = {role: _Engine(role, speed) for role, speed in speeds.items()}
+    def __init__(self, speeds: Mapping[str, Speed], reading_s: Mapping[str, float] | None = None) -> None:
+        reading_s = reading_s or {}
+        self._engines = {role: _Engine(role, speed, reading_s.get(role, 0.0)) for role, speed in speeds.items()}
         self._busy: list[_Engine] = []
         self._now = 0.0
 
@@ -36,6 +40,7 @@ class VirtualSlot:
         engine = self._engines[role]
         if not engine.ends:
             self._busy.append(engine)
+        engine.to_read_s += engine.reading_s
         heapq.heappush(engine.ends, (engine.tokens + size, request))
 
     def next_end(self) -> tuple[float, int, str] | None:
@@ -43,7 +48,8 @@ class VirtualSlot:
         first = None
         for engine in self._busy:
             tokens, request = engine.ends[0]
-            found = (self._now + (tokens - engine.tokens) * self._step_s(engine), request, engine.role)
+            seconds = engine.to_read_s * len(self._busy) + (tokens - engine.tokens) * self._step_s(engine)
+            found = (self._now + seconds, request, engine.role)
             first = found if first is None or found < first else first
         return first
 
@@ -52,6 +58,7 @@ class VirtualSlot:
         self._advance(now)
         engine = self._engines[role]
         engine.tokens, _ = heapq.heappop(engine.ends)  # exactly there, whatever the rounding
+        engine.to_read_s = 0.0
         if not engine.ends:
             self._busy.remove(engine)
 
@@ -59,7 +66,12 @@ class VirtualSlot:
         passed = now - self._now
         if passed:
             for engine in self._busy:
-                engine.tokens += passed / self._step_s(engine)
+                written = passed
+                if engine.to_read_s:
+                    read = min(engine.to_read_s, passed / len(self._busy))
+                    engine.to_read_s -= read
+                    written -= read * len(self._busy)
+                engine.tokens += written / self._step_s(engine)
         self._now = now
 
     def _step_s(self, engine: _Engine) -> float:

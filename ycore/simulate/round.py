@@ -6,10 +6,11 @@ Not here: the decisions (`placement.allocator`, `sampling.demand`), and comparin
 import heapq
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from ycore.placement.allocator import Allocator, Start, Swap
+from ycore.placement.allocator import Allocator
+from ycore.placement.hall import Start, Swap
 from ycore.placement.load import Speed
 from ycore.placement.placement import ROLLOUT
 from ycore.placement.usage import Usage
@@ -23,11 +24,13 @@ class Machine:
     """How fast the engines of each role are, and what their sleeping and waking takes.
 
     `swap_s[role]`: a sleep and the wake after it; a swap pays half for the role that goes and half for the one that
-    comes.
+    comes. `reading_s[role]`: reading the prompt of one request, while the others of its engine wait; none where sizes
+    and speeds hold it already.
     """
 
     speeds: Mapping[str, Speed]
     swap_s: Mapping[str, float]
+    reading_s: Mapping[str, float] = field(default_factory=dict)
 
     def swap_between(self, asleep: str, awake: str) -> float:
         return (self.swap_s.get(asleep, 0.0) + self.swap_s.get(awake, 0.0)) / 2
@@ -82,7 +85,7 @@ class SimulatedRound:
         self._group_at = group_at
         self._demand = demand
         self._yields = yields or Yield()
-        self._slots = [VirtualSlot(machine.speeds) for _ in range(allocator.hall.num_slots)]
+        self._slots = [VirtualSlot(machine.speeds, machine.reading_s) for _ in range(allocator.hall.num_slots)]
         self._stamps = [0] * len(self._slots)
         self._following: list[tuple[float, int, str] | None] = [None] * len(self._slots)
         self._events: list[tuple[float, int, int, int]] = []  # when, order, slot, the slot's stamp (-1: a swap's end)

@@ -10,8 +10,8 @@ ignored), a judge reads it and writes --judge-tokens tokens, and which groups ca
 Groups that cannot are replaced one for one, so every placement draws the same prompts in the end. Engines are never
 slept here: a CPU has no sleep, and waking a role is a change of who gets requests.
 
-Before the rounds the engines' speeds are measured alone (`placement_speeds`); afterwards the simulator is given these
-speeds and the lengths, and its seconds are set beside the real ones.
+Before, between and after the rounds the engines' speeds are measured alone (`placement_speeds`); at the end the
+simulator is given these speeds and the lengths, and its seconds are set beside the real ones.
 
 Not here: the placements of a GPU, where a swap costs something (`simulate_sweep`).
 """
@@ -33,7 +33,7 @@ from typing import Any
 
 from machine import busy_share, describe_machine
 from placement_engines import Engines, SeededEngine, engines_running
-from placement_speeds import Measured, measure
+from placement_speeds import Measured, mean_of, measure
 
 from ycore.controller.dispatch import Slots
 from ycore.controller.draws import DrawSource, completion_seed
@@ -55,6 +55,9 @@ from ycore.types import Prompt, Score
 PLACEMENTS = ("colocated", "split:1:1", "dynamic")
 APART = 1000
 """Positions between the first prompts of two rounds."""
+
+_BETWEEN = 5
+"""Counted rounds between two measurements of the engines' speeds."""
 
 ROLES = (ROLLOUT, JUDGE)
 
@@ -150,14 +153,14 @@ def simulated_group(position: int, job: argparse.Namespace) -> SimulatedGroup:
     )
 
 
-def predict(words: str, measured: dict[str, Measured], job: argparse.Namespace) -> list[float]:
+def predict(words: str, measured: Sequence[dict[str, Measured]], job: argparse.Namespace) -> list[float]:
     """The simulator's seconds for the counted rounds of a placement."""
     hall = Hall(2, ROLES, dict.fromkeys(ROLES, job.max_num_seqs))
-    speeds = {role: told.speed for role, told in measured.items()}
+    mean = {role: mean_of([told[role] for told in measured]) for role in ROLES}
     result = simulate(
         parse_placement(words),
         hall,
-        Machine(speeds, {}, {role: told.reading_s for role, told in measured.items()}),
+        Machine({role: told.speed for role, told in mean.items()}, {}, {r: told.reading_s for r, told in mean.items()}),
         lambda number: lambda position: simulated_group(position, job),
         Demand(job.need, dynamic=True),
         num_rounds=job.rounds,
@@ -168,17 +171,24 @@ def predict(words: str, measured: dict[str, Measured], job: argparse.Namespace) 
     return [outcome.usage.seconds for outcome in result.rounds]
 
 
-async def measure_all(engines: Engines, job: argparse.Namespace) -> dict[str, Measured]:
-    return {
+async def measure_both(engines: Engines, job: argparse.Namespace) -> dict[str, Measured]:
+    told = {
         ROLLOUT: await measure(engines.rollouts, job.prompt_tokens),
         JUDGE: await measure(engines.judges, job.judge_reads),
     }
+    print(told, flush=True)
+    return told
 
 
-async def play_all(contestants: Sequence[Contestant], job: argparse.Namespace) -> dict[str, list[dict[str, Any]]]:
+async def play_all(
+    contestants: Sequence[Contestant], engines: Engines, job: argparse.Namespace
+) -> tuple[dict[str, list[dict[str, Any]]], list[dict[str, Measured]]]:
     """Round by round, every placement in turn, another one first each time; the first rounds only warm up."""
     rows: dict[str, list[dict[str, Any]]] = {one.words: [] for one in contestants}
+    measured = []
     for number in range(job.warm_up + job.rounds):
+        if number >= job.warm_up and (number - job.warm_up) % _BETWEEN == 0:
+            measured.append(await measure_both(engines, job))
         first = number % len(contestants)
         for one in [*contestants[first:], *contestants[:first]]:
             row = await one.play(number)
@@ -186,7 +196,7 @@ async def play_all(contestants: Sequence[Contestant], job: argparse.Namespace) -
             print(f"round {number} {one.words:10} {told}", flush=True)
             if number >= job.warm_up:
                 rows[one.words].append(row)
-    return rows
+    return rows, [*measured, await measure_both(engines, job)]
 
 
 def summarise(rows: dict[str, list[dict[str, Any]]], predicted: dict[str, list[float]]) -> dict[str, Any]:
@@ -218,12 +228,10 @@ def main() -> None:
     with ExitStack() as stack:
         engines = stack.enter_context(engines_running(job, job.output, length_of=lambda seed: length_of(seed, job)))
         contestants = [Contestant(words, engines, job, job.output) for words in PLACEMENTS]
-        measured = asyncio.run(measure_all(engines, job))
-        print(measured, flush=True)
-        rows = asyncio.run(play_all(contestants, job))
+        rows, measured = asyncio.run(play_all(contestants, engines, job))
     predicted = {words: predict(words, measured, job) for words in PLACEMENTS}
     told = {"job": {key: str(value) for key, value in vars(job).items()}, "machine": describe_machine(), "busy": busy}
-    told |= {"measured": {role: asdict(one) for role, one in measured.items()}, "rounds": rows}
+    told |= {"measured": [{role: asdict(one) for role, one in told.items()} for told in measured], "rounds": rows}
     told |= {"summary": summarise(rows, predicted)}
     (job.output / "results.json").write_text(json.dumps(told, indent=2))
     print(json.dumps(told["summary"], indent=2))
@@ -247,13 +255,13 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rounds", type=int, default=10, help="counted rounds of each placement")
     parser.add_argument("--warm-up", type=int, default=3, help="rounds before them, in which dynamic learns")
-    parser.add_argument("--need", type=int, default=8, help="groups that can teach, a round")
+    parser.add_argument("--need", type=int, default=12, help="groups that can teach, a round")
     parser.add_argument("--group-size", type=int, default=8)
     parser.add_argument("--teach-share", type=float, default=0.7)
-    parser.add_argument("--mean", type=float, default=64.0, help="tokens of a completion")
+    parser.add_argument("--mean", type=float, default=48.0, help="tokens of a completion")
     parser.add_argument("--sigma", type=float, default=0.8, help="spread of the logarithm of a completion's length")
     parser.add_argument("--longest", type=int, default=512)
-    parser.add_argument("--prompt-tokens", type=int, default=48)
+    parser.add_argument("--prompt-tokens", type=int, default=24)
     parser.add_argument("--judge-reads", type=int, default=32, help="tokens that the judge reads for a completion")
     parser.add_argument("--judge-tokens", type=int, default=1, help="tokens that it writes; 1 is a label's")
     parser.add_argument("--max-num-seqs", type=int, default=64, help="requests that an engine holds at once")

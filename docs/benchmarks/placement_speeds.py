@@ -1,11 +1,14 @@
-"""How fast the engines of `placement` are before a round is played: a step at three depths, and reading a prompt.
+"""How fast the engines of `placement` are, without a round: a step at several depths, and reading a prompt.
 
-All engines of a role are asked at once, one on each slot, as in a round: two cores share the memory's bandwidth.
+All engines of a role are asked at once, one on each slot, as in a round: two cores share the memory's bandwidth. It is
+done before, between and after the rounds, since such a machine is not equally fast all the time.
 
 Not here: the engines (`placement_engines`), and what is predicted from this (`placement`).
 """
 
 import asyncio
+import random
+import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,40 +18,57 @@ from placement_engines import SeededEngine
 
 from ycore.placement.load import Speed
 
-_DEPTHS = (1, 4, 12, 32)
-_FEW, _MANY = 4, 28
+DEPTHS = (1, 4, 12, 32, 64)
+_FEW, _MANY = 4, 24
+
+
+@dataclass(frozen=True, slots=True)
+class Steps(Speed):
+    """An engine's step as measured, straight between the depths; `base` and `each` are the line nearest to it."""
+
+    depths: tuple[int, ...] = ()
+    seconds: tuple[float, ...] = ()
+
+    def step_s(self, in_flight: float) -> float:
+        return float(np.interp(in_flight, self.depths, self.seconds))
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """One role's engines. `steps_s[depth]`: a decoding step; `reading_s`: one prompt, while others wait."""
+    """One role's engines; `reading_s`: reading one prompt, during which the others of its engine wait."""
 
-    steps_s: dict[int, float]
-    speed: Speed
+    speed: Steps
     reading_s: float
 
 
-async def measure(engines: Sequence[SeededEngine], prompt_tokens: int) -> Measured:
+def mean_of(several: Sequence[Measured]) -> Measured:
+    depths = several[0].speed.depths
+    seconds = tuple(map(statistics.fmean, zip(*(one.speed.seconds for one in several), strict=True)))
+    return Measured(_steps(depths, seconds), statistics.fmean(one.reading_s for one in several))
+
+
+def _steps(depths: Sequence[int], seconds: Sequence[float]) -> Steps:
+    each, base = np.polyfit(depths, seconds, 1)
+    return Steps(float(base), float(each), tuple(depths), tuple(seconds))
+
+
+async def measure(engines: Sequence[SeededEngine], prompt_tokens: int, depths: Sequence[int] = DEPTHS) -> Measured:
     """A few seconds a depth; the first requests only warm up."""
     await _seconds(engines, 2, _FEW, prompt_tokens)
-    steps, reads = {}, {}
-    for depth in _DEPTHS:
+    steps, reads = [], []
+    for depth in depths:
         few = await _seconds(engines, depth, _FEW, prompt_tokens)
         many = await _seconds(engines, depth, _MANY, prompt_tokens)
-        steps[depth] = (many - few) / (_MANY - _FEW)
-        reads[depth] = (few - _FEW * steps[depth]) / depth
-    each, base = np.polyfit(list(steps), list(steps.values()), 1)
-    return Measured(steps, Speed(max(0.0, float(base)), float(each)), max(0.0, float(np.median(list(reads.values())))))
+        steps.append((many - few) / (_MANY - _FEW))
+        reads.append((few - _FEW * steps[-1]) / depth)
+    return Measured(_steps(depths, steps), max(0.0, statistics.median(reads)))
 
 
 async def _seconds(engines: Sequence[SeededEngine], depth: int, length: int, prompt_tokens: int) -> float:
     """Until the slower slot has written so many tokens for each of `depth` prompts that nobody has read before."""
+    prompts = [[random.randrange(3, 9000) for _ in range(prompt_tokens)] for _ in range(depth * len(engines))]
     began = time.perf_counter()
     await asyncio.gather(
-        *(
-            engine.write([3 + (time.perf_counter_ns() + place) % 9000 for place in range(prompt_tokens)], 0, length)
-            for engine in engines
-            for _ in range(depth)
-        )
+        *(engines[number % len(engines)].write(prompt, 0, length) for number, prompt in enumerate(prompts))
     )
     return time.perf_counter() - began

@@ -56,10 +56,10 @@ def test_every_placement_draws_and_writes_the_same(script: Any, job: argparse.Na
         judges=[MadeUpEngine(lambda length: length) for _ in range(2)],
     )
     contestants = [script.Contestant(words, engines, job, tmp_path) for words in script.PLACEMENTS]
-    rows = asyncio.run(script.play_all(contestants, job))
+    rows, measured = asyncio.run(script.play_all(contestants, engines, job))
     assert {words: len(told) for words, told in rows.items()} == dict.fromkeys(script.PLACEMENTS, 2)
-    measured = asyncio.run(script.measure_all(engines, job))
-    assert all(told.speed.step_s(8) > 0 and told.reading_s >= 0 for told in measured.values())
+    assert len(measured) == 2, "before the counted rounds and after them"
+    assert all(one.speed.step_s(8) > 0 and one.reading_s >= 0 for told in measured for one in told.values())
     predicted = {words: script.predict(words, measured, job) for words in script.PLACEMENTS}
     summary = script.summarise(rows, predicted)
     assert summary["same_work"] is True

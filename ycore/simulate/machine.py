@@ -75,4 +75,4 @@ class VirtualSlot:
         self._now = now
 
     def _step_s(self, engine: _Engine) -> float:
-        return (engine.speed.base + engine.speed.each * len(engine.ends)) * len(self._busy)
+        return engine.speed.step_s(len(engine.ends)) * len(self._busy)

@@ -26,18 +26,6 @@ WAKE = ["POST /wake_up?tags=weights", "POST /wake_up?tags=kv_cache"]
 WITH_RELOAD = [WAKE[0], "reload", WAKE[1]]
 
 
-def test_a_frozen_model_tries_both_levels_and_keeps_the_cheaper() -> None:
-    levels = SleepLevels()
-    assert levels.choose() == KEEP
-    levels.observe(KEEP, 12.8)
-    assert levels.choose() == DROP
-    levels.observe(DROP, 6.8)
-    assert levels.choose() == DROP
-    for _ in range(5):
-        levels.observe(DROP, 20.0)
-    assert levels.choose() == KEEP
-
-
 class ScriptedServer:
     """Writes down what it is asked."""
 

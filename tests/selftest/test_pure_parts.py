@@ -2,6 +2,10 @@
 
 import json
 import math
+import os
+import signal
+import subprocess
+import sys
 from collections import Counter
 from pathlib import Path
 
@@ -20,6 +24,7 @@ from ycore.selftest.manifests import newest_problem
 from ycore.selftest.moments import Moment, Pace, draw_moments, pace_of
 from ycore.selftest.mutations import MUTATIONS
 from ycore.selftest.phases import Glimpse, phase_of
+from ycore.selftest.points import POINTS, dies_at
 from ycore.selftest.rows_save import num_kills
 from ycore.selftest.scorecard import ROWS, chaos, tiers_of
 from ycore.selftest.table import as_json, as_lines
@@ -126,6 +131,25 @@ def test_every_mutation_applies_to_the_package_as_it_is(tmp_path: Path) -> None:
             assert (copy / name).read_text() != text
             compile((copy / name).read_text(), name, "exec")
             (copy / name).write_text(text)
+
+
+def test_every_point_applies_to_the_package_and_all_of_them_at_once(tmp_path: Path) -> None:
+    copy = copy_package(tmp_path / "copy", tuple(point.patch for point in POINTS))
+    for file in {point.file for point in POINTS}:
+        text = (copy / file).read_text()
+        compile(text, file, "exec")
+        assert text.count(".reach(") == sum(point.file == file for point in POINTS)
+    assert len({point.name for point in POINTS}) == len(POINTS) >= 12
+    assert not any("/" in point.name for point in POINTS), "the variable has its parts between slashes"
+
+
+def test_a_process_dies_where_it_was_told_to_and_once(tmp_path: Path) -> None:
+    code = "from ycore.selftest.points import reach\nfor name in 'aba': reach(name)"
+    environment = {**os.environ, **dies_at("a", 2, tmp_path / "died")}
+    for name, status in (("b", 0), ("a", -signal.SIGKILL), ("a", 0)):
+        told = {**environment, **(dies_at("b", 2, tmp_path / "never") if name == "b" else {})}
+        assert subprocess.run([sys.executable, "-c", code], env=told, check=False).returncode == status
+    assert (tmp_path / "died").exists() and not (tmp_path / "never").exists()
 
 
 def test_a_patch_whose_text_is_gone_says_so(tmp_path: Path) -> None:

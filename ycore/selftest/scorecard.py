@@ -30,6 +30,7 @@ from ycore.selftest.rows_files import damaged_round_row, damaged_row, flush_row,
 from ycore.selftest.rows_input import bad_input_row, good_input_row, made_up_row
 from ycore.selftest.rows_kill import JUDGE, KILLED, kill_row, stop_row
 from ycore.selftest.rows_mutation import mutation_row
+from ycore.selftest.rows_points import points_row
 from ycore.selftest.rows_save import in_place_row, save_row
 from ycore.selftest.runs import Setting
 from ycore.selftest.table import as_json, as_lines
@@ -45,6 +46,7 @@ _BOTH: dict[str, MakeRow] = {
     "leftovers": exits_row,
 }
 _SCRIPTED: dict[str, MakeRow] = {
+    "kill-at-points": points_row,
     "in-place": in_place_row,
     "damaged-checkpoint": damaged_row,
     "damaged-round": damaged_round_row,

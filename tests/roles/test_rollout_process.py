@@ -40,7 +40,8 @@ def test_the_command_on_cpu() -> None:
         *["--max-model-len", "512", "--max-num-seqs", "64", "--seed", "7"],
         *["--generation-config", "vllm", "--uvicorn-log-level", "warning", "--logprobs-mode", "processed_logprobs"],
         *["--worker-extension-cls", "ycore.roles.vllm_extension.PolicyWorker"],
-        *["--distributed-executor-backend", "uni", "--max-num-batched-tokens", "2048"],
+        *["--distributed-executor-backend", "uni", "--block-size", "32"],
+        *["--max-num-batched-tokens", "2048"],
         *["--disable-uvicorn-access-log", "--no-enable-log-requests", "--no-enable-chunked-prefill", "--enforce-eager"],
     ]
 
@@ -72,6 +73,12 @@ def test_the_environment_carries_the_marker_and_no_secrets() -> None:
         "HF_HUB_OFFLINE": "1",
     }
     assert {name: environment[name] for name in expected} == expected
+
+
+def test_threads_wait_with_little_spinning_where_another_engine_wants_their_cores() -> None:
+    assert "GOMP_SPINCOUNT" not in engine_environment(CPU, base={"GOMP_SPINCOUNT": "7"})
+    assert engine_environment(CPU, base={}, has_neighbours=True)["GOMP_SPINCOUNT"] == "1000"
+    assert "GOMP_SPINCOUNT" not in engine_environment(replace(CPU, cores=(0,)), base={}, has_neighbours=True)
 
 
 def test_kv_cache_follows_the_models_shape() -> None:

@@ -43,7 +43,7 @@ def engine_processes(engines: Sequence[RolloutEngine], scorers: Sequence[ScorerP
             role=role,
             socket=engine.socket,
             command=tuple(_COMMANDS[role](engine)),
-            environment=engine_environment(engine),
+            environment=engine_environment(engine, has_neighbours=bool(scorers)),
             cores=engine.cores,
             device=engine.device,
             sleeps=engine.sleeps,

@@ -18,7 +18,7 @@ from placement_engines import SeededEngine
 
 from ycore.placement.load import Speed
 
-DEPTHS = (1, 4, 12, 32, 64)
+DEPTHS = (1, 4, 8, 16, 24, 32, 48, 64)
 _FEW, _MANY = 4, 24
 
 
@@ -65,10 +65,12 @@ async def measure(engines: Sequence[SeededEngine], prompt_tokens: int, depths: S
 
 
 async def _seconds(engines: Sequence[SeededEngine], depth: int, length: int, prompt_tokens: int) -> float:
-    """Until the slower slot has written so many tokens for each of `depth` prompts that nobody has read before."""
-    prompts = [[random.randrange(3, 9000) for _ in range(prompt_tokens)] for _ in range(depth * len(engines))]
-    began = time.perf_counter()
-    await asyncio.gather(
-        *(engines[number % len(engines)].write(prompt, 0, length) for number, prompt in enumerate(prompts))
-    )
-    return time.perf_counter() - began
+    """Until a slot has written so many tokens for each of `depth` prompts that nobody has read before; their mean."""
+
+    async def one(engine: SeededEngine) -> float:
+        prompts = [[random.randrange(3, 9000) for _ in range(prompt_tokens)] for _ in range(depth)]
+        began = time.perf_counter()
+        await asyncio.gather(*(engine.write(prompt, 0, length) for prompt in prompts))
+        return time.perf_counter() - began
+
+    return statistics.fmean(await asyncio.gather(*(one(engine) for engine in engines)))

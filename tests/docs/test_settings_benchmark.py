@@ -1,0 +1,70 @@
+"""The benchmark of engine settings: what it changes of the engines, and that it asks each of them. Made-up engines."""
+
+import argparse
+import asyncio
+import importlib
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Any]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(BENCHMARKS))
+        yield importlib.import_module("engine_settings")
+    for name in ("engine_settings", "placement_engines", "machine"):
+        sys.modules.pop(name, None)
+
+
+class MadeUpEngine:
+    def __init__(self) -> None:
+        self.prompts: list[int] = []
+
+    async def write(self, prompt: Sequence[int], seed: int, length: int) -> None:
+        self.prompts.append(len(prompt))
+        await asyncio.sleep(0.001)
+
+
+def test_every_prompt_length_is_timed_with_whole_groups(script: Any) -> None:
+    engine = MadeUpEngine()
+    told = asyncio.run(script.blocks(engine, 2))
+    assert {tokens: len(seconds) for tokens, seconds in told.items()} == {"40": 2, "70": 2, "140": 2}
+    assert engine.prompts.count(40) == 3 * 8 * 8
+
+
+def test_two_engines_work_in_turn_and_at_once(script: Any) -> None:
+    engines = [MadeUpEngine(), MadeUpEngine()]
+    told = asyncio.run(script.spin(engines, 1))
+    assert set(told) == {"in turn", "at once"} and min(told["in turn"] + told["at once"]) > 0
+    assert len(engines[0].prompts) == len(engines[1].prompts) == 2 * 2 * 8
+
+
+def test_an_engine_is_started_with_what_is_compared(
+    script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, seen = script.placement_engines, []
+
+    @contextmanager
+    def running(job: argparse.Namespace, output: Path, **_: Any) -> Iterator[Any]:
+        engine = module._engine("rollout-0", tmp_path, SimpleNamespace(socket=tmp_path.joinpath, run_id="a"), job, 0)
+        seen.append((module.engine_command(engine), module.engine_environment(engine), engine.cores))
+        yield seen
+
+    monkeypatch.setattr(script, "engines_running", running)
+    monkeypatch.setattr(module, "temporary_folder", lambda folder: tmp_path)
+    monkeypatch.setattr(sys, "argv", ["engine_settings.py"])
+    job, before = script.arguments(), module.engine_command
+    with script.changed(job, tmp_path, words={"--block-size": "128"}, variables={"A": "1"}, cores=(0, 1)):
+        pass
+    command, environment, cores = seen[0]
+    assert command[-2:] == ["--block-size", "128"], "the last one counts"
+    assert environment["A"] == "1" and cores == (0, 1)
+    assert module.engine_command is before

@@ -87,7 +87,7 @@ def cell_seconds(at_least_s: float, *, num_cells: int = MOST_CELLS) -> float:
 def draw_lane(lane: Lane, window: Window, *, open_since: Mapping[str, float] | None = None) -> Text:
     """One character a cell. `open_since`: since when a role's oldest request, not yet over, is in flight."""
     shares = {}
-    for role in {*lane.busy, *(open_since or {})}:
+    for role in sorted({*lane.busy, *(open_since or {})}):  # where roles share a slot, the judge shows
         stretches, began = lane.busy.get(role, []), (open_since or {}).get(role)
         shares[role] = window.shares(stretches if began is None else joined([*stretches, (began, math.inf)]))
     swapped, cells = _swapped(lane, window), []

@@ -65,7 +65,8 @@ def _draw_lanes(axes: Any, spans: Sequence[Span], lanes: Sequence[tuple[int, int
     ranks = {rank for rank, _ in lanes}
     for row, (rank, slot) in enumerate(lanes):
         own = [span for span in spans if (span.rank, span.slot) == (rank, slot)]
-        for name in sorted({span.name for span in own}, key=lambda name: (name == SWAP, name)):
+        # Backwards, so that rollouts come first: where roles share a slot, the others lie over them; swaps over all.
+        for name in sorted({span.name for span in own}, key=lambda name: (name != SWAP, name), reverse=True):
             stretches = busy_stretches(span for span in own if span.name == name)
             bars = [(began - start, seconds) for began, seconds in stretches]
             colour = COLOURS.get(name, _OTHER)

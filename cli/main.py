@@ -3,6 +3,7 @@
 Not here: what a command does. Nothing heavy is imported until a command runs.
 """
 
+import signal
 import sys
 from collections.abc import Sequence
 from typing import Annotated
@@ -79,7 +80,10 @@ def ycore(
 
 def main() -> None:
     """The console script."""
-    sys.exit(run(sys.argv[1:]))
+    status = run(sys.argv[1:])
+    if status == Interrupted.exit_code:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C, in Python's own shutdown, would hide the status
+    sys.exit(status)
 
 
 def run(arguments: Sequence[str]) -> int:

@@ -57,3 +57,17 @@ def test_how_a_command_ends(raised: str, status: int, last_line: str) -> None:
     assert (done.returncode, done.stderr.splitlines()[-1]) == (status, last_line)
     assert ("Traceback" in done.stderr) == ("bug" in raised)
     assert done.stdout == ""
+
+
+@pytest.mark.parametrize(("status", "ignored"), [(130, "True"), (0, "False")])
+def test_a_second_ctrl_c_does_not_hide_that_the_first_was_heard(status: int, ignored: str) -> None:
+    """It came while Python was shutting down, where it kills the process: then the shell sees a signal, not 130."""
+    code = f"""
+import atexit, signal
+from ycore_cli import main
+main.run = lambda words: {status}
+atexit.register(lambda: print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN))
+main.main()
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout.strip()) == (status, ignored)

@@ -10,6 +10,7 @@ Not for programming mistakes: those stay plain Python exceptions, with their tra
     |   |-- RewardError               a reward's name, file, function or arguments
     |   `-- RunFolderError            an output folder that cannot be used
     |-- RunError (RuntimeError)       exit 1: a run that began and could not go on
+    |   |-- PeerError                 another rank that did not come
     |   |-- EngineError               an engine that died, refused or did not answer in time
     |   |-- SyncError                 an engine whose weights are not the trainer's
     |   `-- TrainerError              a trainer process that failed
@@ -53,6 +54,10 @@ class RunFolderError(UserError):
 
 
 class RunError(YcoreError, RuntimeError):
+    pass
+
+
+class PeerError(RunError):
     pass
 
 

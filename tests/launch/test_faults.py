@@ -50,6 +50,7 @@ WORKER = """
 import http.client, os, signal, socket, sys, time
 from pathlib import Path
 from ycore.roles.stacks import tell_stacks
+from ycore.run_folder.paths import RunFolder
 from ycore.telemetry.metrics import MetricsWriter
 tell_stacks()
 root = Path(sys.argv[1])
@@ -61,7 +62,7 @@ def ask(number=0):
         connection = http.client.HTTPConnection("engine", timeout=5)
         connection.sock = socket.socket(socket.AF_UNIX)
         try:
-            connection.sock.connect(str(root / "sockets" / f"rollout-{number}.sock"))
+            connection.sock.connect(str(RunFolder(root).socket(f"rollout-{number}")))
             connection.request("GET", "/health")
             return [int(word) for word in connection.getresponse().read().split()]
         except OSError:

@@ -46,7 +46,7 @@ with guarded(folder, held):
 def folder(tmp_path: Path) -> RunFolder:
     folder = RunFolder(tmp_path / "run")
     for path in (folder.root, folder.logs, folder.sockets, folder.shared_memory, temporary_folder(folder)):
-        path.mkdir()
+        path.mkdir(exist_ok=True)  # tests that were killed left it
     return folder
 
 

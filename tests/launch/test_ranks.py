@@ -103,6 +103,14 @@ def test_a_rank_that_vanished_is_the_cause_of_what_others_then_met(
     assert trainer.how_it_ended() == "a signal, killed or out of memory"
 
 
+def test_what_only_says_that_another_rank_is_gone_is_no_cause() -> None:
+    from ycore.errors import EngineError, PeerError
+    from ycore.roles.trainer import _is_a_cause
+
+    assert not _is_a_cause(PeerError("another rank is gone")) and not _is_a_cause(RuntimeError("closed by peer"))
+    assert _is_a_cause(EngineError("rollout-0 did not answer"))
+
+
 def test_an_interrupt_goes_to_the_ranks_and_not_to_torchrun(
     trainer: RankedTrainer, folder: RunFolder, rank: Callable[[int, str], "subprocess.Popen[bytes]"]
 ) -> None:

@@ -17,7 +17,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 
 from ycore.controller.peers import Counts
 from ycore.controller.wire import from_bytes, to_bytes
-from ycore.errors import RunError
+from ycore.errors import PeerError, RunError
 from ycore.sampling.balance import Offer
 from ycore.types import Group
 
@@ -133,7 +133,7 @@ class TorchPeers:
             with suppress(dist.DistError):  # the store is gone with the first rank
                 self._check()
             told = str(error).partition("\n")[0][:200]
-            raise RunError(
+            raise PeerError(
                 f"rank {self.rank}: {what} did not end; another rank is gone, or did not come within "
                 f"{self._timeout_s:.0f} s (collective_timeout_s): {told}"
             ) from error

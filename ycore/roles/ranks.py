@@ -38,7 +38,7 @@ class Report:
     message: str = ""
     at: float = 0.0
     expected: bool = True
-    """Whether it ended in a way that ycore knows: finished, or with one of its own errors."""
+    """Whether that says why: it finished, or met an error of ycore's other than that another rank was gone."""
 
 
 def this_rank(environment: Mapping[str, str] | None = None) -> Rank:

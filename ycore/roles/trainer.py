@@ -14,7 +14,7 @@ from types import FrameType
 from typing import Any, Protocol
 
 from ycore.algorithms.trl_alone import leave_out_vllm
-from ycore.errors import Interrupted, RunError, YcoreError
+from ycore.errors import Interrupted, PeerError, RunError, YcoreError
 from ycore.roles.entry import say_how_it_ended
 from ycore.roles.ranks import Rank, report_end, take_place, this_rank, was_launched
 from ycore.roles.stacks import tell_stacks
@@ -71,7 +71,7 @@ def _train_as_rank(folder: RunFolder, rank: Rank, open_run: OpenRun) -> int:
     def tell(error: BaseException) -> None:
         if not told:
             told.append(1)
-            report_end(folder, rank, *_how(error), expected=isinstance(error, YcoreError))
+            report_end(folder, rank, *_how(error), expected=_is_a_cause(error))
 
     try:
         code = _train_and_tell(folder, open_run, tell)
@@ -81,6 +81,11 @@ def _train_as_rank(folder: RunFolder, rank: Rank, open_run: OpenRun) -> int:
     if not told:
         report_end(folder, rank, code)
     return 0 if code == Interrupted.exit_code else code
+
+
+def _is_a_cause(error: BaseException) -> bool:
+    """Whether the error says why the run ended: not where it follows from another rank's end, or nobody foresaw it."""
+    return isinstance(error, YcoreError) and not isinstance(error, PeerError)
 
 
 def _how(error: BaseException) -> tuple[int, str]:

@@ -17,6 +17,7 @@ from ycore.selftest.accounting import account
 from ycore.selftest.bench import Row, row_of
 from ycore.selftest.comparison import SAME, Difference, Result, compare, is_lively
 from ycore.selftest.copies import Edit, Patch, copy_package
+from ycore.selftest.cost import PARTS
 from ycore.selftest.flushes import read_flushes
 from ycore.selftest.job import is_dull
 from ycore.selftest.made_up import check_made_up
@@ -141,6 +142,12 @@ def test_every_point_applies_to_the_package_and_all_of_them_at_once(tmp_path: Pa
         assert text.count(".reach(") == sum(point.file == file for point in POINTS)
     assert len({point.name for point in POINTS}) == len(POINTS) >= 12
     assert not any("/" in point.name for point in POINTS), "the variable has its parts between slashes"
+
+
+def test_what_is_timed_applies_to_the_package_as_it_is(tmp_path: Path) -> None:
+    copy = copy_package(tmp_path / "copy", PARTS)
+    for file in {edit.file for patch in PARTS for edit in patch.edits}:
+        compile((copy / file).read_text(), file, "exec")
 
 
 def test_a_process_dies_where_it_was_told_to_and_once(tmp_path: Path) -> None:

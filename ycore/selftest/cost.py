@@ -42,7 +42,10 @@ PARTS: tuple[Patch, ...] = (
     _timed("sums of the weights", "ycore/algorithms/checksum.py", "from ycore.errors import SyncError", "byte_sum"),
     _timed("read back", "ycore/roles/vllm_worker.py", "from typing import Any", "read_back"),
     _timed(
-        "flush and manifest", "ycore/run_folder/checkpoints.py", "from ycore.errors import RunFolderError", "publish"
+        "flush and manifest",
+        "ycore/run_folder/checkpoints.py",
+        "from ycore.errors import RunError, RunFolderError",
+        "publish",
     ),
 )
 

@@ -42,8 +42,16 @@ IN_PLACE = Patch(
 
 MUTATIONS: tuple[Patch, ...] = (
     Patch(
-        "random generators not restored",
-        (Edit(_DURABLE, _LOAD, f"    def _load_rng_state(self, checkpoint: Any) -> None:\n        pass\n\n{_LOAD}"),),
+        # Either alone keeps a resumed run exact: both must be gone.
+        "random generators neither restored nor seeded anew",
+        (
+            Edit(_DURABLE, _LOAD, f"    def _load_rng_state(self, checkpoint: Any) -> None:\n        pass\n\n{_LOAD}"),
+            Edit(
+                "ycore/algorithms/trl_seam.py",
+                '        identity = f"{use}/',
+                '        return\n        identity = f"{use}/',
+            ),
+        ),
     ),
     Patch("optimizer not restored", (Edit(_DURABLE, _LOADED, f"{_LOADED}        self.optimizer.state.clear()\n"),)),
     Patch(

@@ -12,7 +12,7 @@ from ycore.selftest.job import Job
 from ycore.selftest.moments import Moment, draw_moments
 from ycore.selftest.oracle import Oracle
 from ycore.selftest.phases import glimpse, phase_of
-from ycore.selftest.runs import Run, Setting, leftovers
+from ycore.selftest.runs import Run, Setting, let_end
 from ycore.selftest.trial import Outcome, go_on, kill, wait_for_moment
 
 _KEYS = ("sampling.dynamic=true", "sampling.max_age=100")
@@ -40,11 +40,10 @@ def account_trial(oracle: Oracle, setting: Setting, name: str, moment: Moment) -
     try:
         landed = wait_for_moment(run, moment, oracle) and kill("trainer")(run)
         phase = phase_of(run.glimpsed or glimpse(run.folder), steps=job.steps, checkpoint_every=job.checkpoint_every)
-        status = run.wait(timeout_s=oracle.limit_s)
-        left = leftovers(run) if status is not None else ["the run itself"]
+        status, left = let_end(run, timeout_s=oracle.limit_s)
     finally:
         run.end()
-    outcome = Outcome(name, (status,), phase=phase, left=tuple(left), said=run.tail(1), landed=landed)
+    outcome = Outcome(name, (status,), phase=phase, left=left, said=run.tail(1), landed=landed)
     if status not in (None, 0):
         outcome = go_on(outcome, replace(oracle, job=job), setting)
     problems = account(read_rounds(run.folder.journal), steps=job.steps, seed=job.seed)

@@ -14,7 +14,7 @@ from typing import Any
 from ycore.selftest.bench import Bench, Row, row_of
 from ycore.selftest.comparison import Difference, compare, read_result
 from ycore.selftest.oracle import Oracle
-from ycore.selftest.runs import Run, Setting, leftovers
+from ycore.selftest.runs import Run, Setting, let_end
 from ycore.selftest.trial import Outcome
 from ycore.selftest.trial import go_on as resume
 
@@ -65,11 +65,10 @@ def _with_faults(oracle: Oracle, setting: Setting, name: str, faults: Mapping[st
     troubled = replace(setting, scripted={**(setting.scripted or {}), "--faults": json.dumps(dict(faults))})
     run = Run(troubled, oracle.job.words(output), output)
     try:
-        first = run.wait(timeout_s=oracle.limit_s)
-        left = leftovers(run) if first is not None else ["the run itself"]
+        first, left = let_end(run, timeout_s=oracle.limit_s)
     finally:
         run.end()
-    outcome = Outcome(name, (first,), left=tuple(left), said=run.tail(1), steps_before_resume=run.num_steps())
+    outcome = Outcome(name, (first,), left=left, said=run.tail(1), steps_before_resume=run.num_steps())
     if first not in (None, 0):
         outcome = resume(outcome, oracle, setting)
     seen = compare(oracle.result, read_result(run.folder))

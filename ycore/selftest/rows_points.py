@@ -12,7 +12,7 @@ from ycore.selftest.comparison import compare, read_result
 from ycore.selftest.copies import copy_package
 from ycore.selftest.oracle import Oracle
 from ycore.selftest.points import POINTS, Point, dies_at
-from ycore.selftest.runs import Run, Setting, leftovers
+from ycore.selftest.runs import Run, Setting, let_end
 from ycore.selftest.trial import Outcome, go_on, has_finished
 
 
@@ -39,14 +39,11 @@ def _one(oracle: Oracle, setting: Setting, point: Point, count: int) -> Outcome:
     setting = replace(setting, environment={**setting.environment, **dies_at(point.name, count, marker)})
     run = Run(setting, oracle.job.words(output), output)
     try:
-        status = run.wait(timeout_s=oracle.limit_s)
-        left = leftovers(run) if status is not None else ["the run itself"]
+        status, left = let_end(run, timeout_s=oracle.limit_s)
     finally:
         run.end()
     finished = has_finished(run.folder)
-    outcome = Outcome(
-        name, (status,), left=tuple(left), said=run.tail(1), landed=marker.exists(), had_finished=finished
-    )
+    outcome = Outcome(name, (status,), left=left, said=run.tail(1), landed=marker.exists(), had_finished=finished)
     if status not in (None, 0) and not finished:
         outcome = go_on(outcome, oracle, setting)
     difference = compare(oracle.result, read_result(run.folder))

@@ -192,6 +192,12 @@ def leftovers(run: Run, *, within_s: float = 10.0) -> list[str]:
     return found
 
 
+def let_end(run: Run, *, timeout_s: float) -> tuple[int | None, tuple[str, ...]]:
+    """The exit status, None where it still runs then, and what is left of it."""
+    status = run.wait(timeout_s=timeout_s)
+    return status, tuple(leftovers(run)) if status is not None else ("the run itself",)
+
+
 def _left(run: Run) -> list[str]:
     run.members()
     processes = [f"process {pid} ({_name(process)})" for pid, process in run.seen.items() if is_alive(process)]

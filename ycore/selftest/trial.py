@@ -16,7 +16,7 @@ from ycore.selftest.job import Job
 from ycore.selftest.moments import Moment
 from ycore.selftest.oracle import Oracle
 from ycore.selftest.phases import Phase, glimpse, phase_of
-from ycore.selftest.runs import Run, Setting, leftovers
+from ycore.selftest.runs import Run, Setting, let_end
 
 INTERRUPTED = 130
 
@@ -97,13 +97,12 @@ def trial(name: str, oracle: Oracle, moment: Moment, deed: Deed, *, setting: Set
         in_time = wait_for_moment(run, moment, oracle)
         landed = in_time and deed(run)
         phase = phase_of(run.glimpsed or glimpse(run.folder), steps=job.steps, checkpoint_every=job.checkpoint_every)
-        first = run.wait(timeout_s=oracle.limit_s)
+        first, left = let_end(run, timeout_s=oracle.limit_s)
         said, before = run.tail(1), read_result(run.folder)
-        left = leftovers(run) if first is not None else ["the run itself"]
     finally:
         run.end()
     finished = has_finished(run.folder)
-    outcome = Outcome(name, (first,), phase=phase, left=tuple(left), said=said, landed=landed, had_finished=finished)
+    outcome = Outcome(name, (first,), phase=phase, left=left, said=said, landed=landed, had_finished=finished)
     if first not in (None, 0) and not finished:
         outcome = go_on(outcome, oracle, setting)
     after = read_result(run.folder)
@@ -123,8 +122,7 @@ def go_on(outcome: Outcome, oracle: Oracle, setting: Setting) -> Outcome:
     output = setting.place / outcome.name
     run = Run(setting, resume_words(oracle.job, output), output)
     try:
-        status = run.wait(timeout_s=oracle.limit_s)
-        left = leftovers(run) if status is not None else ["the resumed run itself"]
+        status, left = let_end(run, timeout_s=oracle.limit_s)
     finally:
         run.end()
     said = run.tail(1) if status != 0 else outcome.said

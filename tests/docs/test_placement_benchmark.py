@@ -2,11 +2,10 @@
 
 import argparse
 import asyncio
-import importlib
 import json
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,12 +19,8 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 
 
 @pytest.fixture(scope="module")
-def script() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        yield importlib.import_module("placement")
-    for name in ("placement", "placement_engines", "placement_speeds", "machine"):
-        sys.modules.pop(name, None)
+def script(load_script: Callable[[str], Any]) -> Any:
+    return load_script("placement")
 
 
 class MadeUpEngine:

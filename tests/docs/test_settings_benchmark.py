@@ -2,9 +2,8 @@
 
 import argparse
 import asyncio
-import importlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,16 +11,10 @@ from typing import Any
 
 import pytest
 
-BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
-
 
 @pytest.fixture(scope="module")
-def script() -> Iterator[Any]:
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(BENCHMARKS))
-        yield importlib.import_module("engine_settings")
-    for name in ("engine_settings", "placement_engines", "machine"):
-        sys.modules.pop(name, None)
+def script(load_script: Callable[[str], Any]) -> Any:
+    return load_script("engine_settings")
 
 
 class MadeUpEngine:

@@ -147,28 +147,29 @@ def test_a_second_save_of_a_step_takes_the_place_of_the_first(tmp_path: Path) ->
 
 
 WRITER = """
+import itertools
 import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_checkpoints import save
 from ycore.run_folder.checkpoints import drop_oldest
-step = int(sys.argv[2])
-print("ready", flush=True)
-while True:
-    step += 1
+first = int(sys.argv[2]) + 1
+for step in itertools.count(first):
     save(Path(sys.argv[1]), step)
     drop_oldest(Path(sys.argv[1]), keep=2)
+    if step == first + 1:
+        print("ready", flush=True)
 """
 
 
 def test_killed_at_any_moment_of_a_save_the_newest_checkpoint_verifies(tmp_path: Path) -> None:
-    """Back to back saves, killed at random moments: two whole ones are there at every instant."""
+    """Back to back saves, killed at random moments after the second: two whole ones are there at every instant."""
     moments, last, half = random.Random(5), 0, 0
     for _ in range(12):
         code = WRITER.format(tests=str(Path(__file__).parent))
         process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(last)], stdout=subprocess.PIPE)
         assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-        time.sleep(0.05 + moments.random() * 0.1)
+        time.sleep(moments.random() * 0.1)
         process.send_signal(signal.SIGKILL)
         process.wait(10)
         process.stdout.close()

@@ -80,6 +80,8 @@ class Job:
 
     reward: str = "variety"
     has_judge: bool = False
+    ranks: int = 1
+    """Trainer ranks, each with an engine of its own."""
 
     def words(self, output: Path) -> list[str]:
         """The command line after `ycore`."""
@@ -94,14 +96,15 @@ class Job:
             "--max-tokens": 12,
             "--engine": "vllm",
             "--learning-rate": 1e-3,
-            "--per-device-train-batch-size": 4,
+            "--per-device-train-batch-size": 4 // self.ranks,
             "--seed": self.seed,
         }
         keys = {
             "checkpoint_every": self.checkpoint_every,
             "dtype": "float32",
             "lora.dropout": 0.2,
-            "engine.count": 1,
+            "engine.count": self.ranks,
+            "processes": self.ranks,
             "engine.max_model_len": 64,
             "sampling.dynamic": "false",
         }

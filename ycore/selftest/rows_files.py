@@ -119,7 +119,8 @@ def damage_round(oracle: Oracle, setting: Setting, base: Path, how: str) -> Outc
     DAMAGES[how](newest)
     refused = go_on(oracle, setting, output)
     if refused.status == 0:
-        return Outcome(output.name, (0,), refused.difference, left=refused.left, said="a damaged round was taken")
+        difference = replace(refused.difference, notes=(*refused.difference.notes, "a damaged round was taken"))
+        return Outcome(output.name, (0,), difference, left=refused.left)
     notes = () if newest.name in refused.said else (f"{newest.name} is not named",)
     newest.unlink(missing_ok=True)
     going = go_on(oracle, setting, output)

@@ -14,6 +14,9 @@ from ycore.selftest.trial import Deed, Outcome, kill, trial
 
 KILLED = ("launcher", "trainer", "rollout", "reward")
 JUDGE = "judge"
+RANK = "rank"
+_RANKS = 2
+_RANKED = 1 + _RANKS  # accelerate's launcher, then its ranks
 _SHORT_S = 3.0
 _DEADLINES = {"engine.health_timeout_s": 8, "engine.request_timeout_s": 15, "step_timeout_s": 60}
 
@@ -28,6 +31,21 @@ def kill_row(bench: Bench, role: str) -> Row:
     numbered = list(enumerate(moments))
     outcomes = bench.all(lambda item: trial(f"{name}-{item[0]}", oracle, item[1], kill(role)), numbered)
     return row_of(name, f"kill -9 of the {role} at a random moment", outcomes)
+
+
+def rank_row(bench: Bench) -> Row:
+    """SIGKILL of accelerate's launcher or of a rank, in turn, where the trainer has two ranks."""
+    oracle = bench.oracle(replace(bench.job, ranks=_RANKS))
+    oracle = replace(oracle, pace=replace(oracle.pace, end_s=oracle.pace.until_model_s))
+    name = f"kill-{RANK}"
+    moments = draw_moments(max(_RANKED, bench.count // 2), steps=bench.job.steps, seed=bench.seed, row=name)
+
+    def one(item: tuple[int, Moment]) -> Outcome:
+        number, moment = item
+        return trial(f"{name}-{number}", oracle, moment, kill("trainer", which=number % _RANKED))
+
+    outcomes = bench.all(one, list(enumerate(moments)))
+    return row_of(name, f"kill -9 of accelerate or of one of {_RANKS} ranks", outcomes)
 
 
 def stop_row(bench: Bench, role: str) -> Row:

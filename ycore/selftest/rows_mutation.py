@@ -22,6 +22,7 @@ from ycore.selftest.oracle import Oracle
 from ycore.selftest.rows_account import account_trial
 from ycore.selftest.rows_calls import calls_trial, stale_trial
 from ycore.selftest.rows_files import damage_checkpoint, damage_round, stopped_run
+from ycore.selftest.rows_save import killed_in_save
 from ycore.selftest.runs import Setting
 from ycore.selftest.trial import Outcome, kill, trial
 
@@ -69,6 +70,16 @@ def _damaged(suspect: Suspect) -> str | None:
     return _guilt(damage_round(suspect.oracle, suspect.setting, base, "flipped"))
 
 
+def _killed_in_save(suspect: Suspect) -> str | None:
+    """As near to the save's beginning as a kill comes: it is short, and what matters is to be in it."""
+    for number in range(3):
+        name, step = f"save-{number}", 2 * suspect.oracle.job.checkpoint_every
+        outcome = killed_in_save(suspect.oracle, suspect.setting, name, step=step, share=0.0)
+        if not (outcome.difference.is_none and outcome.is_clean):
+            return str(outcome)
+    return None
+
+
 def _calls(suspect: Suspect) -> str | None:
     return _guilt(calls_trial(suspect.oracle, suspect.setting, "failing", suspect.seed))
 
@@ -94,6 +105,7 @@ BATTERY: dict[str, Callable[[Suspect], str | None]] = {
     "calls that fail": _calls,
     "damaged files": _damaged,
     "account of prompts": _account,
+    "kill in a save": _killed_in_save,
 }
 
 

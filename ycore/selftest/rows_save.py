@@ -75,6 +75,12 @@ def in_place_row(bench: Bench) -> Row:
     )
 
 
+def killed_in_save(oracle: Oracle, setting: Setting, name: str, *, step: int, share: float) -> Outcome:
+    """One run killed in the save of this step, and not resumed: whether its newest checkpoint verifies."""
+    chain = _Chain(oracle, setting, name, 1, "", step, is_resumed=False)
+    return _kill_in_save(chain, setting.place / name, step=step, share=share)
+
+
 def num_kills(moments: int) -> int:
     """A hundred at full size, which is thirty moments."""
     return max(2, moments * 10 // 3)

@@ -142,19 +142,19 @@ class Run:
         found = [process for process in self.members() if has_role(_words(process), name)]
         return sorted(found, key=lambda process: int(process.pid))
 
-    def send(self, role: str, number: signal.Signals, *, timeout_s: float = 60.0) -> bool:
-        """Signal the first process of a role, once there is one; False where none came."""
+    def send(self, role: str, number: signal.Signals, *, which: int = 0, timeout_s: float = 60.0) -> bool:
+        """Signal one process of a role, the first unless said, once it is there; False where it never came."""
         sent: list[bool] = []
 
         def is_over() -> bool:
-            sent.append(self._send(role, number))
+            sent.append(self._send(role, number, which))
             return sent[-1] or self.exit_code is not None
 
         self._look_until(is_over, timeout_s=timeout_s, every_s=_WAIT_POLL_S)
         return sent[-1]
 
-    def _send(self, role: str, number: signal.Signals) -> bool:
-        for process in self.role(role):
+    def _send(self, role: str, number: signal.Signals, which: int) -> bool:
+        for process in self.role(role)[which:]:
             with contextlib.suppress(psutil.Error):
                 process.send_signal(number)
                 self.glimpsed = self.glimpsed or glimpse(self.folder)

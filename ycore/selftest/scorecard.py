@@ -28,7 +28,7 @@ from ycore.selftest.rows_calls import calls_row, stale_row
 from ycore.selftest.rows_exits import exits_row
 from ycore.selftest.rows_files import damaged_round_row, damaged_row, flush_row, resume_row
 from ycore.selftest.rows_input import bad_input_row, good_input_row, made_up_row
-from ycore.selftest.rows_kill import JUDGE, KILLED, kill_row, stop_row
+from ycore.selftest.rows_kill import JUDGE, KILLED, RANK, kill_row, rank_row, stop_row
 from ycore.selftest.rows_mutation import mutation_row
 from ycore.selftest.rows_points import points_row
 from ycore.selftest.rows_save import in_place_row, save_row
@@ -41,6 +41,7 @@ Say = Callable[[str], None]
 
 _BOTH: dict[str, MakeRow] = {
     **{f"kill-{role}": partial(kill_row, role=role) for role in (*KILLED, JUDGE)},
+    "kill-rank": rank_row,
     "kill-in-save": save_row,
     **{f"stop-{role}": partial(stop_row, role=role) for role in KILLED},
     "leftovers": exits_row,
@@ -108,7 +109,7 @@ def planned(tiers: Sequence[Tier], *, names: Sequence[str], seed: int) -> list[s
         for name in (name for name in ROWS[tier] if not names or name in names):
             drawn = (
                 draw_moments(5, steps=Job(Path()).steps, seed=seed, row=name)
-                if name.removeprefix("kill-") in (*KILLED, JUDGE)
+                if name.removeprefix("kill-") in (*KILLED, JUDGE, RANK)
                 else []
             )
             lines.append(f"  {name}" + (f": {', '.join(map(str, drawn))}, ..." if drawn else ""))

@@ -75,9 +75,9 @@ Deed = Callable[[Run], bool]
 """What is done to a run; whether it could be."""
 
 
-def kill(role: str, number: signal.Signals = signal.SIGKILL) -> Deed:
+def kill(role: str, number: signal.Signals = signal.SIGKILL, *, which: int = 0) -> Deed:
     """Signal one process of a role."""
-    return lambda run: run.send(role, number)
+    return lambda run: run.send(role, number, which=which)
 
 
 def wait_for_moment(run: Run, moment: Moment, oracle: Oracle) -> bool:

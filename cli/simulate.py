@@ -3,7 +3,6 @@
 Not here: the simulation (`ycore.simulate`), and the decisions, which are the live run's (`ycore.placement`).
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -14,6 +13,7 @@ from ycore.errors import ConfigError
 
 if TYPE_CHECKING:
     from ycore.config.run import RunConfig
+    from ycore.simulate.requests import Request
 
 Name = Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Sizes from a recipe, by name or YAML file.")]
 NumSlots = Annotated[str, typer.Option("--slots", metavar="N", help="Slots of a controller; e.g. 8.")]
@@ -117,31 +117,17 @@ def _config(context: typer.Context, recipe: str | None) -> "RunConfig":
     return config
 
 
-def _requests(run: Path) -> Sequence[Sequence[Any]]:
+def _requests(run: Path) -> "list[list[Request]]":
     """The turns of the run's first rank, round by round."""
     from ycore.errors import RunFolderError
-    from ycore.simulate.recorded import Request
-    from ycore.telemetry.trace import ROUND, SWAP, read_trace
+    from ycore.simulate.requests import requests_of
+    from ycore.telemetry.trace import read_trace
 
     file = run / "trace.json"
     spans = [span for span in read_trace(file) if span.rank == 0]
     if not spans:
         raise RunFolderError(f"no trace in {file}; a run writes it while its engines are vLLM's")
-    rounds = [(span.began, span.began + span.seconds) for span in spans if span.name == ROUND]
-    turns = [span for span in spans if span.name not in (ROUND, SWAP)]
-    requests = [
-        Request(
-            number=span.told["request"],
-            role=span.name,
-            slot=span.slot,
-            asked=span.began - span.told["waited_s"],
-            began=span.began,
-            ended=span.began + span.seconds,
-            tokens=span.told["tokens"],
-        )
-        for span in turns
-    ]
-    return [[one for one in requests if begin <= one.began <= end] for begin, end in rounds]
+    return requests_of(spans)
 
 
 def _number(option: str, text: str, *, least: float = 0) -> float:

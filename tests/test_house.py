@@ -27,7 +27,7 @@ MAY_IMPORT = {
     "sampling": GROUND,
     "placement": GROUND,
     "judging": GROUND | {"config"},
-    "simulate": GROUND | {"placement", "sampling"},
+    "simulate": GROUND | {"placement", "sampling", "telemetry"},
     "planning": BASE | {"models", "placement", "simulate"},
     "reporting": BASE,
     "roles": MIDDLE | {"sampling", "placement", "judging", "planning", "algorithms", "controller"},

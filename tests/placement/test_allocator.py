@@ -8,9 +8,13 @@ from hypothesis import strategies as st
 
 from ycore.placement.allocator import Allocator
 from ycore.placement.hall import Action, Hall, Start, Swap
+from ycore.placement.load import Speed
 from ycore.placement.moves import Backlog
 from ycore.placement.placement import JUDGE, ROLLOUT, placement_of
+from ycore.placement.plan import MANNERS
 from ycore.placement.words import DYNAMIC, parse_placement
+from ycore.simulate.round import Demand, Machine, SimulatedRound
+from ycore.simulate.workload import Assumed, Lengths
 
 ROLES = (ROLLOUT, JUDGE)
 
@@ -254,16 +258,24 @@ def test_a_shared_slot_holds_no_more_of_a_role_than_its_engine_can() -> None:
     assert allocator.decide(1.0) == [Start(5, 0)]
 
 
-def test_speeds_of_engines_that_shared_a_slot_are_not_learned() -> None:
-    allocator = learned("shared", Allocator(hall(1, 8, exclusive=False, swap_s=0.0)))
-    play = Play(allocator)
-    before = allocator.loads[ROLLOUT]
-    for _ in range(5):
-        play.ask(ROLLOUT)
-    play.run_out(random.Random(2))
-    allocator.learn(allocator.numbers())
-    after = allocator.loads[ROLLOUT]
-    assert after.num_requests < before.num_requests and after.speed.step_s(3) == pytest.approx(before.speed.step_s(3))
+def test_speeds_of_engines_that_shared_a_slot_are_learned_as_they_are_alone() -> None:
+    speed = Speed(0.02, 0.002)
+    work = Assumed(Lengths(120, 0.7, 600), {JUDGE: 40.0}, group_size=4)
+    allocator = learned("shared", Allocator(hall(1, 64, exclusive=False, swap_s=0.0)))
+    for number in range(6):
+        one = SimulatedRound(allocator, Machine(dict.fromkeys(ROLES, speed), {}), work.group_at, Demand(6))
+        one.position = 10 * number
+        assert allocator.manner == "shared" and one.run().usage.swaps == 0
+        allocator.learn(allocator.numbers())
+        allocator.restore({**allocator.state(), "manner": "shared", "division": {ROLLOUT: 1, JUDGE: 0}})
+    for role in ROLES:
+        assert allocator.loads[role].speed.step_s(8) == pytest.approx(speed.step_s(8), rel=0.1)
+
+
+def test_verdicts_are_gathered_where_slots_are_shared() -> None:
+    for manner in MANNERS:
+        allocator = learned(manner, Allocator(hall(2, 8, exclusive=False, swap_s=0.0)))
+        assert allocator.gathers == (manner == "shared")
 
 
 def test_side_by_side_a_slot_that_is_nearly_empty_helps_at_once() -> None:

@@ -11,7 +11,8 @@ from ycore.placement.load import Speed
 from ycore.placement.placement import JUDGE, ROLLOUT
 from ycore.placement.words import Wanted, parse_placement
 from ycore.simulate.play import Question, play_recorded
-from ycore.simulate.recorded import Request, recorded
+from ycore.simulate.recorded import recorded
+from ycore.simulate.requests import Request
 from ycore.simulate.round import Demand, Machine, SimulatedRound
 from ycore.simulate.workload import Assumed, Lengths
 

@@ -16,11 +16,11 @@ from typing import Any
 from ycore.placement.hall import Action, Hall, Start, Swap
 from ycore.placement.learning import Learning
 from ycore.placement.levels import MovingAverage
-from ycore.placement.load import Load, Speed, Sums, as_numbers
+from ycore.placement.load import UNKNOWN, Load, Sums, as_numbers
 from ycore.placement.moves import Backlog, Cost, best_move
 from ycore.placement.placement import ROLLOUT, Division, Placement, placement_of
 from ycore.placement.plan import Manner
-from ycore.placement.usage import SlotClock, Usage
+from ycore.placement.usage import EngineClock, Reading, SlotClock, Usage
 from ycore.placement.words import DYNAMIC, Wanted
 
 _SPARE = 4
@@ -32,8 +32,8 @@ class _Flying:
     role: str
     slot: int
     began: float
-    steps: float
-    depth: float
+    before: Reading
+    """Its engine's totals when it began."""
 
 
 class Allocator:
@@ -61,8 +61,7 @@ class Allocator:
         self._asked = dict.fromkeys(self.hall.roles, 0)
         self._round: dict[str, Sums] = {role: Sums(rounds=1.0) for role in self.hall.roles}
         self._awake = list(placement_of(self._learned.plan.division).awake)
-        self._clocks = [SlotClock(self._speed(role), since=now) for role in self._awake]
-        self._held = {role: [0] * self.hall.num_slots for role in self.hall.roles}
+        self._clocks = [SlotClock(self._engine_clocks(), since=now) for _ in self._awake]
         self._free: dict[str, list[tuple[int, int]]] = {role: [] for role in self.hall.roles}
         self._spare: dict[str, set[int]] = {role: set() for role in self.hall.roles}
         self._arriving = dict.fromkeys(self.hall.roles, 0)
@@ -90,12 +89,10 @@ class Allocator:
     def ended(self, request: int, now: float, *, size: float = 1.0) -> None:
         """A request that was started has its answer, of `size` tokens (1 where nobody counts them)."""
         flying = self._flying.pop(request)
-        self._leave(flying, now)
+        seconds, depth = self._leave(flying, now).since(flying.before)
         self._verdict_given |= flying.role != ROLLOUT
         self._news = True
-        seconds, clock = now - flying.began, self._clocks[flying.slot]
         if seconds > 0:
-            depth = (clock.depth - flying.depth) / (clock.steps - flying.steps)
             self._round[flying.role].observe(seconds=seconds, depth=depth, size=max(size, 1.0))
 
     def swapped(self, slot: int, now: float) -> None:
@@ -106,7 +103,6 @@ class Allocator:
         clock.swap_s += seconds
         clock.swap_began = None
         self._arriving[self._awake[slot]] -= 1
-        clock.speed = self._speed(self._awake[slot])
         self._swap_cost.observe(seconds)
         self._note(slot)
 
@@ -154,6 +150,15 @@ class Allocator:
         return self._learned.plan.manner
 
     @property
+    def gathers(self) -> bool:
+        """Whether the verdicts of a group are better asked together, once all of it is written.
+
+        On a shared slot a judge's step for one short verdict takes nearly as long as that for several, and it takes it
+        from the rollouts; a group is of use only with its last verdict.
+        """
+        return self.manner == "shared"
+
+    @property
     def division(self) -> Division:
         """What the next round starts with."""
         return self._learned.plan.division
@@ -198,11 +203,7 @@ class Allocator:
         waiting = self._waiting[role]
         while waiting and (slot := self._pick(role)) is not None:
             request = waiting.popleft()
-            clock = self._clocks[slot]
-            clock.advance(now)
-            clock.in_flight += 1
-            self._held[role][slot] += 1
-            self._flying[request] = _Flying(role, slot, now, clock.steps, clock.depth)
+            self._flying[request] = _Flying(role, slot, now, self._clocks[slot].start(role, now))
             self._note(slot)
             actions.append(Start(request, slot))
 
@@ -223,9 +224,9 @@ class Allocator:
 
     def _pick_shared(self, role: str) -> int | None:
         """The slot with the fewest of this role, then the fewest of all."""
-        held = self._held[role]
-        slot = min(range(self.hall.num_slots), key=lambda slot: (held[slot], self._clocks[slot].in_flight))
-        return slot if held[slot] < self._learned.depth[role] else None
+        held = [(clock.engines[role].in_flight, clock.in_flight) for clock in self._clocks]
+        slot = min(range(self.hall.num_slots), key=held.__getitem__)
+        return slot if held[slot][0] < self._learned.depth[role] else None
 
     def _depth_now(self, role: str) -> int:
         """While slots are on their way to a role, those that are there leave them, and those to follow, their share."""
@@ -298,17 +299,15 @@ class Allocator:
         self._swaps += 1
         actions.append(Swap(slot, role, target))
 
-    def _speed(self, role: str) -> Speed:
-        """As learned so far; before that, every step is taken to be as long as any other."""
-        load = self._learned.loads.get(role)
-        return Speed(1.0, 0.0) if load is None else load.speed
+    def _engine_clocks(self) -> dict[str, EngineClock]:
+        """As fast as learned so far; before that, every step is taken to be as long as any other."""
+        loads = self._learned.loads
+        return {role: EngineClock(loads[role].speed if role in loads else UNKNOWN) for role in self.hall.roles}
 
-    def _leave(self, flying: _Flying, now: float) -> None:
-        clock = self._clocks[flying.slot]
-        clock.advance(now)
-        clock.in_flight -= 1
-        self._held[flying.role][flying.slot] -= 1
+    def _leave(self, flying: _Flying, now: float) -> Reading:
+        reading = self._clocks[flying.slot].end(flying.role, now)
         self._note(flying.slot)
+        return reading
 
     def _note(self, slot: int) -> None:
         """The slot's number in flight or its role has changed."""

@@ -13,7 +13,7 @@ from typing import Any
 from ycore.placement.division import next_plan
 from ycore.placement.experience import ALL_UP, ONE_AWAKE, Experience
 from ycore.placement.forecast import Setting, forecast_s
-from ycore.placement.load import Load, Sums, as_fast_as, as_late_as, faded, from_numbers
+from ycore.placement.load import Load, Sums, as_late_as, faded, from_numbers
 from ycore.placement.placement import ROLLOUT
 from ycore.placement.plan import Manner, Plan
 from ycore.placement.words import Wanted, split_division
@@ -48,9 +48,6 @@ class Learning:
         if before is not None and self.plan.manner in ("phases", "together"):
             # There verdicts come late by the manner itself; that must not make the other manners look worse.
             now[ROLLOUT] = as_late_as(before, now[ROLLOUT])
-        if self.plan.manner == "shared":
-            # How fast an engine is beside another one says little of how fast it is alone.
-            now = {role: as_fast_as(self._sums[role], told) for role, told in now.items()}
         self._sums = {role: faded(self._sums.get(role, Sums()), now[role]) for role in self._roles}
         self._follow()
         if not self._plans or len(self.loads) < len(self._roles):

@@ -39,6 +39,10 @@ class Speed:
         return _GOOD_DEPTH * self.base / self.each if self.each > 0 else math.inf
 
 
+UNKNOWN = Speed(1.0, 0.0)
+"""Before anything is known: every step is taken to be as long as any other."""
+
+
 @dataclass(frozen=True, slots=True)
 class Load:
     """One role's work in a round of one controller. Sizes are in tokens, or in requests where tokens are not told."""
@@ -85,7 +89,7 @@ class Sums:
     rounds: float = 0.0
 
     def observe(self, *, seconds: float, depth: float, size: float) -> None:
-        """One request of `size` that took so long, with `depth` in flight on its slot on the mean, itself included."""
+        """One request of `size` that took so much of its engine's time, with `depth` of them there on the mean."""
         step_s = seconds / size
         self.num += 1
         self.size += size
@@ -153,13 +157,6 @@ def as_late_as(before: Sums, now: Sums) -> Sums:
     rounds = now.rounds / before.rounds if before.rounds else 0.0
     late = {"late": before.late, "times_late": before.times_late, "late_at": before.late_at}
     return replace(now, **{name: value * rounds for name, value in late.items()})
-
-
-def as_fast_as(before: Sums, now: Sums) -> Sums:
-    """This round's sums, with the engine's speed as it was before."""
-    scale = now.size / before.size if before.size else 0.0
-    speed = ("depth", "depth_squared", "step_s", "depth_step_s")  # each is weighted by size
-    return replace(now, **{name: scale * getattr(before, name) for name in speed})
 
 
 def faded(before: Sums, now: Sums, memory: float = MEMORY) -> Sums:

@@ -3,8 +3,9 @@
 Not here: the single turns and swaps (`telemetry.trace`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ycore.placement.load import Speed
 
@@ -40,27 +41,74 @@ class Usage:
 
 
 @dataclass(slots=True)
-class SlotClock:
-    """Running totals of one slot since the round began.
+class EngineClock:
+    """Running totals of one role's engine on a slot since the round began.
 
-    `steps` is how many steps its engine has made, by what is known of its speed, and `depth` the requests in flight
-    summed over these steps: depth over steps is the mean depth that a request met, however long the steps were.
+    `steps` is how many steps it has made, by what is known of its speed, and `depth` its requests in flight summed over
+    these steps: depth over steps is the mean depth that a request met, however long the steps were.
     """
 
     speed: Speed
     in_flight: int = 0
-    since: float = 0.0
-    busy_s: float = 0.0
-    swap_s: float = 0.0
+    seconds: float = 0.0
+    """What the slot gave it: engines that are at work at once share the slot evenly."""
+
     steps: float = 0.0
     depth: float = 0.0
+
+    def advance(self, seconds: float) -> None:
+        steps = seconds / self.speed.step_s(self.in_flight)
+        self.seconds += seconds
+        self.steps += steps
+        self.depth += self.in_flight * steps
+
+    def read(self) -> "Reading":
+        return Reading(self.seconds, self.steps, self.depth)
+
+
+class Reading(NamedTuple):
+    """An engine's totals at one moment; what a request met is the difference of two."""
+
+    seconds: float
+    steps: float
+    depth: float
+
+    def since(self, before: "Reading") -> tuple[float, float]:
+        """The engine's own seconds from then to now, and the mean depth in them."""
+        steps = self.steps - before.steps
+        return self.seconds - before.seconds, (self.depth - before.depth) / steps if steps > 0 else 1.0
+
+
+@dataclass(slots=True)
+class SlotClock:
+    """Running totals of one slot since the round began, and of its engines by role."""
+
+    engines: Mapping[str, EngineClock]
+    since: float = 0.0
+    in_flight: int = 0
+    busy_s: float = 0.0
+    swap_s: float = 0.0
     swap_began: float | None = None
 
     def advance(self, now: float) -> None:
-        if self.in_flight:
-            passed = now - self.since
-            steps = passed / self.speed.step_s(self.in_flight)
+        passed, self.since = now - self.since, now
+        if self.in_flight and passed > 0:
             self.busy_s += passed
-            self.steps += steps
-            self.depth += self.in_flight * steps
-        self.since = now
+            at_work = [engine for engine in self.engines.values() if engine.in_flight]
+            for engine in at_work:
+                engine.advance(passed / len(at_work))
+
+    def start(self, role: str, now: float) -> Reading:
+        """One more request of this role, and what its engine's totals are as it begins."""
+        self.advance(now)
+        reading = self.engines[role].read()
+        self.in_flight += 1
+        self.engines[role].in_flight += 1
+        return reading
+
+    def end(self, role: str, now: float) -> Reading:
+        """One request less."""
+        self.advance(now)
+        self.in_flight -= 1
+        self.engines[role].in_flight -= 1
+        return self.engines[role].read()

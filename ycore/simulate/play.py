@@ -13,7 +13,8 @@ from ycore.placement.load import Speed
 from ycore.placement.placement import JUDGE, ROLLOUT
 from ycore.placement.words import Wanted, in_order
 from ycore.simulate.compare import Result, candidates, simulate
-from ycore.simulate.recorded import Recorded, Request, recorded
+from ycore.simulate.recorded import Recorded, recorded
+from ycore.simulate.requests import Request
 from ycore.simulate.round import Demand, Machine, Outcome, SimulatedRound
 from ycore.simulate.workload import Assumed, Lengths
 

@@ -1,34 +1,27 @@
 """A recorded run as a workload: its requests' sizes, the engines' speeds, and which prompts were drawn after which.
 
 Sizes and speeds belong to the work and to the engines, not to the placement, so the rounds can be played again under
-another one. Depth follows from what was in flight together, and step times are fitted to it as the live run does.
+another one. Depth follows from what was in flight together, and step times from depth (`speeds`). Of engines that were
+at work on one slot at once, each had its share of that time.
 
-Not here: reading the trace (`telemetry.trace`), and playing (`round`).
+Not here: the requests of a trace (`requests`), and playing (`round`).
 """
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from ycore.errors import DataError
-from ycore.placement.load import Load, Speed, Sums
+from ycore.placement.load import UNKNOWN, Speed, Sums
 from ycore.placement.placement import ROLLOUT
-from ycore.placement.usage import SlotClock
+from ycore.placement.usage import EngineClock, Reading, SlotClock
+from ycore.simulate.requests import Request
+from ycore.simulate.speeds import Seen, Steps, curve
 from ycore.simulate.workload import SimulatedGroup
 
 _PASSES = 3
 
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """A turn as it was recorded; `tokens` 0 where nobody counted them."""
-
-    number: int
-    role: str
-    slot: int
-    asked: float
-    began: float
-    ended: float
-    tokens: float = 0.0
+Met = dict[tuple[int, float], tuple[float, float]]
+"""By a request's number and when it began: its engine's own seconds, and the mean depth in them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,26 +39,34 @@ def recorded(rounds: Sequence[Sequence[Request]], *, group_size: int) -> Recorde
     rounds = [requests for requests in rounds if any(request.role == ROLLOUT for request in requests)]
     if not rounds:
         raise DataError("the trace has no whole round; let the run finish a step first")
-    loads, depths = fit([request for requests in rounds for request in requests])
-    speeds = {role: load.speed for role, load in loads.items()}
-    sized = [[replace(one, tokens=_size(one, depths, speeds)) for one in requests] for requests in rounds]
+    speeds, met = fit([request for requests in rounds for request in requests])
+    sized = [[replace(one, tokens=_size(one, met, speeds)) for one in requests] for requests in rounds]
     seconds = [max(one.ended for one in requests) - min(one.asked for one in requests) for requests in rounds]
     return Recorded(speeds, tuple(tuple(groups(requests, group_size)) for requests in sized), tuple(seconds))
 
 
-def fit(requests: Sequence[Request]) -> tuple[dict[str, Load], dict[tuple[int, float], float]]:
-    """Each role's load, and the depth that each request met, by its number and when it began."""
-    loads: dict[str, Load] = {}
-    depths: dict[tuple[int, float], float] = {}
+def fit(requests: Sequence[Request]) -> tuple[dict[str, Steps], Met]:
+    """Each role's speed, and what each request met."""
+    speeds: dict[str, Steps] = {}
+    met: Met = {}
     for _ in range(_PASSES):  # depth is counted by steps, whose length the fit itself tells
-        depths = _depths(requests, {role: load.speed for role, load in loads.items()})
-        sums: dict[str, Sums] = {}
+        met = _met(requests, speeds)
+        seen: dict[str, list[Seen]] = {}
         for one in requests:
-            told = sums.setdefault(one.role, Sums(rounds=1.0))
-            if one.ended > one.began:
-                told.observe(seconds=one.ended - one.began, depth=depths[_key(one)], size=one.tokens or 1.0)
-        loads = {role: load for role, told in sums.items() if (load := told.load()) is not None}
-    return loads, depths
+            seconds, depth = met[_key(one)]
+            if seconds > 0:
+                seen.setdefault(one.role, []).append(Seen(one.tokens or 1.0, seconds, depth))
+        speeds = {role: curve(_line(told), told) for role, told in seen.items()}
+    return speeds, met
+
+
+def _line(seen: Sequence[Seen]) -> Speed:
+    sums = Sums(rounds=1.0)
+    for one in seen:
+        sums.observe(seconds=one.seconds, depth=one.depth, size=one.tokens)
+    load = sums.load()
+    assert load is not None, "something was seen"
+    return load.speed
 
 
 def groups(requests: Sequence[Request], group_size: int) -> list[SimulatedGroup]:
@@ -94,31 +95,32 @@ def _sizes(rollout: Request, scorers: Sequence[Request]) -> dict[str, float]:
     return sizes
 
 
-def _size(one: Request, depths: Mapping[tuple[int, float], float], speeds: Mapping[str, Speed]) -> float:
+def _size(one: Request, met: Met, speeds: Mapping[str, Speed]) -> float:
     """Its tokens; else as many steps of its engine as it lasted."""
-    return one.tokens or max(1e-6, (one.ended - one.began) / speeds[one.role].step_s(depths[_key(one)]))
+    seconds, depth = met[_key(one)]
+    return one.tokens or max(1e-6, seconds / speeds[one.role].step_s(depth))
 
 
-def _depths(requests: Sequence[Request], speeds: Mapping[str, Speed]) -> dict[tuple[int, float], float]:
+def _met(requests: Sequence[Request], speeds: Mapping[str, Speed]) -> Met:
     events = sorted(
         [(one.began, 1, index) for index, one in enumerate(requests)]
         + [(one.ended, 0, index) for index, one in enumerate(requests)]
     )
+    roles = dict.fromkeys(one.role for one in requests)
     clocks: dict[int, SlotClock] = {}
-    at_start: dict[int, tuple[float, float]] = {}
-    depths: dict[tuple[int, float], float] = {}
+    begun: dict[int, Reading] = {}
+    met: Met = {}
     for when, begins, index in events:
         one = requests[index]
-        clock = clocks.setdefault(one.slot, SlotClock(Speed(1.0, 0.0), since=when))
-        clock.speed = speeds.get(one.role, clock.speed)
-        clock.advance(when)
-        clock.in_flight += 1 if begins else -1
+        clock = clocks.get(one.slot)
+        if clock is None:
+            engines = {role: EngineClock(speeds.get(role, UNKNOWN)) for role in roles}
+            clock = clocks[one.slot] = SlotClock(engines, since=when)
         if begins:
-            at_start[index] = (clock.steps, clock.depth)
+            begun[index] = clock.start(one.role, when)
         else:
-            steps, depth = clock.steps - at_start[index][0], clock.depth - at_start[index][1]
-            depths[_key(one)] = depth / steps if steps > 0 else 1.0
-    return depths
+            met[_key(one)] = clock.end(one.role, when).since(begun[index])
+    return met
 
 
 def _key(one: Request) -> tuple[int, float]:

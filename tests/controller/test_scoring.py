@@ -24,6 +24,8 @@ from ycore.judging.prompt import Question, Questioner
 from ycore.judging.reward_model import RewardModel
 from ycore.judging.verdict import Reply
 from ycore.placement import placement
+from ycore.placement.allocator import Allocator
+from ycore.placement.hall import Hall
 from ycore.roles import judge as judge_role
 from ycore.roles import reward_model as reward_model_role
 from ycore.roles.judge_engine import Refused
@@ -123,6 +125,34 @@ def test_a_judge_is_asked_as_each_completion_ends() -> None:
 
     assert values(run(work())) == [0.1, 0.1]
     assert ["first" in text for text, _, _ in engine.asked] == [True, False]
+
+
+def test_where_slots_are_shared_a_judge_is_asked_once_the_whole_group_is_written() -> None:
+    """The short completion's verdict waits for the long one, and both are asked at one moment."""
+    allocator = Allocator(Hall(1, ("rollout", "judge"), {"rollout": 8, "judge": 8}, exclusive=False))
+    written: list[str] = []
+    seen: list[tuple[str, ...]] = []
+
+    async def write(text: str, seconds: float) -> Completion:
+        await asyncio.sleep(seconds)
+        written.append(text)
+        return completion(text)
+
+    def verdict(text: str) -> str:
+        seen.append(tuple(written))
+        return "<score>1</score>"
+
+    async def work(manner: str) -> list[list[Score]]:
+        allocator.restore({**allocator.state(), "manner": manner, "division": {"rollout": 1, "judge": 0}})
+        allocator.begin_round(0.0)
+        tasks = [asyncio.create_task(write(text, seconds)) for text, seconds in (("short", 0.0), ("long", 0.05))]
+        writing = Writing(Draw(0, Prompt(0, "What?"), (1,)), tasks, 0, Slots(1, allocator=allocator))
+        scores = await make_scorer(make_judge(), [ScriptedJudge("judge-0", verdict)]).score(writing)
+        written.clear()
+        return scores
+
+    assert values(run(work("together"))) == values(run(work("shared"))) == [0.1, 0.1]
+    assert seen == [("short",), ("short", "long"), ("short", "long"), ("short", "long")]
 
 
 def test_a_round_judges_while_it_still_writes() -> None:

@@ -152,6 +152,11 @@ class Slots:
     def allocator(self) -> Allocator:
         return self._allocator
 
+    @property
+    def gathers(self) -> bool:
+        """Whether a group's scorers are better asked together."""
+        return self._allocator.gathers
+
     # -- carrying out ----------------------------------------------------------------------------------------------
 
     def _decide_soon(self) -> None:

@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
-from ycore.controller.dispatch import Slots
 from ycore.controller.meters import JudgeMeter
 from ycore.controller.scoring import TextOf, Writing, plain_text, together
 from ycore.judging.declaration import Judge, LabelVerdict
@@ -65,7 +64,7 @@ class JudgeScorer:
         key = self._key(writing, completion)
         question = self._questioner.pointwise(writing.draw.prompt, self._text_of(completion), key=key)
         try:
-            value = await self._verdict(question, writing.slots, key=key, read=self._fraction)
+            value = await self._verdict(question, writing, key=key, read=self._fraction)
         except Unreadable as problem:
             return self._masked(str(problem))
         return Score(self._judge.reward(value))
@@ -109,7 +108,7 @@ class JudgeScorer:
         shown_first, shown_second = await together(
             [
                 self._verdict(
-                    ask(prompt, *pair, key=f"{key}/{order}"), writing.slots, key=f"{key}/{order}", read=self._fraction
+                    ask(prompt, *pair, key=f"{key}/{order}"), writing, key=f"{key}/{order}", read=self._fraction
                 )
                 for order, pair in enumerate([(one, other), (other, one)])
             ]
@@ -138,7 +137,7 @@ class JudgeScorer:
         try:
             order = await self._verdict(
                 question,
-                writing.slots,
+                writing,
                 key=key,
                 read=lambda reply: read_ranking(self._judge, reply, count=len(texts)),
             )
@@ -146,12 +145,12 @@ class JudgeScorer:
             return None
         return shares_of_rank(order)
 
-    async def _verdict(self, question: Question, slots: Slots, *, key: str, read: Callable[[Reply], V]) -> V:
+    async def _verdict(self, question: Question, writing: Writing, *, key: str, read: Callable[[Reply], V]) -> V:
         """What is read from the judge's reply; asked again, with other seeds, while it cannot be; Unreadable then."""
         problem = ""
         for attempt in range(1 + self._judge.retries):
             try:
-                reply = await self._ask(question, slots, seed=_number(f"{key}/{attempt}"), again=attempt > 0)
+                reply = await self._ask(question, writing, seed=_number(f"{key}/{attempt}"), again=attempt > 0)
             except Refused as refusal:
                 raise Unreadable(str(refusal)) from None
             try:
@@ -163,10 +162,10 @@ class JudgeScorer:
                 break  # probabilities do not depend on the seed
         raise Unreadable(problem)
 
-    async def _ask(self, question: Question, slots: Slots, *, seed: int, again: bool) -> Reply:
+    async def _ask(self, question: Question, writing: Writing, *, seed: int, again: bool) -> Reply:
         if self._judge.base_url is not None:
             return await self._timed(self._engines[0], question, seed=seed, again=again)
-        async with slots.turn(ROLE) as slot:
+        async with writing.turn(ROLE) as slot:
             reply = await self._timed(self._engines[slot], question, seed=seed, again=again)
             slot.num_tokens = reply.num_tokens
             return reply

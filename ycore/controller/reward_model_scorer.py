@@ -52,7 +52,7 @@ class RewardModelScorer:
         token_ids = self._encode(writing.draw.prompt, self._text_of(completion))
         if len(token_ids) > self._max_model_len:
             return self._masked("longer than its context")
-        async with writing.slots.turn(ROLE) as slot:
+        async with writing.turn(ROLE) as slot:
             started = time.perf_counter()
             logit = await self._engines[slot].logit(token_ids)
             slot.num_tokens = len(token_ids)

@@ -8,11 +8,12 @@ Not here: the kinds (`judge_scorer`, `reward_model_scorer`; rules are the worker
 """
 
 import asyncio
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
-from ycore.controller.dispatch import Slots
+from ycore.controller.dispatch import Slots, Turn
 from ycore.controller.meters import Meter, collect
 from ycore.controller.peers import AddUp
 from ycore.rewards.pool import RewardPool
@@ -44,6 +45,14 @@ class Writing:
 
     async def all(self) -> list[Completion]:
         return list(await asyncio.gather(*self.tasks_G))
+
+    @asynccontextmanager
+    async def turn(self, role: str) -> AsyncIterator[Turn]:
+        """A scorer's turn on a slot; where the group's are better asked together, once all of it is written."""
+        if self.slots.gathers:
+            await self.all()
+        async with self.slots.turn(role) as turn:
+            yield turn
 
 
 class Scorer(Protocol):

@@ -96,6 +96,7 @@ class SimulatedRound:
         self._groups: dict[int, SimulatedGroup] = {}
         self._open: Counter[tuple[int, int]] = Counter()  # (group, completion): requests still to come
         self._unfinished: Counter[int] = Counter()  # group: completions still to be scored
+        self._unwritten: Counter[int] = Counter()  # and still to be written
         self._lanes: list[Lane] = []
         self._num_requests = self._drawn = self._kept = self._finished = 0
         self._written_s = 0.0
@@ -140,7 +141,7 @@ class SimulatedRound:
     def _open_group(self, position: int, group: SimulatedGroup) -> None:
         self._drawn += 1
         self._groups[position] = group
-        self._unfinished[position] = len(group.completions)
+        self._unfinished[position] = self._unwritten[position] = len(group.completions)
         for index in range(len(group.completions)):
             self._ask(ROLLOUT, position, index)
 
@@ -195,14 +196,27 @@ class SimulatedRound:
         self._allocator.ended(request, now, size=self._size(role, position, index))
         if role == ROLLOUT:
             self._written_s = now
-            for other in self._scorers(position, index):
-                self._ask(other, position, index)
+            self._unwritten[position] -= 1
+            self._ask_scorers(position, index)
         self._open[position, index] -= 1
         if not self._open[position, index]:
             self._scored(position)
 
-    def _scorers(self, position: int, index: int) -> Iterable[str]:
-        return (role for role in self._groups[position].completions[index] if role != ROLLOUT)
+    def _ask_scorers(self, position: int, index: int) -> None:
+        """As each completion ends, or of a whole group together."""
+        if not self._allocator.gathers:
+            written: Iterable[int] = [index]
+        elif self._unwritten[position]:
+            self._open[position, index] += 1  # it is not through
+            return
+        else:
+            written = range(len(self._groups[position].completions))
+            for other in written:
+                self._open[position, other] -= other != index
+        for other in written:
+            for role in self._groups[position].completions[other]:
+                if role != ROLLOUT:
+                    self._ask(role, position, other)
 
     def _scored(self, position: int) -> None:
         self._unfinished[position] -= 1

@@ -56,7 +56,9 @@ def test_every_placement_draws_and_writes_the_same(script: Any, job: argparse.Na
     assert len(measured) == 2, "before the counted rounds and after them"
     assert all(one.speed.step_s(8) > 0 and one.reading_s >= 0 for told in measured for one in told.values())
     predicted = {words: script.predict(words, measured, job) for words in script.PLACEMENTS}
-    summary = script.summarise(rows, predicted)
+    replayed = {one.words: script.replay(one.trace, job) for one in contestants}
+    summary = script.summarise(rows, predicted, replayed)
+    assert set(summary["replayed_over_real"]["dynamic"]) == set(script.PLACEMENTS)
     assert summary["same_work"] is True
     assert all(len(seconds) == 2 and min(seconds) > 0 for seconds in predicted.values())
     assert rows["split:1:1"][0]["swaps"] == 0 and rows["colocated"][0]["swaps"] >= 2

@@ -8,25 +8,29 @@ import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import cast
 
 import numpy as np
 import pytest
 
 from ycore.errors import ConfigError, RunError
+from ycore.selftest import rows_files
 from ycore.selftest.accounting import account
 from ycore.selftest.bench import Row, row_of
 from ycore.selftest.comparison import SAME, Difference, Result, compare, is_lively
 from ycore.selftest.copies import Edit, Patch, copy_package
 from ycore.selftest.cost import PARTS
 from ycore.selftest.flushes import read_flushes
-from ycore.selftest.job import is_dull
+from ycore.selftest.job import Job, is_dull
 from ycore.selftest.made_up import check_made_up
 from ycore.selftest.manifests import newest_problem
 from ycore.selftest.moments import Moment, Pace, draw_moments, pace_of
 from ycore.selftest.mutations import MUTATIONS
+from ycore.selftest.oracle import Oracle
 from ycore.selftest.phases import Glimpse, phase_of
 from ycore.selftest.points import POINTS, dies_at
 from ycore.selftest.rows_save import num_kills
+from ycore.selftest.runs import Setting
 from ycore.selftest.scorecard import ROWS, chaos, tiers_of
 from ycore.selftest.table import as_json, as_lines
 from ycore.selftest.trial import Outcome
@@ -219,6 +223,24 @@ def test_the_table_says_everything_and_keeps_the_tiers_apart() -> None:
     assert "made-up: and 2 more, in the JSON" in shown
     told = json.loads(json.dumps(as_json([("scripted", [good, bad])], seed=7, seconds=1.0), allow_nan=False))
     assert told["passes"] is False and told["tiers"]["scripted"][1]["failures"] == list("0123456")
+
+
+def test_a_damaged_round_that_is_taken_fails_whatever_comes_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A bit of a text that nobody trains on changes no result; the promise is broken all the same."""
+    (tmp_path / "base" / "journal").mkdir(parents=True)
+    (tmp_path / "base" / "journal" / "round-000003-rank-0.json").write_bytes(b"{}")
+    monkeypatch.setattr(rows_files, "go_on", lambda *_: rows_files.Going(0, SAME, (), "done"))
+    oracle = cast(Oracle, None)
+    outcome = rows_files.damage_round(oracle, Setting(tmp_path), tmp_path / "base", "flipped")
+    assert not outcome.passes and "a damaged round was taken" in str(outcome)
+
+
+def test_ranks_share_a_step_and_have_an_engine_each() -> None:
+    words = Job(Path("inputs"), ranks=2).words(Path("out"))
+    assert {"processes=2", "engine.count=2"} <= set(words)
+    assert words[words.index("--per-device-train-batch-size") + 1] == "2"
 
 
 def test_a_hundred_kills_in_saves_at_full_size() -> None:

@@ -1,10 +1,12 @@
 """What the harness does to processes, tried on small ones: terminals, kills, leftovers, a stop of the selftest."""
 
 import signal
+import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 
 from ycore.errors import Interrupted
@@ -51,6 +53,23 @@ def test_a_run_is_waited_for_killed_and_looked_after(tmp_path: Path) -> None:
         assert not run.send("trainer", signal.SIGKILL)
         assert leftovers(run) == []
     finally:
+        run.end()
+
+
+def test_one_process_of_several_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = small(tmp_path, SLEEPER)
+    others = [subprocess.Popen([sys.executable, "-c", SLEEPER]) for _ in range(2)]
+    processes = [psutil.Process(other.pid) for other in others]
+    monkeypatch.setattr(run, "role", lambda name: processes)
+    try:
+        assert run.send("trainer", signal.SIGKILL, which=1)
+        assert others[1].wait(30) == -signal.SIGKILL and others[0].poll() is None
+        assert not run.send("trainer", signal.SIGKILL, which=2, timeout_s=0.1)
+    finally:
+        for other in others:
+            other.kill()
+            other.wait()
+        monkeypatch.undo()
         run.end()
 
 

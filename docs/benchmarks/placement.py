@@ -11,7 +11,8 @@ Groups that cannot are replaced one for one, so every placement draws the same p
 slept here: a CPU has no sleep, and waking a role is a change of who gets requests.
 
 Before, between and after the rounds the engines' speeds are measured alone (`placement_speeds`); at the end the
-simulator is given these speeds and the lengths, and its seconds are set beside the real ones.
+simulator is given these speeds and the lengths, and its seconds are set beside the real ones. So is what it says of all
+three from the recorded rounds of each, as `ycore simulate --trace` does.
 
 Not here: the placements of a GPU, where a swap costs something (`simulate_sweep`).
 """
@@ -46,6 +47,8 @@ from ycore.placement.placement import JUDGE, ROLLOUT
 from ycore.placement.words import parse_placement
 from ycore.sampling.demand import Yield
 from ycore.simulate.compare import simulate
+from ycore.simulate.play import Question, play_recorded
+from ycore.simulate.requests import requests_of
 from ycore.simulate.round import Demand, Machine
 from ycore.simulate.workload import SimulatedGroup
 from ycore.telemetry.timeline import draw_panels
@@ -101,7 +104,7 @@ class LengthJudge:
 
     async def _judge(self, writing: Writing, index: int) -> list[Score]:
         completion = await writing.tasks_G[index]
-        async with writing.slots.turn(JUDGE) as slot:
+        async with writing.turn(JUDGE) as slot:
             # What it reads is as long for every completion, so that a request has one size.
             shown = (completion.token_ids * self._job.judge_reads)[: self._job.judge_reads]
             verdict = await self._engines[slot].complete(shown, self._job.judge_tokens)
@@ -171,6 +174,28 @@ def predict(words: str, measured: Sequence[dict[str, Measured]], job: argparse.N
     return [outcome.usage.seconds for outcome in result.rounds]
 
 
+def replay(trace: Path, job: argparse.Namespace) -> dict[str, float]:
+    """The simulator's mean seconds of every placement, from the counted rounds of a recording."""
+    question = Question(
+        num_slots=2,
+        swap_s=0.0,
+        num_rounds=job.rounds,
+        warm_up=job.warm_up,
+        group_size=job.group_size,
+        need=job.need,
+        dynamic=True,
+        max_tries=4,
+        max_tokens=job.longest,
+        mean_tokens=job.mean,
+        judge_work=1.0,
+        step_s=(0.0, 0.0),
+        seed=0,
+    )
+    rounds = requests_of(list(read_trace(trace)))[-job.rounds :]
+    told = {str(result.wanted): result.seconds for result in play_recorded(rounds, question).results}
+    return {words: told[words] for words in PLACEMENTS}
+
+
 async def measure_both(engines: Engines, job: argparse.Namespace) -> dict[str, Measured]:
     told = {
         ROLLOUT: await measure(engines.rollouts, job.prompt_tokens),
@@ -199,7 +224,9 @@ async def play_all(
     return rows, [*measured, await measure_both(engines, job)]
 
 
-def summarise(rows: dict[str, list[dict[str, Any]]], predicted: dict[str, list[float]]) -> dict[str, Any]:
+def summarise(
+    rows: dict[str, list[dict[str, Any]]], predicted: dict[str, list[float]], replayed: dict[str, dict[str, float]]
+) -> dict[str, Any]:
     """The figures that the page quotes."""
     mean = {words: statistics.fmean(row["seconds"] for row in told) for words, told in rows.items()}
     better = min(value for words, value in mean.items() if words != "dynamic")
@@ -215,6 +242,10 @@ def summarise(rows: dict[str, list[dict[str, Any]]], predicted: dict[str, list[f
         "idle_share": {words: statistics.fmean(row["idle_share"] for row in told) for words, told in rows.items()},
         "simulated": {words: statistics.fmean(seconds) for words, seconds in predicted.items()},
         "simulated_over_real": {words: statistics.fmean(predicted[words]) / mean[words] for words in rows},
+        "replayed_over_real": {
+            recorded: {words: seconds / mean[words] for words, seconds in told.items()}
+            for recorded, told in replayed.items()
+        },
         "dynamic_over_better": mean["dynamic"] / better,
         "same_work": same,
     }
@@ -232,7 +263,7 @@ def main() -> None:
     predicted = {words: predict(words, measured, job) for words in PLACEMENTS}
     told = {"job": {key: str(value) for key, value in vars(job).items()}, "machine": describe_machine(), "busy": busy}
     told |= {"measured": [{role: asdict(one) for role, one in told.items()} for told in measured], "rounds": rows}
-    told |= {"summary": summarise(rows, predicted)}
+    told |= {"summary": summarise(rows, predicted, {one.words: replay(one.trace, job) for one in contestants})}
     (job.output / "results.json").write_text(json.dumps(told, indent=2))
     print(json.dumps(told["summary"], indent=2))
     draw_panels([(one.words, _last_round(one.trace)) for one in contestants], job.output / "timeline.png")
@@ -255,16 +286,16 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rounds", type=int, default=10, help="counted rounds of each placement")
     parser.add_argument("--warm-up", type=int, default=3, help="rounds before them, in which dynamic learns")
-    parser.add_argument("--need", type=int, default=12, help="groups that can teach, a round")
-    parser.add_argument("--group-size", type=int, default=8)
+    parser.add_argument("--need", type=int, default=24, help="groups that can teach, a round")
+    parser.add_argument("--group-size", type=int, default=4)
     parser.add_argument("--teach-share", type=float, default=0.7)
-    parser.add_argument("--mean", type=float, default=48.0, help="tokens of a completion")
+    parser.add_argument("--mean", type=float, default=64.0, help="tokens of a completion")
     parser.add_argument("--sigma", type=float, default=0.8, help="spread of the logarithm of a completion's length")
-    parser.add_argument("--longest", type=int, default=512)
+    parser.add_argument("--longest", type=int, default=384)
     parser.add_argument("--prompt-tokens", type=int, default=24)
     parser.add_argument("--judge-reads", type=int, default=32, help="tokens that the judge reads for a completion")
     parser.add_argument("--judge-tokens", type=int, default=1, help="tokens that it writes; 1 is a label's")
-    parser.add_argument("--max-num-seqs", type=int, default=64, help="requests that an engine holds at once")
+    parser.add_argument("--max-num-seqs", type=int, default=128, help="requests that an engine holds at once")
     parser.add_argument("--output", type=Path, default=Path("runs/placement"))
     return parser.parse_args()
 

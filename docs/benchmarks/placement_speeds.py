@@ -16,21 +16,10 @@ from dataclasses import dataclass
 import numpy as np
 from placement_engines import SeededEngine
 
-from ycore.placement.load import Speed
+from ycore.simulate.speeds import Steps
 
-DEPTHS = (1, 4, 8, 16, 24, 32, 48, 64)
+DEPTHS = (1, 4, 8, 16, 32, 64, 96)
 _FEW, _MANY = 4, 24
-
-
-@dataclass(frozen=True, slots=True)
-class Steps(Speed):
-    """An engine's step as measured, straight between the depths; `base` and `each` are the line nearest to it."""
-
-    depths: tuple[int, ...] = ()
-    seconds: tuple[float, ...] = ()
-
-    def step_s(self, in_flight: float) -> float:
-        return float(np.interp(in_flight, self.depths, self.seconds))
 
 
 @dataclass(frozen=True, slots=True)

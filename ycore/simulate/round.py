@@ -5,7 +5,7 @@ Not here: the decisions (`placement.allocator`, `sampling.demand`), and comparin
 
 import heapq
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -94,9 +94,8 @@ class SimulatedRound:
         self._began: dict[int, float] = {}
         self._changed: set[int] = set()
         self._groups: dict[int, SimulatedGroup] = {}
-        self._open: Counter[tuple[int, int]] = Counter()  # (group, completion): requests still to come
-        self._unfinished: Counter[int] = Counter()  # group: completions still to be scored
-        self._unwritten: Counter[int] = Counter()  # and still to be written
+        self._unwritten: Counter[int] = Counter()  # group: completions still to be written
+        self._open: Counter[int] = Counter()  # group: requests without an answer
         self._lanes: list[Lane] = []
         self._num_requests = self._drawn = self._kept = self._finished = 0
         self._written_s = 0.0
@@ -141,7 +140,7 @@ class SimulatedRound:
     def _open_group(self, position: int, group: SimulatedGroup) -> None:
         self._drawn += 1
         self._groups[position] = group
-        self._unfinished[position] = self._unwritten[position] = len(group.completions)
+        self._unwritten[position] = len(group.completions)
         for index in range(len(group.completions)):
             self._ask(ROLLOUT, position, index)
 
@@ -149,7 +148,7 @@ class SimulatedRound:
         request = self._num_requests
         self._num_requests += 1
         self._asked[request] = (role, position, index)
-        self._open[position, index] += 1
+        self._open[position] += 1
         self._allocator.ask(request, role)
 
     def _act(self, now: float) -> None:
@@ -197,31 +196,24 @@ class SimulatedRound:
         if role == ROLLOUT:
             self._written_s = now
             self._unwritten[position] -= 1
-            self._ask_scorers(position, index)
-        self._open[position, index] -= 1
-        if not self._open[position, index]:
-            self._scored(position)
+            for other in self._to_score(position, index):
+                self._ask_scorers(position, other)
+        self._open[position] -= 1
+        if not self._open[position]:
+            self._finish(position)
+
+    def _to_score(self, position: int, written: int) -> Sequence[int]:
+        """The completions to score now that this one is written: itself, or, gathered, all once it is the last."""
+        if not self._allocator.gathers:
+            return [written]
+        return [] if self._unwritten[position] else range(len(self._groups[position].completions))
 
     def _ask_scorers(self, position: int, index: int) -> None:
-        """As each completion ends, or of a whole group together."""
-        if not self._allocator.gathers:
-            written: Iterable[int] = [index]
-        elif self._unwritten[position]:
-            self._open[position, index] += 1  # it is not through
-            return
-        else:
-            written = range(len(self._groups[position].completions))
-            for other in written:
-                self._open[position, other] -= other != index
-        for other in written:
-            for role in self._groups[position].completions[other]:
-                if role != ROLLOUT:
-                    self._ask(role, position, other)
+        for role in self._groups[position].completions[index]:
+            if role != ROLLOUT:
+                self._ask(role, position, index)
 
-    def _scored(self, position: int) -> None:
-        self._unfinished[position] -= 1
-        if self._unfinished[position]:
-            return
+    def _finish(self, position: int) -> None:
         group = self._groups.pop(position)
         self._finished += 1
         self._kept += group.teaches or not self._demand.dynamic

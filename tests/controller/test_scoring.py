@@ -12,7 +12,7 @@ from ycore.config.run import RewardConfig
 from ycore.controller.dispatch import Slots
 from ycore.controller.draws import completion_seed
 from ycore.controller.judge_scorer import JudgeScorer
-from ycore.controller.meters import JudgeMeter, RewardModelMeter
+from ycore.controller.meters import JudgeMeter, RewardModelMeter, WorkerMeter
 from ycore.controller.peers import Alone
 from ycore.controller.reward_model_scorer import RewardModelScorer
 from ycore.controller.round import Round, RoundStats, Rules
@@ -320,6 +320,13 @@ def test_metrics_of_all_judges_and_ranks_are_added_up() -> None:
         "ycore/reward_model/tokens": 60,
     }
     assert Scoring([]).take_metrics(lambda sums: sums) == {}
+
+
+def test_reward_workers_that_were_started_again_are_told_once() -> None:
+    restarts = [3, 3, 4]
+    scoring = Scoring([], [WorkerMeter(lambda: restarts.pop(0))])
+    told = [scoring.take_metrics(lambda sums: sums)["ycore/reward_restarts"] for _ in range(3)]
+    assert told == [3, 0, 1]
 
 
 def test_a_reward_model_scores_each_completion() -> None:

@@ -202,6 +202,18 @@ def test_many_groups_with_bad_items_never_starve_the_pool(folder: Path) -> None:
     assert alive(folder) == []
 
 
+def test_workers_that_were_started_again_are_counted(folder: Path) -> None:
+    async def run() -> list[int]:
+        seen = []
+        async with pool_of("by_text", workers=1) as pool:
+            for group in (["a"], ["raise"], ["_exit"], ["b"]):
+                await score(pool, group)
+                seen.append(pool.restarts)
+        return seen
+
+    assert bounded(run()) == [0, 0, 0, 1]
+
+
 def test_a_worker_that_was_killed_while_idle_costs_nothing(folder: Path) -> None:
     async def run() -> list[list[Score]]:
         async with pool_of("good", workers=1) as pool:

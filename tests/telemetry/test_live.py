@@ -51,8 +51,9 @@ def scene(num_slots: int, *, until: float = 1030.0, num_ranks: int = 1, is_over:
 def test_a_row_is_told_in_full() -> None:
     view = RunView(10)
     view.add({**ROW, "step": 2, "ycore/reward": 0.2})
-    view.add({**ROW, "ycore/reward_problems": {"raised KeyError": 3}})
+    view.add({**ROW, "ycore/reward_problems": {"raised KeyError": 3}, "ycore/reward_restarts": 2.0})
     text = shown(view)
+    assert "2 reward workers started again" in text
     for part in ("step 3/10", "1 min 10 s left", "0.417 ± 0.210  ▁█", "zero-variance 25%", "drawn 24", "432 a second"):
         assert part in text
     assert "step 10.0 s:  sync 0.5  round 2.0  train 7.5" in text

@@ -1,9 +1,9 @@
-"""What judges and reward models did in a step, added up over sources and ranks, as the step's metrics.
+"""What judges, reward models and reward workers did in a step, added up over sources and ranks, as the step's metrics.
 
-Not here: who counts (`judge_scorer`, `reward_model_scorer`), and the other metrics of a round (`source`).
+Not here: who counts (`judge_scorer`, `reward_model_scorer`, `rewards.pool`), and a round's other metrics (`source`).
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import astuple, dataclass, fields
 from typing import Protocol
 
@@ -65,6 +65,22 @@ class RewardModelMeter:
             "ycore/reward_model/latency_s": _ratio(all_ranks.seconds, all_ranks.calls),
             "ycore/reward_model/tokens": all_ranks.tokens,
         }
+
+
+@dataclass(slots=True)
+class WorkerMeter:
+    """The processes of plain functions; `restarts` tells how many were started again so far."""
+
+    restarts: Callable[[], int]
+    told: int = 0
+
+    def take(self) -> Sequence[float]:
+        now = self.restarts()
+        new, self.told = now - self.told, now
+        return [float(new)]
+
+    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
+        return {"ycore/reward_restarts": sums[0]}
 
 
 def collect(meters: Sequence[Meter], add_up: AddUp) -> dict[str, float]:

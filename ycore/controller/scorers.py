@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ycore.config.run import RewardConfig, RunConfig
 from ycore.controller.judge_scorer import JudgeScorer
-from ycore.controller.meters import JudgeMeter, Meter, RewardModelMeter
+from ycore.controller.meters import JudgeMeter, Meter, RewardModelMeter, WorkerMeter
 from ycore.controller.reference_scorer import ReferenceScorer
 from ycore.controller.reward_model_scorer import Encode, RewardModelScorer
 from ycore.controller.scoring import RuleScorer, Scorer, Scoring, TextOf, as_content, plain_text
@@ -87,15 +87,18 @@ class _Builder:
         self._names = reward_names(config.rewards)
         self._judges: JudgeMeter | None = None
         self._reward_models: RewardModelMeter | None = None
+        self._workers: WorkerMeter | None = None
 
     def meters(self) -> list[Meter]:
-        found: list[Meter | None] = [self._judges, self._reward_models]
+        found: list[Meter | None] = [self._judges, self._reward_models, self._workers]
         return [meter for meter in found if meter is not None]
 
     def rules(self, specs: Sequence[RewardConfig]) -> RuleScorer:
         config, folder = self._config, self._folder
         log = folder.log("rewards")
-        return RuleScorer(RewardPool(specs, settings=config.reward_workers, log=log, run_id=folder.run_id))
+        pool = RewardPool(specs, settings=config.reward_workers, log=log, run_id=folder.run_id)
+        self._workers = WorkerMeter(lambda: pool.restarts)
+        return RuleScorer(pool)
 
     def judge(self, source: int, spec: RewardConfig) -> JudgeScorer:
         name, judge, timeout_s = self._names[source], judge_of(spec), self._config.engine.request_timeout_s

@@ -75,6 +75,11 @@ class RewardPool:
         for worker in self._workers:
             self._idle.put_nowait(worker)
 
+    @property
+    def restarts(self) -> int:
+        """Workers that were started in place of one that hung or ended, so far."""
+        return sum(worker.restarts for worker in self._workers)
+
     async def start(self) -> None:
         """Start every worker now, not at its first call; RewardError when the rewards cannot be loaded."""
         await _together([worker.ready() for worker in self._workers])

@@ -50,6 +50,9 @@ class WorkerProcess:
         self._is_closed = False
         self._num_calls = 0
         self._inputs: list[Inputs] = []
+        self._was_ready = False
+        self.restarts = 0
+        """How often a process took the place of one that had been ready."""
 
     async def ready(self) -> list[Inputs]:
         """Have a process with the rewards loaded; what each asks for. RewardError after 3 failed starts in a row."""
@@ -61,6 +64,8 @@ class WorkerProcess:
             try:
                 await asyncio.sleep(0.2 * attempt)
                 self._inputs = await self._launch()
+                self.restarts += self._was_ready
+                self._was_ready = True
                 return self._inputs
             except CallFailed as failure:
                 reason = str(failure)

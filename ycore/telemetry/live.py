@@ -96,6 +96,9 @@ class RunView:
         problems = row.get("ycore/reward_problems", {})
         if self._has_masked:
             lines.append(("masked", ", ".join(f"{count} x {problem}" for problem, count in problems.items()) or "none"))
+        restarted = restarted_workers(row)
+        if restarted:
+            lines.append(("workers", restarted))
         return lines
 
     def _scene_lines(self, scene: Scene, width: int) -> list[Line]:
@@ -136,6 +139,12 @@ def sparkline(values: Sequence[float], *, width: int) -> str:
     if high == low:
         return _BARS[3] * len(values)
     return "".join(_BARS[round((value - low) / (high - low) * (len(_BARS) - 1))] for value in values)
+
+
+def restarted_workers(row: Row) -> str:
+    """Whether a reward hung or ended its process; its items were asked again, so they need not be masked."""
+    count = int(row.get("ycore/reward_restarts", 0))
+    return f"{count} reward worker{'s' * (count > 1)} started again" if count else ""
 
 
 def slowest_part(row: Row) -> str:

@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 from rich.live import Live
 
 from ycore.telemetry.clock import TimeLeft, as_duration
-from ycore.telemetry.live import Look, RunView
+from ycore.telemetry.live import Look, RunView, restarted_workers
 
 __all__ = ["BarProgress", "PlainProgress", "RunProgress", "as_duration", "describe_step", "open_progress"]
 
@@ -98,6 +98,7 @@ def describe_step(row: Mapping[str, Any]) -> list[str]:
         _part(row, "ycore/tokens_per_s", "{:.0f} tok/s"),
         _part(row, "ycore/logprob_gap", "gap {:.4f}"),
         *(f"{count} x {problem}" for problem, count in row.get("ycore/reward_problems", {}).items()),
+        restarted_workers(row),
     ]
     return [part for part in parts if part]
 

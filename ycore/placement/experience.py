@@ -29,8 +29,8 @@ ONE_AWAKE = Assumed({"divided": 1.0, "held": 1.02, "phases": 1.1, "together": 1.
 leave early. From simulated rounds of 1 to 8 slots."""
 
 ALL_UP = Assumed({"divided": 1.0, "held": 1.1, "phases": 1.35, "together": 1.3, "shared": 1.2}, weight=2.0)
-"""Where the engines of all roles stay up: there, slots move for nothing, which batches pay for. What each manner took over
-its forecast on the mean of 12 loads, in simulated rounds of 2 slots that are as fast as two cores."""
+"""Where the engines of all roles stay up: there, slots move for nothing, which batches pay for. What each manner took
+over its forecast on the mean of 12 loads, in simulated rounds of 2 slots that are as fast as two cores."""
 
 _LEAST, _MOST = 0.6, 1.5
 """A round outside of these was disturbed by something else."""

@@ -10,14 +10,14 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ycore.errors import RunError
+from ycore.run_folder.rounds import round_file
 from ycore.selftest.bench import Bench, Row, row_of
 from ycore.selftest.comparison import Difference, compare, read_result
 from ycore.selftest.flushes import VARIABLE, read_flushes
 from ycore.selftest.manifests import published
-from ycore.selftest.moments import Moment
 from ycore.selftest.oracle import Oracle, whole_run
 from ycore.selftest.runs import Run, Setting, leftovers
-from ycore.selftest.trial import Outcome, kill, resume_words, wait_for_moment
+from ycore.selftest.trial import Outcome, kill, resume_words
 
 Damage = Callable[[Path], None]
 _FULL = 30
@@ -56,11 +56,12 @@ class Going:
 
 
 def stopped_run(oracle: Oracle, setting: Setting, name: str, *, after: int) -> Path:
-    """A run that was killed in the step after that many, with its two last checkpoints and its journal."""
+    """A run that was killed in the step after that many, as soon as its round was committed: it is needed to go on."""
     output = setting.place / name
     run = Run(setting, oracle.job.words(output), output)
+    committed = round_file(run.folder.journal, after, 0)
     try:
-        landed = wait_for_moment(run, Moment(after, 0.6), oracle) and kill("trainer")(run)
+        landed = run.wait_for(committed.is_file, timeout_s=oracle.limit_s) and kill("trainer")(run)
         run.wait(timeout_s=oracle.limit_s)
         leftovers(run)
     finally:

@@ -252,6 +252,24 @@ def test_without_restarts_the_error_names_the_command_that_goes_on(run: Callable
         run("print({'loss': '0.5', 'entropy': '2.1'}, flush=True)\n" + textwrap.dedent(DIES_ONCE), config)
 
 
+def test_the_step_is_told_from_the_checkpoint_on_that_the_trainer_goes_on_from(
+    run: Callable[..., str], config: RunConfig
+) -> None:
+    code = """
+    checkpoint = root / "checkpoints" / "checkpoint-2"
+    if checkpoint.is_dir():
+        sys.exit("it ends before its first step")
+    ask()
+    step(1)
+    step(2)
+    checkpoint.mkdir(parents=True)
+    time.sleep(1)
+    os.kill(os.getpid(), signal.SIGKILL)
+    """
+    with pytest.raises(TrainerError, match=r"it ends before its first step.*, in step 3"):
+        run(code, config.model_copy(update={"restarts": 1}))
+
+
 def test_a_stopped_trainer_is_named_with_its_step(run: Callable[..., str], config: RunConfig) -> None:
     code = """
         def busy_with_step_two():

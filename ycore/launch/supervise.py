@@ -18,6 +18,7 @@ from ycore.launch.reaper import RunWatch
 from ycore.launch.stacks import write_stacks
 from ycore.launch.stopping import StopRequests
 from ycore.roles.ranks import forget_reports
+from ycore.run_folder.checkpoints import checkpoints_in, step_of
 from ycore.run_folder.paths import RunFolder
 from ycore.telemetry.activity import RunActivity
 from ycore.telemetry.follow import MetricsFollower
@@ -153,6 +154,8 @@ class Supervisor:
         self._folder.step_began.unlink(missing_ok=True)
         self._mark = 0
         self._moved = time.monotonic()
+        checkpoints = checkpoints_in(self._folder.checkpoints)
+        self._step = step_of(checkpoints[-1]) if checkpoints else 0  # whence it goes on
         return self._start()
 
     def _stop(self) -> None:

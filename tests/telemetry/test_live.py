@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from rich.console import Console
 
 from ycore.telemetry.activity import Activity, Scene
-from ycore.telemetry.live import RunView, slowest_part, sparkline
+from ycore.telemetry.live import RunView, restarted_workers, slowest_part, sparkline
 from ycore.telemetry.trace import IN_FLIGHT, ROUND, SWAP, WAITING, Event, Levels, Mark, Span
 
 ROW: dict[str, Any] = {
@@ -54,6 +54,7 @@ def test_a_row_is_told_in_full() -> None:
     view.add({**ROW, "ycore/reward_problems": {"raised KeyError": 3}, "ycore/reward_restarts": 2.0})
     text = shown(view)
     assert "2 reward workers started again" in text
+    assert restarted_workers({"ycore/reward_restarts": 0.5}) == "1 reward worker started again"
     for part in ("step 3/10", "1 min 10 s left", "0.417 ± 0.210  ▁█", "zero-variance 25%", "drawn 24", "432 a second"):
         assert part in text
     assert "step 10.0 s:  sync 0.5  round 2.0  train 7.5" in text

@@ -143,7 +143,7 @@ def sparkline(values: Sequence[float], *, width: int) -> str:
 
 def restarted_workers(row: Row) -> str:
     """Whether a reward hung or ended its process; its items were asked again, so they need not be masked."""
-    count = int(row.get("ycore/reward_restarts", 0))
+    count = math.ceil(row.get("ycore/reward_restarts", 0))  # the mean, where a row tells of several steps
     return f"{count} reward worker{'s' * (count > 1)} started again" if count else ""
 
 

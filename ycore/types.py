@@ -80,3 +80,11 @@ class Group:
     @property
     def num_tokens(self) -> int:
         return sum(len(completion.token_ids) for completion in self.completions)
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A scored group, and whether it can teach."""
+
+    group: Group
+    teaches: bool

@@ -9,11 +9,11 @@ import pytest
 from ycore.config.run import RewardConfig, RewardSettings
 from ycore.controller.draws import DrawSource
 from ycore.controller.peers import Alone
-from ycore.controller.round import Finished, Round, Rules
+from ycore.controller.round import Round, Rules
 from ycore.controller.scoring import rules_alone
 from ycore.controller.wire import from_bytes, to_bytes
 from ycore.rewards.pool import RewardPool
-from ycore.types import Completion, Prompt, Score
+from ycore.types import Completion, Finished, Prompt, Score
 
 REWARD = """
 def digit(completions, **columns):

@@ -11,11 +11,11 @@ import pytest
 from ycore.config.run import RewardConfig, RewardSettings
 from ycore.controller.draws import DrawSource, completion_seed
 from ycore.controller.peers import Alone
-from ycore.controller.round import Finished, Round, RoundStats, Rules
+from ycore.controller.round import Round, RoundStats, Rules
 from ycore.controller.scoring import rules_alone
 from ycore.errors import EngineError
 from ycore.rewards.pool import RewardPool
-from ycore.types import Completion, Prompt
+from ycore.types import Completion, Finished, Prompt
 
 T = TypeVar("T")
 

@@ -1,8 +1,7 @@
 """What is over is kept if it can teach, and trained on only while it is young enough."""
 
-from ycore.controller.round import Finished
 from ycore.controller.surplus import Surplus
-from ycore.types import Completion, Draw, Group, Prompt, Score
+from ycore.types import Completion, Draw, Finished, Group, Prompt, Score
 
 
 def finished(position: int, *versions: int, teaches: bool = True) -> Finished:

@@ -6,9 +6,8 @@ import math
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ycore.controller.round import Finished
 from ycore.controller.wire import finished_from_json, finished_to_json, from_bytes, to_bytes
-from ycore.types import Completion, Draw, Group, Prompt, Score
+from ycore.types import Completion, Draw, Finished, Group, Prompt, Score
 
 LOGPROBS = st.floats(-1e6, 0.0, allow_nan=False)
 TEXT = st.text(max_size=20)

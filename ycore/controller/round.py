@@ -18,7 +18,7 @@ from ycore.controller.scoring import Scoring, Writing, together
 from ycore.roles.engine import Engine
 from ycore.sampling.demand import Yield, num_to_draw
 from ycore.sampling.keep import can_teach, total_reward
-from ycore.types import Completion, Draw, Group, Score
+from ycore.types import Completion, Draw, Finished, Group, Score
 
 _LISTEN_S, _LISTEN_LONGEST_S = 0.05, 0.5
 _PATIENCE = 0.1  # of the time since the last news, to the next look: a long wait for others costs little
@@ -60,14 +60,6 @@ class RoundStats:
     def note_generating(self, seconds: float) -> None:
         """A completion has ended, so many seconds after its group began."""
         self.generate_s = max(self.generate_s, seconds)
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A scored group, and whether it can teach."""
-
-    group: Group
-    teaches: bool
 
 
 class Round:

@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from ycore.controller.dispatch import ROLLOUT, Slots
 from ycore.controller.draws import DrawSource, completion_seed
 from ycore.controller.peers import Peers
-from ycore.controller.round import Finished, Round, RoundStats, Rules
+from ycore.controller.round import Round, RoundStats, Rules
 from ycore.controller.scoring import Scoring
 from ycore.controller.surplus import Surplus
 from ycore.errors import Interrupted, YcoreError
@@ -23,7 +23,7 @@ from ycore.roles.engine import Engine
 from ycore.roles.vllm_engine import VllmEngine
 from ycore.sampling.balance import Deal, Offer, deal_groups, imbalance
 from ycore.telemetry.trace import SYNC
-from ycore.types import Completion, Group, Prompt
+from ycore.types import Completion, Finished, Group, Prompt
 
 T = TypeVar("T")
 

@@ -5,7 +5,7 @@ Not here: which groups are over (`source`).
 
 from collections.abc import Sequence
 
-from ycore.controller.round import Finished
+from ycore.types import Finished
 
 
 class Surplus:

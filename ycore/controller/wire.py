@@ -7,8 +7,7 @@ import json
 from dataclasses import asdict
 from typing import Any
 
-from ycore.controller.round import Finished
-from ycore.types import Completion, Draw, Group, Prompt, Score
+from ycore.types import Completion, Draw, Finished, Group, Prompt, Score
 
 
 def to_bytes(group: Group) -> bytes:

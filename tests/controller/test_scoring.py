@@ -23,11 +23,8 @@ from ycore.judging.loading import judge_of
 from ycore.judging.prompt import Question, Questioner
 from ycore.judging.reward_model import RewardModel
 from ycore.judging.verdict import Reply
-from ycore.placement import placement
 from ycore.placement.allocator import Allocator
 from ycore.placement.hall import Hall
-from ycore.roles import judge as judge_role
-from ycore.roles import reward_model as reward_model_role
 from ycore.roles.judge_engine import Refused
 from ycore.types import Completion, Draw, Prompt, Score
 
@@ -355,7 +352,3 @@ def test_a_reward_model_scores_each_completion() -> None:
     assert values(rows) == [0.5, -2.0, 2.0, None, None]
     assert rows[4][0].problem == "reward model rm: longer than its context"
     assert meter.calls == 4 and meter.tokens == 5
-
-
-def test_roles_are_named_as_placements_name_them() -> None:
-    assert (judge_role.ROLE, reward_model_role.ROLE) == (placement.JUDGE, placement.REWARD_MODEL)

@@ -16,7 +16,7 @@ from ycore.judging.declaration import Judge, LabelVerdict
 from ycore.judging.prompt import Question, Questioner, as_text
 from ycore.judging.ranking import follows_position, mean, ring_pairs, shares_of_rank, shuffled_orders, win_share
 from ycore.judging.verdict import Reply, Unreadable, read_ranking, read_value
-from ycore.roles.judge import ROLE
+from ycore.placement.placement import JUDGE
 from ycore.roles.judge_engine import JudgeEngine, Refused
 from ycore.types import Completion, Score
 
@@ -165,7 +165,7 @@ class JudgeScorer:
     async def _ask(self, question: Question, writing: Writing, *, seed: int, again: bool) -> Reply:
         if self._judge.base_url is not None:
             return await self._timed(self._engines[0], question, seed=seed, again=again)
-        async with writing.turn(ROLE) as slot:
+        async with writing.turn(JUDGE) as slot:
             reply = await self._timed(self._engines[slot], question, seed=seed, again=again)
             slot.num_tokens = reply.num_tokens
             return reply

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from ycore.controller.meters import RewardModelMeter
 from ycore.controller.scoring import TextOf, Writing, plain_text, together
 from ycore.judging.reward_model import RewardModel
-from ycore.roles.reward_model import ROLE
+from ycore.placement.placement import REWARD_MODEL
 from ycore.roles.reward_model_engine import RewardModelEngine
 from ycore.types import Prompt, Score
 
@@ -52,7 +52,7 @@ class RewardModelScorer:
         token_ids = self._encode(writing.draw.prompt, self._text_of(completion))
         if len(token_ids) > self._max_model_len:
             return self._masked("longer than its context")
-        async with writing.turn(ROLE) as slot:
+        async with writing.turn(REWARD_MODEL) as slot:
             started = time.perf_counter()
             logit = await self._engines[slot].logit(token_ids)
             slot.num_tokens = len(token_ids)

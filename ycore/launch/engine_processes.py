@@ -8,14 +8,15 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ycore.launch.scorers import ScorerPlan
-from ycore.placement.placement import ROLLOUT
-from ycore.roles import judge, reward_model
+from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT
+from ycore.roles.judge import judge_command
+from ycore.roles.reward_model import reward_model_command
 from ycore.roles.rollout import RolloutEngine, engine_command, engine_environment
 
 _COMMANDS: dict[str, Callable[[RolloutEngine], list[str]]] = {
     ROLLOUT: engine_command,
-    judge.ROLE: judge.judge_command,
-    reward_model.ROLE: reward_model.reward_model_command,
+    JUDGE: judge_command,
+    REWARD_MODEL: reward_model_command,
 }
 
 

@@ -15,13 +15,13 @@ from ycore.errors import YcoreError
 from ycore.launch.layout import Layout
 from ycore.launch.scorers import scoring_models
 from ycore.launch.site import Site
+from ycore.placement.placement import JUDGE
 from ycore.planning import machine
 from ycore.planning.compare import Ran, Row, compare
 from ycore.planning.devices import Device
 from ycore.planning.facts import ModelFacts, facts_of
 from ycore.planning.job import Sharding
 from ycore.planning.jobs import job_of
-from ycore.roles.judge import ROLE
 from ycore.run_folder.files import read_json
 
 
@@ -48,8 +48,8 @@ def compared(config: RunConfig, site: Site, metrics: Sequence[Mapping[str, Any]]
 
 def _judge(config: RunConfig, engines: Mapping[str, Any]) -> tuple[ModelFacts | None, int | None]:
     """The run's first judge and the tokens that it may write."""
-    judges = [scorer for scorer in engines.get("scorers", []) if scorer["role"] == ROLE]
-    models = [model for model in scoring_models(config) if model.role == ROLE]
+    judges = [scorer for scorer in engines.get("scorers", []) if scorer["role"] == JUDGE]
+    models = [model for model in scoring_models(config) if model.role == JUDGE]
     if not judges or not models:
         return None, None
     facts = facts_of(read_json(Path(judges[0]["model"]) / "config.json"), name=models[0].name)

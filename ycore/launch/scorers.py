@@ -29,8 +29,8 @@ from ycore.judging.loading import (
 from ycore.judging.reward_model import RewardModel
 from ycore.models.folder import context_length
 from ycore.models.plan import ModelPlan, resolve_model
-from ycore.roles import judge as judge_role
-from ycore.roles import reward_model as reward_model_role
+from ycore.placement.placement import JUDGE, REWARD_MODEL
+from ycore.roles.reward_model import check_classifier
 from ycore.roles.rollout import RolloutEngine, kv_cache_gib
 from ycore.run_folder.paths import RunFolder
 
@@ -85,10 +85,10 @@ def scoring_models(config: RunConfig) -> list[ScoringModel]:
             if judge.base_url is not None:
                 continue
             name = config.model if judge.model == POLICY_BASE else judge.model
-            one = ScoringModel(judge_role.ROLE, name, (source,), judge.max_model_len, judge.max_tokens)
+            one = ScoringModel(JUDGE, name, (source,), judge.max_model_len, judge.max_tokens)
         elif is_reward_model(spec):
             declared = reward_model_of(spec)
-            one = ScoringModel(reward_model_role.ROLE, declared.model, (source,), declared.max_model_len, 0)
+            one = ScoringModel(REWARD_MODEL, declared.model, (source,), declared.max_model_len, 0)
         else:
             continue
         key = (one.role, one.name)
@@ -198,7 +198,7 @@ def _checked_reward_model(declared: RewardModel, config: RunConfig, *, engine: s
     _require_vllm(name, engine, "install vLLM, or score with a function: --reward FILE.py:FUNCTION")
     plan = _resolved(name, declared.model, config)
     if plan.config is not None:
-        reward_model_role.check_classifier(declared.model, plan.config)
+        check_classifier(declared.model, plan.config)
         _require_architecture(declared.model, plan.config)
     return f"{plan.note}, one number a completion"
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 
 from ycore.placement.plan import MANNERS, Factors, Manner
 
-MEMORY = 0.97
+FORECAST_MEMORY = 0.97
 """Weight that a round keeps when the next one comes, of whichever manner: about the last 33 count."""
 
 
@@ -47,8 +47,8 @@ class Experience:
     def observe(self, manner: Manner, *, seconds: float, forecast_s: float) -> None:
         """A round of this manner took so long, and this is its forecast from its own requests."""
         for one in MANNERS:
-            self.weights[one] *= MEMORY
-            self.sums[one] *= MEMORY
+            self.weights[one] *= FORECAST_MEMORY
+            self.sums[one] *= FORECAST_MEMORY
         self.weights[manner] += 1.0
         self.sums[manner] += min(_MOST, max(_LEAST, seconds / forecast_s))
 

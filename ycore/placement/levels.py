@@ -9,7 +9,7 @@ Not here: the calls that send an engine to sleep (`roles.sleeping`).
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-MEMORY = 0.5
+_SECONDS_MEMORY = 0.5
 KEEP, DROP = 1, 2
 
 
@@ -20,7 +20,7 @@ class MovingAverage:
     value: float | None = None
 
     def observe(self, seconds: float) -> None:
-        self.value = seconds if self.value is None else MEMORY * self.value + (1 - MEMORY) * seconds
+        self.value = seconds if self.value is None else _SECONDS_MEMORY * self.value + (1 - _SECONDS_MEMORY) * seconds
 
 
 @dataclass(slots=True)

@@ -7,21 +7,23 @@ Not here: the functions themselves (`correctness`, `shape`, `agreement`), how a 
 from collections.abc import Callable
 from typing import NamedTuple
 
-from ycore.rewards import agreement, correctness, shape
+from ycore.rewards.agreement import similarity
+from ycore.rewards.correctness import contains_answer, exact_answer, gym, math, numeric_answer
+from ycore.rewards.shape import format, length, overlong, repetition
 
 Reward = Callable[..., list[float | None]]
 
 BUILTIN: dict[str, Reward] = {
-    "exact_answer": correctness.exact_answer,
-    "contains_answer": correctness.contains_answer,
-    "numeric_answer": correctness.numeric_answer,
-    "math": correctness.math,
-    "gym": correctness.gym,
-    "format": shape.format,
-    "length": shape.length,
-    "repetition": shape.repetition,
-    "overlong": shape.overlong,
-    "similarity": agreement.similarity,
+    "exact_answer": exact_answer,
+    "contains_answer": contains_answer,
+    "numeric_answer": numeric_answer,
+    "math": math,
+    "gym": gym,
+    "format": format,
+    "length": length,
+    "repetition": repetition,
+    "overlong": overlong,
+    "similarity": similarity,
 }
 
 

@@ -6,12 +6,10 @@ questions begin alike.
 Not here: the questions (`ycore.judging`), asking them (`judge_engine`), starting the process (`launch`).
 """
 
-from ycore.roles.judge_engine import MODEL
+from ycore.roles.judge_engine import SERVED_JUDGE
 from ycore.roles.rollout import RolloutEngine, server_command
-
-ROLE = "judge"
 
 
 def judge_command(engine: RolloutEngine) -> list[str]:
     """The server's command line; log-probabilities are the model's own, whatever the temperature."""
-    return server_command(engine, served_as=MODEL, options={"--logprobs-mode": "raw_logprobs"})
+    return server_command(engine, served_as=SERVED_JUDGE, options={"--logprobs-mode": "raw_logprobs"})

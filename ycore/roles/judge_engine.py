@@ -17,7 +17,7 @@ from ycore.judging.prompt import Question
 from ycore.judging.verdict import Reply
 from ycore.roles.server import BadRequest, Server
 
-MODEL = "judge"
+SERVED_JUDGE = "judge"
 """The name under which every judge's engine serves its model."""
 
 _TOP_LOGPROBS = 20  # the most that vLLM and OpenAI give
@@ -123,7 +123,7 @@ class LocalJudge:
         await self._server.wait_ready(timeout_s=timeout_s)
 
     async def ask(self, judge: Judge, question: Question, *, seed: int, again: bool = False) -> Reply:
-        body = chat_request(judge, question, model=MODEL, seed=seed, again=again)
+        body = chat_request(judge, question, model=SERVED_JUDGE, seed=seed, again=again)
         try:
             answer = await self._server.ask("POST", "/v1/chat/completions", body)
         except BadRequest as problem:  # too long for its context, most often

@@ -7,15 +7,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from ycore.errors import ModelError
-from ycore.roles.reward_model_engine import MODEL
+from ycore.roles.reward_model_engine import SERVED_REWARD_MODEL
 from ycore.roles.rollout import RolloutEngine, server_command
-
-ROLE = "reward_model"
 
 
 def reward_model_command(engine: RolloutEngine) -> list[str]:
     """The server's command line. `classify` keeps the classifier's head; the model's own pooling stays as it is."""
-    return server_command(engine, served_as=MODEL, options={"--runner": "pooling", "--convert": "classify"})
+    return server_command(
+        engine, served_as=SERVED_REWARD_MODEL, options={"--runner": "pooling", "--convert": "classify"}
+    )
 
 
 def check_classifier(name: str, config: Mapping[str, Any]) -> None:

@@ -10,7 +10,7 @@ from typing import Protocol
 from ycore.errors import EngineError
 from ycore.roles.server import Server
 
-MODEL = "reward-model"
+SERVED_REWARD_MODEL = "reward-model"
 """The name under which every reward model's engine serves its model."""
 
 _PATH = "/classify"
@@ -43,7 +43,7 @@ class VllmRewardModel:
 
     async def logit(self, token_ids: Sequence[int]) -> float:
         # Without `use_activation: false` vLLM would give the sigmoid of it.
-        body = {"model": MODEL, "input": list(token_ids), "use_activation": False}
+        body = {"model": SERVED_REWARD_MODEL, "input": list(token_ids), "use_activation": False}
         answer = await self._server.ask("POST", _PATH, body)
         try:
             (number,) = answer["data"][0]["probs"]

@@ -21,7 +21,7 @@ from typing import Any, Literal
 from ycore.errors import ConfigError
 from ycore.models.cache import cache_dir
 from ycore.roles import RUN_MARKER
-from ycore.roles.vllm_engine import MODEL
+from ycore.roles.vllm_engine import SERVED_POLICY
 
 _GIB = 2**30
 _BATCHED_TOKENS = 2048  # vLLM's own default: tokens of all requests in one pass
@@ -63,7 +63,7 @@ def engine_command(engine: RolloutEngine) -> list[str]:
         "--logprobs-mode": "processed_logprobs",
         "--worker-extension-cls": "ycore.roles.vllm_extension.PolicyWorker",
     }
-    return server_command(engine, served_as=MODEL, options=own)
+    return server_command(engine, served_as=SERVED_POLICY, options=own)
 
 
 def server_command(engine: RolloutEngine, *, served_as: str, options: Mapping[str, object]) -> list[str]:

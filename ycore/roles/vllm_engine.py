@@ -14,7 +14,7 @@ from ycore.roles.server import Server
 from ycore.roles.sleeping import SleepingEngine, reload_from_disk
 from ycore.types import Completion
 
-MODEL = "policy"
+SERVED_POLICY = "policy"
 """The name under which every engine serves its model."""
 
 
@@ -73,7 +73,7 @@ class VllmEngine:
 
     async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
         asked = {"max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        request = {"model": MODEL, "prompt": [*context_ids, *target_ids], **asked}
+        request = {"model": SERVED_POLICY, "prompt": [*context_ids, *target_ids], **asked}
         answer = await self._server.ask("POST", "/v1/completions", request)
         told = answer["choices"][0]["prompt_logprobs"][len(context_ids) :]
         return tuple(at[str(token)]["logprob"] for at, token in zip(told, target_ids, strict=True))
@@ -81,7 +81,7 @@ class VllmEngine:
     def _request(self, prompt_ids: Sequence[int], seed: int) -> dict[str, Any]:
         sampling = self._sampling
         return {
-            "model": MODEL,
+            "model": SERVED_POLICY,
             "prompt": list(prompt_ids),
             "n": 1,
             "seed": seed,

@@ -20,15 +20,15 @@ from ycore.errors import RewardError, nearest
 from ycore.judging.declaration import Judge
 from ycore.judging.reward_model import RewardModel
 
-JUDGE, REWARD_MODEL = "judge:", "rm:"
+JUDGE_PREFIX, REWARD_MODEL_PREFIX = "judge:", "rm:"
 
 
 def is_judge(spec: RewardConfig) -> bool:
-    return spec.reward.startswith(JUDGE)
+    return spec.reward.startswith(JUDGE_PREFIX)
 
 
 def is_reward_model(spec: RewardConfig) -> bool:
-    return spec.reward.startswith(REWARD_MODEL)
+    return spec.reward.startswith(REWARD_MODEL_PREFIX)
 
 
 def is_rule(spec: RewardConfig) -> bool:
@@ -43,7 +43,7 @@ def with_declarations(config: RunConfig) -> RunConfig:
 
 def judge_of(spec: RewardConfig) -> Judge:
     """The judge of a `judge:` reward."""
-    name = spec.reward.removeprefix(JUDGE)
+    name = spec.reward.removeprefix(JUDGE_PREFIX)
     data = {**_told_elsewhere(name, spec.args), **spec.args}
     try:
         return Judge.model_validate(data)
@@ -53,7 +53,7 @@ def judge_of(spec: RewardConfig) -> Judge:
 
 def reward_model_of(spec: RewardConfig) -> RewardModel:
     """The reward model of an `rm:` reward."""
-    name = spec.reward.removeprefix(REWARD_MODEL)
+    name = spec.reward.removeprefix(REWARD_MODEL_PREFIX)
     if not name:
         raise RewardError("rm: needs a model's name: --reward rm:MODEL, a hub id or a folder")
     data = {"model": name, **spec.args}
@@ -79,10 +79,10 @@ def _with_declaration(spec: RewardConfig) -> RewardConfig:
         reward_model_of(spec)
         return spec
     told: Strict = judge_of(spec)
-    name = spec.reward.removeprefix(JUDGE)
+    name = spec.reward.removeprefix(JUDGE_PREFIX)
     name = Path(name).stem if name.endswith(SUFFIXES) else name
     args = told.model_dump(mode="json", exclude_defaults=True)
-    return spec.model_copy(update={"reward": JUDGE + name, "args": args})
+    return spec.model_copy(update={"reward": JUDGE_PREFIX + name, "args": args})
 
 
 def _told_elsewhere(name: str, args: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,8 +18,8 @@ from ycore.config.run import RunConfig
 from ycore.errors import ConfigError, ModelError, RewardError
 from ycore.judging.declaration import POLICY_BASE, Judge
 from ycore.judging.loading import (
-    JUDGE,
-    REWARD_MODEL,
+    JUDGE_PREFIX,
+    REWARD_MODEL_PREFIX,
     is_judge,
     is_reward_model,
     judge_of,
@@ -101,12 +101,12 @@ def check_scorers(config: RunConfig, columns: Sequence[str], *, engine: str) -> 
     lines = []
     for spec in config.rewards:
         if is_judge(spec):
-            name = spec.reward.removeprefix(JUDGE)
+            name = spec.reward.removeprefix(JUDGE_PREFIX)
             judge = judge_of(spec)
             require_columns(name, judge, columns)
             lines.append(f"judge {name}: {_checked_judge(name, judge, config, engine=engine)}")
         elif is_reward_model(spec):
-            name = spec.reward.removeprefix(REWARD_MODEL)
+            name = spec.reward.removeprefix(REWARD_MODEL_PREFIX)
             lines.append(f"reward model {name}: {_checked_reward_model(reward_model_of(spec), config, engine=engine)}")
     return lines
 

@@ -9,24 +9,14 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from ycore_cli.doctor import doctor
-from ycore_cli.dpo import dpo
-from ycore_cli.env import env
-from ycore_cli.eval import evaluate
-from ycore_cli.grpo import grpo
-from ycore_cli.kto import kto
+from ycore_cli.look import doctor, env, recipes, report, watch
+from ycore_cli.measure import evaluate, preflight
 from ycore_cli.pipeline import pipeline
-from ycore_cli.plan_command import plan
-from ycore_cli.preflight import preflight
-from ycore_cli.recipes import recipes
-from ycore_cli.report import report
-from ycore_cli.resume import resume
-from ycore_cli.reward import reward
-from ycore_cli.rloo import rloo
+from ycore_cli.plan import plan
 from ycore_cli.selftest import selftest
-from ycore_cli.sft import sft
 from ycore_cli.simulate import simulate
-from ycore_cli.watch import watch
+from ycore_cli.train import grpo, rloo
+from ycore_cli.tune import dpo, kto, resume, reward, sft
 
 from ycore import __version__
 from ycore.errors import Interrupted, YcoreError

@@ -1,6 +1,6 @@
 """`ycore pipeline`: several runs as one, from a file of stages.
 
-Not here: what a pipeline is (`ycore.pipeline`), and each stage's own checks and run, which are those of its command.
+Not here: what a pipeline is (`ycore.tools`), and each stage's own checks and run, which are those of its command.
 """
 
 from collections.abc import Mapping
@@ -11,7 +11,7 @@ import typer
 from ycore_cli import options as o
 
 if TYPE_CHECKING:
-    from ycore.config.kinds import AnyConfig
+    from ycore.config.algorithms import AnyConfig
 
 File = Annotated[str, typer.Argument(metavar="FILE|NAME", help="A YAML file of stages, or a shipped recipe's name.")]
 Set = Annotated[
@@ -38,11 +38,9 @@ def pipeline(
     """
     from ycore_cli.output import print_json, print_table, stdout_for_json
 
-    from ycore.config.recipes import PIPELINE, load_recipe, recipe_name
-    from ycore.pipeline.declaration import parse_pipeline, with_sets
-    from ycore.pipeline.report import table_rows
-    from ycore.pipeline.run import check_folder, check_pipeline, run_pipeline
-    from ycore.pipeline.steps import steps_of
+    from ycore.config.recipe_files import PIPELINE, load_recipe, recipe_name
+    from ycore.tools.pipeline_run import check_folder, check_pipeline, run_pipeline, table_rows
+    from ycore.tools.stages import parse_pipeline, steps_of, with_sets
 
     with stdout_for_json(json):
         sets = _sets(set_ or ()) | {k: v for k, v in (("model", model), ("output", output)) if v is not None}
@@ -69,11 +67,10 @@ class _Commands:
         self._num_steps: dict[str, int] = {}  # of the stages that were checked, for their progress bars
 
     def check(self, config: "AnyConfig", *, resume: bool) -> list[tuple[str, str]]:
-        from ycore_cli.plan import checked_plan, plan_rows
-        from ycore_cli.tune_plan import tune_plan, tune_rows
+        from ycore_cli.checks import checked_plan, plan_rows, tune_plan, tune_rows
 
-        from ycore.config.tune import TuneConfig
-        from ycore.judging.loading import with_declarations
+        from ycore.config.schema import TuneConfig
+        from ycore.judge.sources import with_declarations
 
         rows: list[tuple[str, str]]
         if isinstance(config, TuneConfig):
@@ -86,11 +83,11 @@ class _Commands:
 
     def run(self, config: "AnyConfig", *, resume: bool) -> Mapping[str, Any]:
         from ycore import launch
-        from ycore.config.tune import TuneConfig
-        from ycore.judging.loading import with_declarations
-        from ycore.run_folder.paths import RunFolder
-        from ycore.run_folder.prepare import AS_IT_WAS
-        from ycore.run_folder.resume import settle
+        from ycore.config.schema import TuneConfig
+        from ycore.judge.sources import with_declarations
+        from ycore.run.claim import AS_IT_WAS
+        from ycore.run.paths import RunFolder
+        from ycore.run.resuming import settle
 
         if resume:
             settle(RunFolder(Path(config.output)), config, AS_IT_WAS, say=print)
@@ -102,6 +99,6 @@ class _Commands:
 
 
 def _sets(items: "tuple[str, ...] | list[str]") -> dict[str, Any]:
-    from ycore.config.overrides import parse_set
+    from ycore.config.resolve import parse_set
 
     return {".".join(path): value for path, value in map(parse_set, items)}

@@ -1,6 +1,8 @@
 """`ycore simulate`: a round under every placement, in virtual time: how long, how idle, and which to use.
 
-Not here: the simulation (`ycore.simulate`), and the decisions, which are the live run's (`ycore.placement`).
+What `ycore simulate` shows: a table of placements, which to use, and lanes of the last round of each.
+
+Not here: the simulation (`ycore.plan`), and the decisions, which are the live run's (`ycore.placement`).
 """
 
 from pathlib import Path
@@ -10,10 +12,80 @@ import typer
 from ycore_cli import options as o
 
 from ycore.errors import ConfigError
+from ycore.plan.comparison import Played, Result, recommend
 
 if TYPE_CHECKING:
-    from ycore.config.run import RunConfig
-    from ycore.simulate.requests import Request
+    from ycore.config.schema import RunConfig
+    from ycore.plan.recording import Request
+
+
+def print_results(played: Played) -> None:
+    """Shortest first."""
+    from rich.console import Console
+    from rich.table import Table
+
+    print(played.note)
+    table = Table("placement", "round", "idle", "over the bound", "swaps", "swapping")
+    best = recommend(played.results)
+    for result in sorted(played.results, key=lambda result: result.seconds):
+        marked = "  <- use this" if result is best else ""
+        table.add_row(
+            f"{result.wanted}{marked}",
+            f"{result.seconds:.1f} s",
+            f"{result.idle_share:.0%}",
+            f"{result.bound_ratio:.2f}",
+            f"{result.swaps:.1f}",
+            f"{result.swap_s:.1f} s",
+        )
+    Console().print(table)
+    print(f"use --placement {best.wanted}: {_why(best, played)}")
+
+
+def _why(best: Result, played: Played) -> str:
+    others = [result for result in played.results if result is not best]
+    if not others:
+        return "there is no other role to place"
+    near = min(others, key=lambda result: result.seconds)
+    share = near.seconds / best.seconds - 1
+    if share < 0:
+        return f"{near.wanted} is {-share:.1%} shorter here, but must be chosen anew when lengths drift"
+    return f"{near.wanted}, the next, takes {share:.1%} longer"
+
+
+def as_json(played: Played) -> dict[str, Any]:
+    """The same figures."""
+    return {
+        "note": played.note,
+        "recorded_s": played.recorded_s,
+        "use": str(recommend(played.results).wanted),
+        "placements": [
+            {
+                "placement": str(result.wanted),
+                "round_s": result.seconds,
+                "idle_share": result.idle_share,
+                "bound_ratio": result.bound_ratio,
+                "swaps": result.swaps,
+                "swap_s": result.swap_s,
+            }
+            for result in played.results
+        ],
+    }
+
+
+def draw(played: Played, path: Path) -> None:
+    """The last round of every placement, on one scale."""
+    from ycore.run.trace import Span
+    from ycore.view.pictures import draw_panels
+
+    panels = [
+        (
+            f"{result.wanted}: {result.rounds[-1].usage.seconds:.1f} s",
+            [Span(lane.name, 0, lane.slot, lane.began, lane.seconds) for lane in result.rounds[-1].lanes],
+        )
+        for result in sorted(played.results, key=lambda result: result.seconds)
+    ]
+    draw_panels(panels, path)
+
 
 Name = Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Sizes from a recipe, by name or YAML file.")]
 NumSlots = Annotated[str, typer.Option("--slots", metavar="N", help="Slots of a controller; e.g. 8.")]
@@ -72,9 +144,8 @@ def simulate(
     ycore simulate quickstart --slots 2 --judge-work 1 --picture placements.png
     """
     from ycore_cli.output import print_json
-    from ycore_cli.simulate_view import as_json, draw, print_results
 
-    from ycore.simulate.play import Question, play_assumed, play_recorded
+    from ycore.plan.comparison import Question, play_assumed, play_recorded
 
     config = _config(context, name)
     question = Question(
@@ -105,9 +176,9 @@ def _config(context: typer.Context, recipe: str | None) -> "RunConfig":
     """The sizes of the run that is asked for; what only a real run needs is filled in."""
     from ycore_cli.options import config_keys
 
-    from ycore.config.overrides import resolve
-    from ycore.config.recipes import load_recipe
-    from ycore.config.run import RunConfig
+    from ycore.config.recipe_files import load_recipe
+    from ycore.config.resolve import resolve
+    from ycore.config.schema import RunConfig
 
     base: dict[str, Any] = {**_FILLED_IN, **(load_recipe(recipe) if recipe else {})}
     options = {**config_keys(context.params), "algorithm": "grpo"}
@@ -120,8 +191,8 @@ def _config(context: typer.Context, recipe: str | None) -> "RunConfig":
 def _requests(run: Path) -> "list[list[Request]]":
     """The turns of the run's first rank, round by round."""
     from ycore.errors import RunFolderError
-    from ycore.simulate.requests import requests_of
-    from ycore.telemetry.trace import read_trace
+    from ycore.plan.recording import requests_of
+    from ycore.run.trace import read_trace
 
     file = run / "trace.json"
     spans = [span for span in read_trace(file) if span.rank == 0]

@@ -17,10 +17,10 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ycore.reporting.page import make_report, write_report
-from ycore.reporting.record import read_run
-from ycore.telemetry.activity import RunActivity
-from ycore.telemetry.live import RunView
+from ycore.view.activity import RunActivity
+from ycore.view.live import RunView
+from ycore.view.page import make_report, write_report
+from ycore.view.record import read_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 QUIET = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"

@@ -1,1 +1,1 @@
-"""Whole runs by name, one YAML file each. Not here: any code; `ycore.config.recipes` reads them."""
+"""Whole runs by name, one YAML file each. Not here: any code; `ycore.config.recipe_files` reads them."""

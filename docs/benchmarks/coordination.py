@@ -30,15 +30,15 @@ from coordination_engine import serve
 from coordination_report import as_markdown, draw
 from machine import describe_machine
 
-from ycore.controller.draws import DrawSource, Shard
-from ycore.controller.peers import Alone
-from ycore.controller.round import Rules
-from ycore.controller.scoring import rules_alone
-from ycore.controller.source import Rounds
-from ycore.controller.torch_peers import TorchPeers
+from ycore.engine import Sampling
+from ycore.engine.vllm_engine import VllmEngine
 from ycore.rewards.pool import RewardPool
-from ycore.roles.engine import Sampling
-from ycore.roles.vllm_engine import VllmEngine
+from ycore.round.peers import Alone
+from ycore.round.round import Rules
+from ycore.round.sampling import DrawSource, Shard
+from ycore.round.scoring import rules_alone
+from ycore.round.step import Rounds
+from ycore.round.torch_peers import TorchPeers
 from ycore.types import Prompt, Score
 
 Job = dict[str, Any]

@@ -21,7 +21,7 @@ from typing import Any
 from bounded import run_bounded
 from machine import busy_share, describe_machine
 
-from ycore.telemetry.metrics import read_metrics
+from ycore.run.metrics import read_metrics
 
 REWARD = '''
 def sometimes(completion_ids, flat, **columns):

@@ -25,7 +25,7 @@ import placement_engines
 from machine import describe_machine
 from placement_engines import Engines, SeededEngine, engines_running
 
-from ycore.roles.rollout import RolloutEngine
+from ycore.engine.commands import RolloutEngine
 
 _TOKENS, _GROUPS, _GROUP_SIZE = 24, 8, 8
 _PROMPTS = (40, 70, 140)

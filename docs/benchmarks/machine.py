@@ -10,7 +10,7 @@ from typing import Any
 
 import psutil
 
-from ycore.run_folder.prepare import installed_versions
+from ycore.run.claim import installed_versions
 
 _FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16")
 

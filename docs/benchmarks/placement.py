@@ -36,24 +36,19 @@ from machine import busy_share, describe_machine
 from placement_engines import Engines, SeededEngine, engines_running
 from placement_speeds import Measured, mean_of, measure
 
-from ycore.controller.dispatch import Slots
-from ycore.controller.draws import DrawSource, completion_seed
-from ycore.controller.peers import Alone
-from ycore.controller.round import Round, Rules
-from ycore.controller.scoring import Scoring, Writing, together
 from ycore.placement.allocator import Allocator
-from ycore.placement.hall import Hall
-from ycore.placement.placement import JUDGE, ROLLOUT
-from ycore.placement.words import parse_placement
-from ycore.sampling.demand import Yield
-from ycore.simulate.compare import simulate
-from ycore.simulate.play import Question, play_recorded
-from ycore.simulate.requests import requests_of
-from ycore.simulate.round import Demand, Machine
-from ycore.simulate.workload import SimulatedGroup
-from ycore.telemetry.timeline import draw_panels
-from ycore.telemetry.trace import ROUND, TraceWriter, read_trace
+from ycore.placement.placement import JUDGE, ROLLOUT, Hall, parse_placement
+from ycore.plan.comparison import Question, play_recorded, simulate
+from ycore.plan.recording import requests_of
+from ycore.plan.simulation import Demand, Machine, SimulatedGroup
+from ycore.round.peers import Alone
+from ycore.round.round import Round, Rules
+from ycore.round.sampling import DrawSource, Yield, completion_seed
+from ycore.round.scoring import Scoring, Writing, together
+from ycore.round.slots import Slots
+from ycore.run.trace import ROUND, TraceWriter, read_trace
 from ycore.types import Prompt, Score
+from ycore.view.pictures import draw_panels
 
 PLACEMENTS = ("colocated", "split:1:1", "dynamic")
 APART = 1000

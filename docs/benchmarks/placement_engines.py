@@ -14,15 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ycore.launch.health import is_healthy
+from ycore.engine.commands import RolloutEngine, engine_command, engine_environment
+from ycore.engine.server import Server
+from ycore.launch.engine_watch import is_healthy
+from ycore.launch.guardian import RunWatch, remove_leftovers
 from ycore.launch.processes import ManagedProcess
-from ycore.launch.reaper import RunWatch, remove_leftovers
 from ycore.models.fetch import fetch_model
-from ycore.models.plan import resolve_model
-from ycore.roles.rollout import RolloutEngine, engine_command, engine_environment
-from ycore.roles.server import Server
-from ycore.run_folder.paths import RunFolder
-from ycore.run_folder.private import make_private, temporary_folder
+from ycore.models.names import resolve_model
+from ycore.run.files import make_private, temporary_folder
+from ycore.run.paths import RunFolder
 from ycore.types import Completion
 
 _START_S = 300.0

@@ -10,7 +10,7 @@ is known. At the start the processor is measured for a few seconds, with torch, 
 disturb less.
 
 Not here: the models (`shaped_models`), the processor (`processor_speed`), processor time (`processor_clock`), the
-formulas (`ycore.planning`).
+formulas (`ycore.plan`).
 """
 
 import argparse
@@ -31,17 +31,15 @@ from processor_clock import ProcessorClock
 from processor_speed import Speed
 from shaped_models import write_model, write_prompts
 
-from ycore.config.run import RunConfig
-from ycore.launch.engines import this_machine
+from ycore.config.schema import RunConfig
+from ycore.launch.engines import Site, this_machine
 from ycore.launch.layout import layout_of
-from ycore.launch.plan_check import compared
-from ycore.launch.site import Site
-from ycore.models.cache import cache_dir
-from ycore.planning.compare import Row
-from ycore.planning.devices import Device
-from ycore.planning.machine import processor
-from ycore.run_folder.paths import RunFolder
-from ycore.telemetry.metrics import read_metrics
+from ycore.launch.peaks import compared
+from ycore.models.hub import cache_dir
+from ycore.plan.devices import Device, processor
+from ycore.plan.measured import Row
+from ycore.run.metrics import read_metrics
+from ycore.run.paths import RunFolder
 
 COMBINATIONS = (
     "30m-full", "30m-lora", "135m-full", "135m-lora", "360m-full", "360m-lora",

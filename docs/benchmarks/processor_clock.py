@@ -15,8 +15,8 @@ from typing import Self
 import psutil
 
 from ycore.launch.peaks import RunProcesses
-from ycore.run_folder.paths import RunFolder
-from ycore.telemetry.metrics import read_metrics
+from ycore.run.metrics import read_metrics
+from ycore.run.paths import RunFolder
 
 _LOOK_EVERY_S = 0.2
 

@@ -4,7 +4,7 @@
 
 Matrix products of the widths that small models have, and a copy, which is as much as the plan's formulas want to know.
 
-Not here: the formulas (`ycore.planning`).
+Not here: the formulas (`ycore.plan`).
 """
 
 import json

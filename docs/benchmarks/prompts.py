@@ -9,7 +9,7 @@ import json
 import random
 from pathlib import Path
 
-from ycore.config.run import RewardConfig, RunConfig
+from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.prompts import load_prompts
 
 KINDS = ("additions", "explanations", "stories")

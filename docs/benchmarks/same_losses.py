@@ -22,7 +22,7 @@ from typing import Any
 from bounded import run_bounded
 from machine import describe_machine
 
-from ycore.telemetry.metrics import read_metrics
+from ycore.run.metrics import read_metrics
 
 REWARD = '''
 def spread(completion_ids, **columns):

@@ -34,14 +34,11 @@ from typing import Any
 
 from sweep_picture import draw, table
 
-from ycore.placement.hall import Hall
 from ycore.placement.load import Speed
-from ycore.placement.placement import JUDGE, ROLLOUT
-from ycore.placement.words import DYNAMIC, Wanted
-from ycore.sampling.demand import Yield
-from ycore.simulate.compare import Result, simulate
-from ycore.simulate.round import Demand, Machine
-from ycore.simulate.workload import Assumed, GroupAt, Lengths, SimulatedGroup
+from ycore.placement.placement import DYNAMIC, JUDGE, ROLLOUT, Hall, Wanted
+from ycore.plan.comparison import Result, simulate
+from ycore.plan.simulation import Assumed, Demand, GroupAt, Lengths, Machine, SimulatedGroup
+from ycore.round.sampling import Yield
 
 ROLES = (ROLLOUT, JUDGE)
 STEPS = 200

@@ -136,7 +136,7 @@ def benchmark(plan: Plan) -> dict[str, Any]:
 
 def model_folder(name: str) -> Path:
     from ycore.models.fetch import fetch_model
-    from ycore.models.plan import resolve_model
+    from ycore.models.names import resolve_model
 
     folder: Path = fetch_model(resolve_model(name))
     return folder.resolve()

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from ycore_cli.main import run
 
-from ycore.config.overrides import resolve
+from ycore.config.resolve import resolve
 from ycore.models.tiny import write_tiny_model
-from ycore.run_folder.paths import RunFolder
-from ycore.run_folder.prepare import claim
+from ycore.run.claim import claim
+from ycore.run.paths import RunFolder
 
 
 @pytest.fixture(scope="module")

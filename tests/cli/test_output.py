@@ -9,7 +9,7 @@ from ycore_cli.main import run
 from ycore_cli.output import number, print_json, stdout_for_json
 
 _MAIN = (
-    "import ycore_cli.main as m, ycore.config.recipes as r, ycore.errors as e; "
+    "import ycore_cli.main as m, ycore.config.recipe_files as r, ycore.errors as e; "
     "r.list_recipes = lambda: {body}; m.main()"
 )
 

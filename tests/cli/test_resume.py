@@ -6,11 +6,11 @@ from pathlib import Path
 import pytest
 from ycore_cli.main import run
 
-from ycore.config.overrides import resolve
+from ycore.config.resolve import resolve
 from ycore.models.tiny import write_tiny_model
-from ycore.run_folder.paths import RunFolder
-from ycore.run_folder.prepare import claim
-from ycore.run_folder.rounds import round_file
+from ycore.run.claim import claim
+from ycore.run.paths import RunFolder
+from ycore.run.resuming import round_file
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from ycore_cli.main import run
 
-from ycore.telemetry.trace import ROUND, Span, TraceWriter
+from ycore.run.trace import ROUND, Span, TraceWriter
 
 SMALL = ["simulate", "--slots", "2", "--rounds", "2", "--prompts-per-step", "4", "--group-size", "4"]
 

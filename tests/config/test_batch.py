@@ -13,7 +13,7 @@ from ycore.config.batch import (
     plan_batch,
     problem_of,
 )
-from ycore.config.run import RewardConfig, RunConfig
+from ycore.config.schema import RewardConfig, RunConfig
 from ycore.errors import ConfigError
 
 SIZES = st.builds(

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ycore.config.devices import num_gpus
+from ycore.config.resolve import num_gpus
 
 
 @pytest.mark.parametrize(

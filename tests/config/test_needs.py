@@ -5,9 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from ycore.config.needs import check_needs
-from ycore.config.overrides import resolve
-from ycore.config.run import RunConfig
+from ycore.config.resolve import check_needs, resolve
+from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
 
 
@@ -26,6 +25,6 @@ def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
 def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     check_needs(_config(report_to="none"))
     find_spec = importlib.util.find_spec
-    monkeypatch.setattr("ycore.config.needs.find_spec", lambda name: None if name == "wandb" else find_spec(name))
+    monkeypatch.setattr("ycore.config.resolve.find_spec", lambda name: None if name == "wandb" else find_spec(name))
     with pytest.raises(ConfigError, match=r"wandb is not installed; pip install 'ycore\[wandb\]'"):
         check_needs(_config(report_to="tensorboard,wandb"))

@@ -2,8 +2,8 @@
 
 import pytest
 
-from ycore.config.overrides import merge, resolve
-from ycore.config.run import RunConfig
+from ycore.config.resolve import merge, resolve
+from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
 
 BASE = {"model": "m", "dataset": "d", "rewards": ["exact_answer"]}

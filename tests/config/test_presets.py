@@ -7,12 +7,12 @@ import pytest
 from trl import GRPOConfig
 from trl.experimental.gmpo import GMPOConfig
 
-from ycore.algorithms.advantages import ESTIMATORS
-from ycore.config.overrides import resolve
-from ycore.config.owned import ALIASES, refusal
 from ycore.config.presets import ADVANTAGES, PRESETS, Preset, find_preset, preset_layer, preset_lines
+from ycore.config.resolve import resolve
+from ycore.config.schema import ALIASES, refusal
 from ycore.config.trl_fields import coerce, fields_of
 from ycore.errors import ConfigError
+from ycore.trl.advantages import ESTIMATORS
 
 # The papers' numbers, written here a second time: what the resolved TRL config must say.
 PAPERS: dict[str, dict[str, Any]] = {

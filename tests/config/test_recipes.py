@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from ycore.config.recipes import list_recipes, load_recipe, recipe_name
+from ycore.config.recipe_files import list_recipes, load_recipe, recipe_name
 from ycore.errors import ConfigError
 
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from ycore.config.batch import derive_batch
-from ycore.config.overrides import resolve
-from ycore.config.run import RunConfig
+from ycore.config.resolve import resolve
+from ycore.config.schema import RunConfig
 from ycore.config.trl_arguments import trl_arguments
-from ycore.run_folder.paths import RunFolder
+from ycore.run.paths import RunFolder
 
 
 def _config(**options: object) -> RunConfig:

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from ycore.config.trl_fields import _CHOICES, coerce, fields_of
-from ycore.config.trl_source import COMPUTED, package_folder
+from ycore.config.trl_fields import _CHOICES, COMPUTED, coerce, fields_of, package_folder
 from ycore.errors import ConfigError
 
 FIELDS = fields_of("GRPOConfig")

@@ -6,14 +6,16 @@ from typing import Any
 import pytest
 from trl import DPOConfig, KTOConfig, RewardConfig, SFTConfig
 
-from ycore.config.kinds import kind_of, tune_kind
-from ycore.config.overrides import resolve_as
+from ycore.config.algorithms import kind_of, tune_kind
+from ycore.config.batch import TuneBatch, derive_tune_batch
+from ycore.config.resolve import resolve_as
+from ycore.config.schema import METHODS, TRL_CLASS, TUNE_ALIASES, TuneConfig, tune_refusal
+from ycore.config.trl_arguments import TUNE_ARGUMENTS_LEARNING_RATE_FULL as LEARNING_RATE_FULL
+from ycore.config.trl_arguments import TUNE_ARGUMENTS_LEARNING_RATE_LORA as LEARNING_RATE_LORA
+from ycore.config.trl_arguments import tune_arguments
 from ycore.config.trl_fields import coerce, fields_of
-from ycore.config.tune import METHODS, TRL_CLASS, TUNE_ALIASES, TuneConfig, tune_refusal
-from ycore.config.tune_arguments import LEARNING_RATE_FULL, LEARNING_RATE_LORA, tune_arguments
-from ycore.config.tune_batch import TuneBatch, derive_tune_batch
 from ycore.errors import ConfigError
-from ycore.run_folder.paths import RunFolder
+from ycore.run.paths import RunFolder
 
 CLASSES: dict[str, Any] = {"sft": SFTConfig, "reward": RewardConfig, "dpo": DPOConfig, "kto": KTOConfig}
 

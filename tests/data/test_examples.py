@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ycore.config.kinds import tune_kind
-from ycore.config.overrides import resolve_as
-from ycore.data.dialogue import is_dialogue, to_messages
+from ycore.config.algorithms import tune_kind
+from ycore.config.resolve import resolve_as
+from ycore.data.columns import is_dialogue, to_messages
+from ycore.data.example_rows import in_words
 from ycore.data.examples import ExampleSet, hold_out, load_examples
-from ycore.data.left_out import in_words
 from ycore.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from ycore.data.gym import gym_table
+from ycore.data.generated import gym_table
 from ycore.errors import DataError
 
 WITHOUT = """

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from ycore.config.run import RewardConfig, RunConfig
+from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.prompts import PromptSet, load_prompts
 from ycore.errors import DataError
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ycore.data.order import PromptOrder
+from ycore.data.prompts import PromptOrder
 
 seeds = st.integers(0, 2**32 - 1)
 sizes = st.integers(1, 60)

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ycore.config.run import RewardConfig, RunConfig
+from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.prompts import PromptSet, check_dataset, load_prompts
 from ycore.errors import DataError
 

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from ycore.data.tasks import TASKS, task_table
+from ycore.data.generated import TASKS, task_table
 from ycore.errors import DataError
 
 

@@ -16,12 +16,12 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 from transformers import AutoTokenizer, TrainerCallback
 from trl.trainer import grpo_trainer
 
-from ycore.algorithms.grpo import build_trainer, compute_dtype
-from ycore.algorithms.weights import write_weights
-from ycore.config.run import RunConfig
-from ycore.roles.ranks import this_rank
-from ycore.run_folder.paths import RunFolder
-from ycore.telemetry.metrics import MetricsWriter
+from ycore.config.schema import RunConfig
+from ycore.engine.weights import write_weights
+from ycore.run.metrics import MetricsWriter
+from ycore.run.paths import RunFolder
+from ycore.run.reports import this_rank
+from ycore.trl.grpo import build_trainer, compute_dtype
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
 MAX_TOKENS = 9

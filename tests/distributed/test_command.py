@@ -14,9 +14,9 @@ import psutil
 import pytest
 
 from ycore.models.tiny import write_tiny_model
-from ycore.roles import RUN_MARKER
-from ycore.run_folder.paths import RunFolder
-from ycore.telemetry.metrics import read_metrics
+from ycore.run.metrics import read_metrics
+from ycore.run.paths import RunFolder
+from ycore.run.reports import RUN_MARKER
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 

@@ -10,7 +10,7 @@ import pytest
 
 from ycore.launch.engines import is_vllm_installed
 from ycore.models.tiny import write_tiny_model
-from ycore.telemetry.metrics import read_metrics
+from ycore.run.metrics import read_metrics
 
 pytestmark = [
     pytest.mark.timeout(300),

@@ -12,10 +12,10 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from ycore.config.run import LoraSettings, RewardConfig, RunConfig
-from ycore.launch.accelerate_config import accelerate_config
+from ycore.config.schema import LoraSettings, RewardConfig, RunConfig
+from ycore.launch.layout import accelerate_config
 from ycore.models.tiny import write_tiny_model
-from ycore.telemetry.metrics import read_metrics
+from ycore.run.metrics import read_metrics
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 

@@ -9,7 +9,7 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 from ycore.models.tiny import write_tiny_model
-from ycore.telemetry.metrics import read_metrics
+from ycore.run.metrics import read_metrics
 
 COMMAND = [sys.executable, "-c", "import sys; from ycore_cli.main import main; sys.exit(main())", "sft"]
 SETTINGS = "--dataset task:addition?digits=1 --steps 6 --batch-size 8 --held-out 8 --set dtype=float32"

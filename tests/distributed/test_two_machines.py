@@ -16,8 +16,8 @@ from pathlib import Path
 import pytest
 
 from ycore.models.tiny import write_tiny_model
-from ycore.run_folder.paths import RunFolder
-from ycore.telemetry.metrics import read_metrics
+from ycore.run.metrics import read_metrics
+from ycore.run.paths import RunFolder
 
 pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
 

@@ -20,15 +20,12 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 from ycore_cli.main import app
 
-from ycore.config.owned import ALIASES, refusal
-from ycore.config.recipes import list_recipes, load_recipe
-from ycore.config.run import RewardConfig, RunConfig
+from ycore.config.recipe_files import list_recipes, load_recipe
+from ycore.config.schema import ALIASES, TRL_CLASS, TUNE_ALIASES, RewardConfig, RunConfig, TuneConfig, refusal
 from ycore.config.trl_fields import fields_of
-from ycore.config.tune import TRL_CLASS, TUNE_ALIASES, TuneConfig
-from ycore.data.tasks import TASKS
+from ycore.data.generated import TASKS
 from ycore.rewards.builtin import BUILTIN
-from ycore.rewards.inputs import SUPPLIED, inputs_of
-from ycore.rewards.loading import load_reward
+from ycore.rewards.loading import SUPPLIED, inputs_of, load_reward
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]

@@ -72,9 +72,8 @@ def test_prompts_that_do_not_teach_are_replaced_one_for_one(script: Any, job: ar
         teachers += script.teaches(position, job)
         position += 1
     from ycore.placement.allocator import Allocator
-    from ycore.placement.hall import Hall
-    from ycore.placement.words import parse_placement
-    from ycore.simulate.round import Demand, Machine, SimulatedRound
+    from ycore.placement.placement import Hall, parse_placement
+    from ycore.plan.simulation import Demand, Machine, SimulatedRound
 
     for words in script.PLACEMENTS:
         allocator = Allocator(Hall(2, script.ROLES, dict.fromkeys(script.ROLES, 8)), parse_placement(words))

@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from ycore.planning.compare import Row
-from ycore.planning.facts import facts_of
-from ycore.roles import RUN_MARKER
-from ycore.run_folder.paths import RunFolder
+from ycore.plan.measured import Row
+from ycore.plan.model_facts import facts_of
+from ycore.run.paths import RunFolder
+from ycore.run.reports import RUN_MARKER
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 NAMES = ("plan_and_measured", "processor_clock", "processor_speed", "shaped_models")
@@ -77,7 +77,7 @@ def test_the_clock_reads_a_run_that_goes_on(parts: Any, tmp_path: Path) -> None:
     folder = RunFolder(tmp_path)
     work = "import time; end = time.process_time() + 1.5\nwhile time.process_time() < end: pass\ntime.sleep(30)"
     process = subprocess.Popen(
-        [sys.executable, "-c", work, "ycore.roles.trainer"], env={**os.environ, RUN_MARKER: folder.run_id}
+        [sys.executable, "-c", work, "ycore.trainer"], env={**os.environ, RUN_MARKER: folder.run_id}
     )
     try:
         time.sleep(1.2)  # until then its command line is not taken for its own

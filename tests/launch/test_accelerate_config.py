@@ -9,7 +9,7 @@ from accelerate.commands.config.config_args import load_config_from_file
 from accelerate.utils import DistributedType
 
 from ycore.errors import ConfigError
-from ycore.launch.accelerate_config import NAMES, Dtype, Name, accelerate_config
+from ycore.launch.layout import NAMES, Dtype, Name, accelerate_config
 
 KINDS = {
     "ddp": DistributedType.MULTI_GPU,

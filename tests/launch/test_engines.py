@@ -4,10 +4,10 @@ from typing import Any
 
 import pytest
 
-from ycore.config.run import EngineSettings, RewardConfig, RunConfig
+from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
 from ycore.errors import ConfigError
 from ycore.launch.engines import EnginePlan, Machine, choose_kind, longest_sequence, plan_engines, this_machine
-from ycore.run_folder.paths import RunFolder
+from ycore.run.paths import RunFolder
 
 SMOLLM2 = {
     "num_hidden_layers": 30,

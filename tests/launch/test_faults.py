@@ -19,18 +19,17 @@ from typing import Any
 import psutil
 import pytest
 
-from ycore.config.run import EngineSettings, RewardConfig, RunConfig
+from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
 from ycore.errors import EngineError, TrainerError
 from ycore.launch import launcher
-from ycore.launch.engine_processes import EngineProcess, engine_processes
-from ycore.launch.engine_watch import LiveEngine
-from ycore.launch.health import is_healthy
+from ycore.launch.engine_watch import LiveEngine, is_healthy
 from ycore.launch.launcher import Worker, run_worker
 from ycore.launch.processes import kill_session
+from ycore.launch.scoring_models import EngineProcess, engine_processes
 from ycore.models.tiny import write_tiny_model
-from ycore.roles import RUN_MARKER
-from ycore.run_folder.paths import RunFolder
-from ycore.telemetry.metrics import read_metrics
+from ycore.run.metrics import read_metrics
+from ycore.run.paths import RunFolder
+from ycore.run.reports import RUN_MARKER
 
 ENGINE = """
 import http.server, os, socketserver, subprocess, sys, time

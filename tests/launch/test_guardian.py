@@ -11,12 +11,12 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ycore.launch.guarding import guarded
+from ycore.launch.guardian import guarded
 from ycore.launch.processes import ManagedProcess
-from ycore.roles import RUN_MARKER
-from ycore.run_folder.paths import RunFolder
-from ycore.run_folder.prepare import Claim
-from ycore.run_folder.private import temporary_folder
+from ycore.run.claim import Claim
+from ycore.run.files import temporary_folder
+from ycore.run.paths import RunFolder
+from ycore.run.reports import RUN_MARKER
 
 WITHIN_S = 20.0
 

@@ -15,14 +15,13 @@ from pathlib import Path
 
 import pytest
 
+from ycore.engine.sleeping import asleep_file, note_asleep
 from ycore.errors import EngineError
-from ycore.launch.engine_processes import EngineProcess
-from ycore.launch.engine_watch import EngineWatch, LiveEngine
-from ycore.launch.in_turn import start_in_turn, turns
+from ycore.launch.engine_watch import EngineWatch, LiveEngine, start_in_turn, turns
 from ycore.launch.processes import kill_session
-from ycore.placement.levels import DROP, KEEP
-from ycore.roles.sleeping import asleep_file, note_asleep
-from ycore.run_folder.paths import RunFolder
+from ycore.launch.scoring_models import EngineProcess
+from ycore.placement.learning import DROP, KEEP
+from ycore.run.paths import RunFolder
 
 ENGINE = """
 import http.server, socketserver, sys, time

@@ -16,14 +16,14 @@ from typing import Any
 import psutil
 import pytest
 
-from ycore.config.run import EngineSettings, RewardConfig, RunConfig
+from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
 from ycore.errors import EngineError, Interrupted, TrainerError, UserError
 from ycore.launch import launcher
-from ycore.launch.engine_processes import EngineProcess, engine_processes
 from ycore.launch.launcher import Worker, run_worker
-from ycore.roles import RUN_MARKER
-from ycore.run_folder.files import read_json
-from ycore.run_folder.paths import RunFolder
+from ycore.launch.scoring_models import EngineProcess, engine_processes
+from ycore.run.files import read_json
+from ycore.run.paths import RunFolder
+from ycore.run.reports import RUN_MARKER
 
 WITHIN_S = 30.0
 

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-from ycore.config.run import RewardConfig, RunConfig
+from ycore.config.schema import RewardConfig, RunConfig
 from ycore.errors import ConfigError
 from ycore.launch import layout
 from ycore.launch.layout import ONE_RANK, layout_of

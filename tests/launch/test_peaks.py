@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from ycore.launch.peaks import MemoryPeaks, peak_bytes, role_of
-from ycore.roles import RUN_MARKER
-from ycore.run_folder.files import read_json
+from ycore.run.files import read_json
+from ycore.run.reports import RUN_MARKER
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
@@ -18,10 +18,10 @@ pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 @pytest.mark.parametrize(
     ("command", "role"),
     [
-        ("python -m ycore.roles.trainer runs/x", "trainer"),
+        ("python -m ycore.trainer runs/x", "trainer"),
         ("python -P -m ycore.rewards.worker", "rewards"),
         ("python -m vllm.entrypoints.openai.api_server --model m --uds /tmp/x/rollout-1.sock", "rollout-1"),
-        ("python -m accelerate.commands.launch --config_file a -m ycore.roles.trainer x", "helper"),
+        ("python -m accelerate.commands.launch --config_file a -m ycore.trainer x", "helper"),
         ("VLLM::EngineCore", None),
     ],
 )

@@ -2,9 +2,9 @@
 
 import pytest
 
-from ycore.config.run import RewardConfig, RunConfig
+from ycore.config.schema import RewardConfig, RunConfig
 from ycore.errors import ConfigError
-from ycore.launch.placing import check_run_placement
+from ycore.launch.scoring_models import check_run_placement
 
 
 def config(placement: str) -> RunConfig:

@@ -5,14 +5,13 @@ from pathlib import Path
 
 import pytest
 
-from ycore.config.run import RewardConfig, RunConfig
-from ycore.launch.engines import Machine
+from ycore.config.schema import RewardConfig, RunConfig
+from ycore.launch.engines import Machine, Site
 from ycore.launch.layout import ONE_RANK, Layout
-from ycore.launch.plan_check import compared, plan_and_measured, sharding_of
-from ycore.launch.site import Site
-from ycore.planning.devices import GIB, Device
-from ycore.planning.known import known_config
-from ycore.run_folder.paths import RunFolder
+from ycore.launch.peaks import compared, plan_and_measured, sharding_of
+from ycore.plan.devices import GIB, Device
+from ycore.plan.model_facts import known_config
+from ycore.run.paths import RunFolder
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
 METRICS = [{"step": step, "ycore/time/step": 3.0, "completions/mean_length": 40.0} for step in (1, 2)]

@@ -9,11 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from ycore.launch.processes import ManagedProcess
-from ycore.launch.ranks import RankedTrainer
-from ycore.roles.ranks import Rank, Report, forget_reports, read_report, report_end, report_file
-from ycore.run_folder.files import write_json_atomic
-from ycore.run_folder.paths import RunFolder
+from ycore.launch.processes import ManagedProcess, RankedTrainer
+from ycore.run.files import write_json_atomic
+from ycore.run.paths import RunFolder
+from ycore.run.reports import Rank, Report, forget_reports, read_report, report_end, report_file
 
 WITHIN_S = 10
 
@@ -105,7 +104,7 @@ def test_a_rank_that_vanished_is_the_cause_of_what_others_then_met(
 
 def test_what_only_says_that_another_rank_is_gone_is_no_cause() -> None:
     from ycore.errors import EngineError, PeerError
-    from ycore.roles.trainer import _is_a_cause
+    from ycore.trainer.__main__ import _is_a_cause
 
     assert not _is_a_cause(PeerError("another rank is gone")) and not _is_a_cause(RuntimeError("closed by peer"))
     assert _is_a_cause(EngineError("rollout-0 did not answer"))

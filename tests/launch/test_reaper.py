@@ -12,9 +12,9 @@ from pathlib import Path
 import psutil
 import pytest
 
-from ycore.launch.reaper import RunWatch, kill_run, remove_leftovers
-from ycore.roles import RUN_MARKER
-from ycore.run_folder.paths import RunFolder
+from ycore.launch.guardian import RunWatch, kill_run, remove_leftovers
+from ycore.run.paths import RunFolder
+from ycore.run.reports import RUN_MARKER
 
 WITHIN_S = 20.0
 

@@ -6,15 +6,13 @@ from typing import Any
 
 import pytest
 
-from ycore.config.run import RunConfig
+from ycore.config.schema import RunConfig
+from ycore.engine.commands import RolloutEngine
 from ycore.errors import UserError
-from ycore.judging.loading import with_declarations
-from ycore.launch.engine_processes import engine_processes
-from ycore.launch.placing import placing_notes
-from ycore.launch.scorers import check_scorers, plan_scorers, scoring_models
+from ycore.judge.sources import with_declarations
+from ycore.launch.scoring_models import check_scorers, engine_processes, placing_notes, plan_scorers, scoring_models
 from ycore.models.tiny import write_tiny_model
-from ycore.roles.rollout import RolloutEngine
-from ycore.run_folder.paths import RunFolder
+from ycore.run.paths import RunFolder
 
 SCORE = {"verdict": {"kind": "score"}}
 CONFIG = {
@@ -93,7 +91,7 @@ def test_commands_are_those_of_the_role(folder: Path) -> None:
         config_of(judge("a"), {"reward": "rm:scalar"}), RunFolder(folder), slots(folder, 1), fetch=lambda name: folder
     )
     rollout, one_judge, reward_model = engine_processes(slots(folder, 1), plans)
-    assert "ycore.roles.vllm_extension.PolicyWorker" in rollout.command
+    assert "ycore.engine.vllm_extension.PolicyWorker" in rollout.command
     assert "--worker-extension-cls" not in one_judge.command, "nothing can send a judge other weights"
     assert reward_model.command[reward_model.command.index("--runner") + 1] == "pooling"
     assert one_judge.environment["VLLM_CPU_KVCACHE_SPACE"] == "1"

@@ -7,7 +7,7 @@ import pytest
 
 from ycore.errors import ModelError
 from ycore.models.fetch import fetch_model
-from ycore.models.plan import resolve_model
+from ycore.models.names import resolve_model
 from ycore.models.tiny import write_tiny_model
 
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ycore.errors import ModelError
-from ycore.models.cache import build_once, cache_dir
+from ycore.models.hub import build_once, cache_dir
 
 KILLED = """
 import os, signal, sys

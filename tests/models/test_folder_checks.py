@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ycore.errors import ModelError
-from ycore.models.plan import require_chat_template, resolve_model
+from ycore.models.names import require_chat_template, resolve_model
 from ycore.models.tiny import write_tiny_model
 
 

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from ycore.errors import ModelError
-from ycore.models.builtin import BUILTIN, download_gguf
 from ycore.models.fetch import convert_gguf, fetch_model
 from ycore.models.folder import read_json
-from ycore.models.gguf_header import read_header
-from ycore.models.plan import resolve_model
+from ycore.models.gguf import read_header
+from ycore.models.names import BUILTIN, download_gguf, resolve_model
 
 HIDDEN, HEADS, MIDDLE = 32, 2, 64
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"

@@ -7,14 +7,21 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ycore.placement.allocator import Allocator
-from ycore.placement.hall import Action, Hall, Start, Swap
 from ycore.placement.load import Speed
 from ycore.placement.moves import Backlog
-from ycore.placement.placement import JUDGE, ROLLOUT, placement_of
-from ycore.placement.plan import MANNERS
-from ycore.placement.words import DYNAMIC, parse_placement
-from ycore.simulate.round import Demand, Machine, SimulatedRound
-from ycore.simulate.workload import Assumed, Lengths
+from ycore.placement.placement import (
+    DYNAMIC,
+    JUDGE,
+    MANNERS,
+    ROLLOUT,
+    Action,
+    Hall,
+    Start,
+    Swap,
+    parse_placement,
+    placement_of,
+)
+from ycore.plan.simulation import Assumed, Demand, Lengths, Machine, SimulatedRound
 
 ROLES = (ROLLOUT, JUDGE)
 

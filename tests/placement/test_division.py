@@ -6,11 +6,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ycore.placement.division import AS_GOOD, best_division, divide, next_plan, shares
-from ycore.placement.experience import ONE_AWAKE
 from ycore.placement.forecast import COHORTS, Setting, bringing, forecast_s, lengths
+from ycore.placement.learning import ONE_AWAKE
 from ycore.placement.load import Load, Speed
-from ycore.placement.plan import Plan
+from ycore.placement.moves import AS_GOOD, best_division, divide, next_plan, shares
+from ycore.placement.placement import Plan
 
 SPEED = Speed(0.012, 0.0006)
 

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ycore.placement.experience import ALL_UP, ONE_AWAKE, Assumed, Experience
+from ycore.placement.learning import ALL_UP, ONE_AWAKE, Assumed, Experience
 
 FIRST = ONE_AWAKE.factors
 

@@ -5,12 +5,9 @@ import json
 import pytest
 
 from ycore.placement.allocator import Allocator
-from ycore.placement.hall import Hall
 from ycore.placement.load import Speed
-from ycore.placement.placement import JUDGE, ROLLOUT
-from ycore.placement.words import parse_placement
-from ycore.simulate.round import Demand, Machine, Outcome, SimulatedRound
-from ycore.simulate.workload import Assumed, Lengths
+from ycore.placement.placement import JUDGE, ROLLOUT, Hall, parse_placement
+from ycore.plan.simulation import Assumed, Demand, Lengths, Machine, Outcome, SimulatedRound
 
 ROLES = (ROLLOUT, JUDGE)
 SPEED = Speed(0.012, 0.001)

@@ -1,6 +1,6 @@
 """How deep a frozen model sleeps follows from what was measured."""
 
-from ycore.placement.levels import DROP, KEEP, SleepLevels
+from ycore.placement.learning import DROP, KEEP, SleepLevels
 
 
 def test_a_frozen_model_tries_both_levels_and_keeps_the_cheaper() -> None:

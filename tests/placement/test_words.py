@@ -3,8 +3,16 @@
 import pytest
 
 from ycore.errors import ConfigError
-from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT
-from ycore.placement.words import Wanted, check_placement, in_order, parse_placement, split_division
+from ycore.placement.placement import (
+    JUDGE,
+    REWARD_MODEL,
+    ROLLOUT,
+    Wanted,
+    check_placement,
+    in_order,
+    parse_placement,
+    split_division,
+)
 
 TWO = (ROLLOUT, JUDGE)
 

@@ -3,11 +3,10 @@
 import pytest
 
 from ycore.config.batch import derive_batch
-from ycore.config.recipes import PIPELINE, list_recipes, load_recipe
-from ycore.config.run import RunConfig
-from ycore.pipeline.declaration import parse_pipeline
-from ycore.pipeline.resolving import config_of
-from ycore.pipeline.steps import steps_of
+from ycore.config.recipe_files import PIPELINE, list_recipes, load_recipe
+from ycore.config.schema import RunConfig
+from ycore.tools.pipeline_run import config_of
+from ycore.tools.stages import parse_pipeline, steps_of
 
 NAMES = [entry.name for entry in list_recipes() if entry.command == PIPELINE]
 

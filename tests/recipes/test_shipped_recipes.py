@@ -2,11 +2,10 @@
 
 import pytest
 
-from ycore.config.batch import derive_batch
-from ycore.config.kinds import is_tuning, tune_kind
-from ycore.config.overrides import resolve, resolve_as
-from ycore.config.recipes import RecipeEntry, list_recipes, load_recipe
-from ycore.config.tune_batch import derive_tune_batch
+from ycore.config.algorithms import is_tuning, tune_kind
+from ycore.config.batch import derive_batch, derive_tune_batch
+from ycore.config.recipe_files import RecipeEntry, list_recipes, load_recipe
+from ycore.config.resolve import resolve, resolve_as
 from ycore.errors import ConfigError
 
 

@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ycore.rewards import agreement
+from ycore.rewards import builtin as agreement
 
 
 def similarity(prompts: list[str], texts: list[str], *, n: int = 1) -> list[float | None]:

@@ -5,8 +5,7 @@ from typing import Any
 
 import pytest
 
-from ycore.rewards.builtin import BUILTIN
-from ycore.rewards.correctness import EVALUATED_FORMULAS, EVALUATED_LISTS
+from ycore.rewards.builtin import BUILTIN, EVALUATED_FORMULAS, EVALUATED_LISTS
 
 # Tasks whose scorer evaluates something, but never the text that the policy wrote.
 EVALUATES_ONLY_ITS_OWN_TEXT = {"codeio", "number_sorting"}

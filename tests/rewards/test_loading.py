@@ -8,10 +8,9 @@ from typing import Any
 import psutil
 import pytest
 
-from ycore.config.run import RewardConfig
+from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError
-from ycore.rewards.importing import import_function
-from ycore.rewards.loading import check_reward, load_reward, reward_names
+from ycore.rewards.loading import check_reward, import_function, load_reward, reward_names
 
 PLAIN = """
 from helper_beside import ONE
@@ -151,7 +150,7 @@ def test_check_imports_neither_torch_nor_the_rewards_own_libraries() -> None:
     heavy = ("torch", "transformers", "trl", "datasets", "vllm", "math_verify", "reasoning_gym", "sympy")
     code = (
         "import sys\n"
-        "from ycore.config.run import RewardConfig\n"
+        "from ycore.config.schema import RewardConfig\n"
         "from ycore.rewards.loading import check_reward\n"
         "for name in ('math', 'exact_answer', 'format'): check_reward(RewardConfig(reward=name), ['answer'])\n"
         f"print([name for name in {heavy!r} if name in sys.modules])\n"

@@ -10,7 +10,7 @@ from typing import Any
 import psutil
 import pytest
 
-from ycore.config.run import RewardConfig, RewardSettings
+from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.errors import RewardError
 from ycore.rewards.loading import check_reward
 from ycore.rewards.pool import RewardPool
@@ -273,7 +273,7 @@ def test_a_cancelled_call_does_not_answer_the_next(folder: Path) -> None:
 def test_workers_die_with_a_parent_that_is_killed(folder: Path) -> None:
     code = (
         "import asyncio, pathlib, sys\n"
-        "from ycore.config.run import RewardConfig, RewardSettings\n"
+        "from ycore.config.schema import RewardConfig, RewardSettings\n"
         "from ycore.rewards.pool import RewardPool\n"
         "async def main():\n"
         "    pool = RewardPool([RewardConfig(reward='their_rewards.py:by_text')], settings=RewardSettings(workers=1),\n"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ycore.rewards.privileges import readable_by_all
+from ycore.rewards.child import readable_by_all
 
 ROOT = os.geteuid() == 0 if hasattr(os, "geteuid") else False
 needs_root = pytest.mark.skipif(sys.platform != "linux" or not ROOT, reason="only root has something to give up")

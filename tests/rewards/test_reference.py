@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ycore.config.run import RewardConfig
+from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError
 from ycore.rewards.loading import check_reward
 from ycore.rewards.reference import before_the_answer, reference_reward

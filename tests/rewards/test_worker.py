@@ -7,7 +7,7 @@ from typing import Any
 import numpy
 import pytest
 
-from ycore.rewards.inputs import inputs_of
+from ycore.rewards.loading import inputs_of
 from ycore.rewards.worker import Source, answer, number
 
 

@@ -10,8 +10,8 @@ import psutil
 import pytest
 
 from ycore.errors import Interrupted
-from ycore.roles import RUN_MARKER
-from ycore.run_folder.paths import RunFolder
+from ycore.run.paths import RunFolder
+from ycore.run.reports import RUN_MARKER
 from ycore.selftest.runs import Run, Setting, has_role, leftovers
 from ycore.selftest.terminal import Terminal
 
@@ -108,5 +108,5 @@ def test_roles_are_known_by_their_command_lines() -> None:
     assert has_role(engine, "rollout") and not has_role(engine, "judge")
     scripted = ["python", "-m", "ycore.selftest.scripted_engine", "--uds", "/runs/a/sockets/judge-0.sock"]
     assert has_role(scripted, "judge") and not has_role(scripted, "rollout")
-    assert has_role(["python", "-m", "ycore.roles.trainer", "/runs/a"], "trainer")
+    assert has_role(["python", "-m", "ycore.trainer", "/runs/a"], "trainer")
     assert has_role(["python", "-P", "-m", "ycore.rewards.worker"], "reward")

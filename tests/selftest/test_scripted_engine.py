@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 from safetensors.torch import load_file, save_file
 
-from ycore.algorithms.checksum import byte_sum, write_manifest
+from ycore.engine import Sampling
+from ycore.engine.vllm_engine import VllmEngine
+from ycore.engine.weights import byte_sum, write_manifest
 from ycore.errors import SyncError, YcoreError
 from ycore.models.tiny import write_tiny_model
-from ycore.roles.engine import Sampling
-from ycore.roles.vllm_engine import VllmEngine
 from ycore.selftest.scripted_engine import Faults
 
 Start = Callable[..., VllmEngine]

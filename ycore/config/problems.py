@@ -10,7 +10,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from ycore.config.kinds import C, Kind
+from ycore.config.algorithms import C, Kind
 from ycore.config.trl_fields import fields_of
 from ycore.errors import ConfigError, nearest
 

@@ -10,11 +10,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ycore.config.tune import TuneConfig
-from ycore.data.left_out import LeftOut
-from ycore.data.pairs import labelled_rows, pair_rows
+from ycore.config.schema import TuneConfig
+from ycore.data.example_rows import LeftOut, Row, labelled_rows, pair_rows, sft_rows
 from ycore.data.prompts import read_table
-from ycore.data.sft_rows import Row, sft_rows
 from ycore.data.table import Table
 from ycore.errors import DataError, nearest
 

@@ -8,8 +8,7 @@ Not here: what a role does once it runs (`roles`). This file imports nothing, so
 from typing import TYPE_CHECKING, Any, TextIO
 
 if TYPE_CHECKING:
-    from ycore.config.run import RunConfig
-    from ycore.config.tune import TuneConfig
+    from ycore.config.schema import RunConfig, TuneConfig
 
 
 def run(config: "RunConfig", *, resume: bool = False, stream: TextIO | None = None) -> dict[str, Any]:
@@ -23,7 +22,7 @@ def tune(
     config: "TuneConfig", *, num_steps: int | None = None, resume: bool = False, stream: TextIO | None = None
 ) -> dict[str, Any]:
     """Train on given examples in the foreground and return the summary."""
-    from ycore.launch.tuning import run_tuning
+    from ycore.launch.launcher import run_tuning
 
     return run_tuning(config, num_steps=num_steps, resume=resume, stream=stream)
 

@@ -3,21 +3,60 @@
 An engine that was never ready is not: what stopped it then would stop it again. Who asks an engine gives the new
 process what it needs before asking it anything (`roles.server`).
 
+Whether an engine answers: one request over its unix socket, with the standard library.
+
+Starting engines: all at once, or where they share a device by sleeping, one after the other.
+
 Not here: which engines there are (`engine_processes`), the trainer (`supervise`).
 """
 
+import http.client
+import socket
 import time
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
+from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
+from ycore.engine.sleeping import SLEEP, asleep_file, note_asleep
 from ycore.errors import EngineError
-from ycore.launch.engine_processes import EngineProcess
-from ycore.launch.health import is_healthy
 from ycore.launch.processes import ManagedProcess, StopWatch, is_alive, is_stopped, kill_session
-from ycore.roles.sleeping import asleep_file
-from ycore.run_folder.paths import RunFolder
+from ycore.launch.scoring_models import EngineProcess
+from ycore.placement.learning import DROP, KEEP
+from ycore.placement.placement import ROLLOUT
+from ycore.run.paths import RunFolder
+
+
+class _UnixConnection(http.client.HTTPConnection):
+    def __init__(self, path: Path, *, timeout_s: float) -> None:
+        super().__init__("engine", timeout=timeout_s)
+        self._path = path
+        self._timeout_s = timeout_s
+
+    def connect(self) -> None:
+        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self.sock.settimeout(self._timeout_s)
+        self.sock.connect(str(self._path))
+
+
+def is_healthy(path: Path, *, timeout_s: float = 1.0) -> bool:
+    """Whether the server behind the socket says it is ready, within `timeout_s`; one that sleeps is."""
+    return path.exists() and says_ok(path, "GET", "/health", timeout_s=timeout_s)
+
+
+def says_ok(path: Path, method: str, route: str, *, timeout_s: float) -> bool:
+    """Whether it answers this with status 200, within `timeout_s`."""
+    connection = _UnixConnection(path, timeout_s=timeout_s)
+    try:
+        connection.request(method, route)
+        return connection.getresponse().status == http.HTTPStatus.OK
+    except (OSError, http.client.HTTPException):
+        return False
+    finally:
+        connection.close()
+
 
 _ASK_STARTING_EVERY_S = 1.0
 _ASK_READY_EVERY_S = 5.0
@@ -189,3 +228,47 @@ class EngineWatch:
         elif self.are_ready:
             many = "engine" if len(self._engines) == 1 else f"{len(self._engines)} engines"
             self._say(f"{many} ready after {time.monotonic() - self._began:.0f} s")
+
+
+_LOOK_EVERY_S = 0.2
+
+
+def start_in_turn(
+    planned: Sequence[EngineProcess],
+    start: Callable[[EngineProcess], LiveEngine],
+    *,
+    start_timeout_s: float,
+    say: Callable[[str], None],
+) -> list[LiveEngine]:
+    """The engines in their order; those that sleep are ready and asleep, others have just been started."""
+    if not any(one.sleeps for one in planned):
+        return [start(one) for one in planned]
+    started: dict[str, LiveEngine] = {}
+    for turn in turns(planned):
+        begun = {one.name: start(one) for one in turn}
+        watch = EngineWatch(list(begun.values()), start_timeout_s=start_timeout_s, say=say)
+        while not watch.are_ready:
+            watch.look()
+            time.sleep(_LOOK_EVERY_S)
+        for one in turn:
+            _put_to_sleep(one, timeout_s=start_timeout_s)
+        started |= begun
+    return [started[one.name] for one in planned]
+
+
+def turns(planned: Sequence[EngineProcess]) -> list[list[EngineProcess]]:
+    """The first engine of every device together, then the second of each, and so on."""
+    by_device: dict[str | None, list[EngineProcess]] = {}
+    for one in planned:
+        by_device.setdefault(one.device, []).append(one)
+    return [[one for one in turn if one is not None] for turn in zip_longest(*by_device.values())]
+
+
+def _put_to_sleep(engine: EngineProcess, *, timeout_s: float) -> None:
+    """The policy's weights are sent before they are used first; frozen ones are kept."""
+    level = DROP if engine.role == ROLLOUT else KEEP
+    if not says_ok(engine.socket, "POST", SLEEP.format(level=level), timeout_s=timeout_s):
+        raise EngineError(
+            f"{engine.name} does not sleep; see logs/{engine.name}.log, or let engines stay awake: engine.sleep=false"
+        )
+    note_asleep(asleep_file(engine.socket), level)

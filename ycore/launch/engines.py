@@ -1,5 +1,7 @@
 """Which engines a run gets, how many, and on which cores or devices.
 
+Where a run runs on this machine: its folder here, its ranks, the cores and devices they have.
+
 Not here: an engine's command (`roles.rollout`), and its process (`launcher`).
 """
 
@@ -12,14 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ycore.config.devices import num_gpus
-from ycore.config.run import RunConfig
+from ycore.config.algorithms import AnyConfig
+from ycore.config.resolve import num_gpus
+from ycore.config.schema import RunConfig
+from ycore.engine.commands import RolloutEngine, kv_cache_gib
 from ycore.errors import ConfigError
-from ycore.launch.layout import ONE_RANK, Layout
+from ycore.launch.layout import ONE_RANK, Layout, layout_of
 from ycore.models.folder import context_length
-from ycore.roles.rollout import RolloutEngine, kv_cache_gib
-from ycore.run_folder.paths import RunFolder
-from ycore.run_folder.private import temporary_folder
+from ycore.run.files import temporary_folder
+from ycore.run.paths import RunFolder
 
 Kind = Literal["vllm", "transformers", "replay"]
 
@@ -196,3 +199,34 @@ def _is_cpu_build() -> bool:
         return importlib.metadata.version("torch").endswith("+cpu")
     except importlib.metadata.PackageNotFoundError:
         return True
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """`folder` is the run's own on the first machine, and `node-1`, `node-2`, ... inside it on the others."""
+
+    folder: RunFolder
+    layout: Layout
+    machine: Machine
+
+
+def site_of(config: AnyConfig, *, trains: bool = True) -> Site:
+    """This machine's part of the run; ConfigError where it has not what the ranks need."""
+    machine = this_machine()
+    layout = layout_of(config, on_cpu=not machine.devices) if trains else ONE_RANK
+    has = machine.devices or machine.cores
+    if layout.local > len(has):
+        kind = "devices" if machine.devices else "cores"
+        rule = f"every process needs {kind} of its own"
+        raise ConfigError(f"{rule}; there are {layout.local} processes and {len(has)} {kind}; ask for fewer")
+    home = Path(config.output)
+    folder = RunFolder(home if layout.machine_rank == 0 else home / f"node-{layout.machine_rank}")
+    return Site(folder, layout, machine)
+
+
+def rank_cores(machine: Machine, layout: Layout) -> list[list[int]] | None:
+    """On CPU each rank's own share of the cores; None where ranks need not be kept apart."""
+    if machine.devices or layout.accelerate is None:
+        return None
+    bounds = [len(machine.cores) * rank // layout.local for rank in range(layout.local + 1)]
+    return [list(machine.cores[bounds[rank] : bounds[rank + 1]]) for rank in range(layout.local)]

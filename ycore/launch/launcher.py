@@ -1,5 +1,7 @@
 """One run on this node, from a RunConfig to its summary: claim, fetch, start, watch, clear away, sum up.
 
+One run without rollouts on this node, from a TuneConfig to its summary: claim, fetch, start, watch, sum up.
+
 Not here: watching (`supervise`), which engines (`engines`), clearing away (`guarding`). The trainer and the engines
 are started by module name, never imported.
 """
@@ -16,35 +18,25 @@ from typing import Any, Protocol, TextIO
 
 import yaml
 
-from ycore.config.kinds import AnyConfig
-from ycore.config.run import RunConfig
+from ycore.config.algorithms import AnyConfig
+from ycore.config.schema import RunConfig, TuneConfig
 from ycore.errors import Interrupted
-from ycore.launch.engine_processes import engine_processes
-from ycore.launch.engine_watch import EngineWatch, LiveEngine
-from ycore.launch.engines import EnginePlan, is_vllm_installed, plan_engines
-from ycore.launch.guarding import guarded
-from ycore.launch.in_turn import start_in_turn
-from ycore.launch.peaks import MemoryPeaks
-from ycore.launch.placing import check_run_placement, placing_notes
-from ycore.launch.plan_check import plan_and_measured
-from ycore.launch.processes import ManagedProcess
-from ycore.launch.ranks import RankedTrainer
-from ycore.launch.scorers import ScorerPlan, plan_scorers
-from ycore.launch.site import Site, rank_cores, site_of
-from ycore.launch.stopping import StopRequests
-from ycore.launch.supervise import Limits, Supervisor
-from ycore.roles import RUN_MARKER
-from ycore.run_folder.files import read_json, write_json_atomic
-from ycore.run_folder.paths import RunFolder
-from ycore.run_folder.prepare import claim
-from ycore.run_folder.secrets import redact
-from ycore.run_folder.summary import Status, summarise
-from ycore.telemetry.activity import RunActivity
-from ycore.telemetry.curve import draw_curve
-from ycore.telemetry.follow import MetricsFollower
-from ycore.telemetry.metrics import read_metrics
-from ycore.telemetry.progress import RunProgress, as_duration, open_progress
-from ycore.telemetry.timeline import finish_trace_and_draw
+from ycore.launch.engine_watch import EngineWatch, LiveEngine, start_in_turn
+from ycore.launch.engines import EnginePlan, Site, is_vllm_installed, plan_engines, rank_cores, site_of
+from ycore.launch.guardian import guarded
+from ycore.launch.peaks import MemoryPeaks, plan_and_measured
+from ycore.launch.processes import ManagedProcess, RankedTrainer
+from ycore.launch.scoring_models import ScorerPlan, check_run_placement, engine_processes, placing_notes, plan_scorers
+from ycore.launch.supervise import Limits, StopRequests, Supervisor
+from ycore.run.claim import claim
+from ycore.run.files import read_json, redact, write_json_atomic
+from ycore.run.metrics import Status, read_metrics, summarise, summarise_losses
+from ycore.run.paths import RunFolder
+from ycore.run.reports import RUN_MARKER
+from ycore.run.trace import MetricsFollower
+from ycore.view.activity import RunActivity
+from ycore.view.pictures import draw_curve, draw_loss_curve, finish_trace_and_draw
+from ycore.view.progress import RunProgress, as_duration, open_progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +60,9 @@ class SumUp(Protocol):
     ) -> dict[str, Any]: ...
 
 
-TRAINER = Worker("trainer", "ycore.roles.trainer")
-EVALUATOR = Worker("evaluator", "ycore.roles.evaluator", result="eval.json")
-PREFLIGHT = Worker("preflight", "ycore.roles.preflight", result="preflight.json")
+TRAINER = Worker("trainer", "ycore.trainer")
+EVALUATOR = Worker("evaluator", "ycore.trainer.evaluator", result="eval.json")
+PREFLIGHT = Worker("preflight", "ycore.trainer.preflight_round", result="preflight.json")
 
 
 def run_training(config: RunConfig, *, resume: bool = False, stream: TextIO | None = None) -> dict[str, Any]:
@@ -180,7 +172,7 @@ def _work(worker: Worker, config: RunConfig, site: Site, progress: RunProgress, 
 def fetch_named(name: str, config: AnyConfig, folder: RunFolder, progress: RunProgress) -> Path:
     """A model's folder; what is started on the way carries the run's marker, so that it never outlives the run."""
     from ycore.models.fetch import fetch_model
-    from ycore.models.plan import resolve_model
+    from ycore.models.names import resolve_model
 
     model = resolve_model(name, trust_remote_code=config.trust_remote_code)
     progress.say(f"model {name}: {model.note}")
@@ -302,5 +294,77 @@ def _closing(summary: Mapping[str, Any], folder: RunFolder) -> str:
     rewards = [summary["reward_first"], summary["reward_last"]]
     change = " -> ".join("?" if reward is None else f"{reward:.3f}" for reward in rewards)
     told = f"{summary['status']} after {summary['steps']} steps, {as_duration(summary['wall_s'])}: reward {change} "
+    where = f"; model in {folder.model}, curve in {folder.curve}" if summary["status"] == "finished" else ""
+    return f"{told}(means of the first and last five steps){where}"
+
+
+def run_tuning(
+    config: TuneConfig, *, num_steps: int | None = None, resume: bool = False, stream: TextIO | None = None
+) -> dict[str, Any]:
+    """Train, in the foreground; the summary, or the error that ended the run. `num_steps` is for the bar alone."""
+    site = site_of(config)
+    return run_to_its_end(
+        config,
+        site,
+        resume=resume,
+        show=lambda: show_training(num_steps or config.steps, site.folder, stream),
+        work=partial(_tuning_work, config, site),
+        sum_up=partial(_tuning_sum_up, config, site),
+    )
+
+
+def _tuning_work(config: TuneConfig, site: Site, progress: RunProgress, stops: StopRequests) -> None:
+    folder = site.folder
+    with stops.at_once():
+        model = fetch_named(config.model, config=config, folder=folder, progress=progress)
+        told = {
+            "kind": "none",
+            "engines": [],
+            "model": str(model.resolve()),
+            "home": str(Path(config.output).resolve()),
+            "cores": rank_cores(site.machine, site.layout),
+        }
+        write_json_atomic(folder.root / "engines.json", told)
+    supervisor = Supervisor(
+        lambda: start_worker(TRAINER, site),
+        EngineWatch(),
+        folder=folder,
+        follower=MetricsFollower(folder.metrics),
+        progress=progress,
+        stops=stops,
+        way_on=f"; `ycore resume {config.output}` goes on",
+    )
+    with MemoryPeaks(folder.run_id, folder.memory):
+        supervisor.watch()
+
+
+def _tuning_sum_up(
+    config: TuneConfig,
+    site: Site,
+    progress: RunProgress,
+    *,
+    status: Status,
+    began: float,
+    error: BaseException | None = None,
+) -> dict[str, Any]:
+    """Write summary.json and curve.png, and tell the end in a line; the figures are the first machine's."""
+    folder = site.folder
+    metrics = read_metrics(folder.metrics)
+    what = None if error is None else redact(str(error) or type(error).__name__)
+    summary = summarise_losses(metrics, status, time.monotonic() - began, error=what)
+    if status == "finished" and folder.held_out.is_file():
+        summary |= read_json(folder.held_out)
+    write_json_atomic(folder.summary, summary)
+    if site.layout.machine_rank == 0:
+        title = f"{config.algorithm}: {config.model} on {Path(config.dataset).name}"
+        draw_or_say(folder, metrics, title, progress, draw=draw_loss_curve)
+        progress.say(_tuning_closing(summary, folder))
+    return summary
+
+
+def _tuning_closing(summary: Mapping[str, Any], folder: RunFolder) -> str:
+    losses = [summary["loss_first"], summary["loss_last"]]
+    change = " -> ".join("?" if loss is None else f"{loss:.3f}" for loss in losses)
+    told = f"{summary['status']} after {summary['steps']} steps, {as_duration(summary['wall_s'])}: loss {change} "
     where = f"; model in {folder.model}, curve in {folder.curve}" if summary["status"] == "finished" else ""
     return f"{told}(means of the first and last five steps){where}"

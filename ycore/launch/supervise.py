@@ -1,28 +1,93 @@
 """Watching a run's processes until it ends: what is shown meanwhile, and which end means which error.
 
+Ctrl-C and its like while a run goes on: counted, so that the run can end in order.
+
 Not here: starting them (`launcher`), and clearing them away (`guarding`).
 """
 
+import os
 import re
 import signal
+import termios
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, Self
 
 from ycore.errors import Interrupted, RunError, TrainerError, UserError
 from ycore.launch.engine_watch import EngineWatch
-from ycore.launch.processes import ManagedProcess, StopWatch, is_stopped
-from ycore.launch.ranks import RankedTrainer
-from ycore.launch.reaper import RunWatch
+from ycore.launch.guardian import RunWatch
+from ycore.launch.processes import ManagedProcess, RankedTrainer, StopWatch, is_stopped
 from ycore.launch.stacks import write_stacks
-from ycore.launch.stopping import StopRequests
-from ycore.roles.ranks import forget_reports
-from ycore.run_folder.checkpoints import checkpoints_in, step_of
-from ycore.run_folder.paths import RunFolder
-from ycore.telemetry.activity import RunActivity
-from ycore.telemetry.follow import MetricsFollower
-from ycore.telemetry.progress import RunProgress
+from ycore.run.checkpoints import checkpoints_in, step_of
+from ycore.run.paths import RunFolder
+from ycore.run.reports import forget_reports
+from ycore.run.trace import MetricsFollower
+from ycore.view.activity import RunActivity
+from ycore.view.progress import RunProgress
+
+_STREAMS = (0, 1, 2)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+class StopRequests:
+    """Within it, SIGINT, SIGTERM and SIGHUP only add to `count`; after it, they mean what they meant before."""
+
+    def __init__(self) -> None:
+        self.count = 0
+        self._at_once = False
+        self._before: dict[signal.Signals, Any] = {}
+        self._terminals = [descriptor for descriptor in _STREAMS if os.isatty(descriptor)]
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
+            heard = [number for number in _SIGNALS if number != signal.SIGHUP or not _outlives_its_terminal()]
+            self._before = {number: signal.signal(number, self._count) for number in heard}
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    @contextmanager
+    def at_once(self) -> Iterator[None]:
+        """Around work that cannot look at `count`, such as a download: a signal raises Interrupted in its midst."""
+        self._at_once = True
+        try:
+            yield
+        finally:
+            self._at_once = False
+
+    def _count(self, number: int, frame: FrameType | None) -> None:
+        if number == signal.SIGHUP:
+            _let_go_of_a_closed_terminal(self._terminals)
+        self.count += 1
+        if self._at_once:
+            self._at_once = False
+            raise Interrupted("stopped before the first step; the same command starts again with --resume")
+
+
+def _outlives_its_terminal() -> bool:
+    """Whether this process was started under `nohup`, or by something else that ignores a closed terminal."""
+    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+
+
+def _let_go_of_a_closed_terminal(terminals: list[int]) -> None:
+    """What is shown goes nowhere from here on: to write to a terminal that is gone is an error, also in a save."""
+    for descriptor in terminals:
+        try:
+            termios.tcgetattr(descriptor)
+        except termios.error:
+            nowhere = os.open(os.devnull, os.O_RDWR)
+            os.dup2(nowhere, descriptor)
+            os.close(nowhere)
+
 
 _LOOK_EVERY_S = 0.2
 _STOPS_WITHIN_S = 60.0  # a trainer that was asked to stop finishes its step and saves a checkpoint

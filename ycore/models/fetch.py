@@ -10,12 +10,10 @@ import tempfile
 from pathlib import Path
 
 from ycore.errors import ModelError
-from ycore.models.builtin import BUILTIN, BuiltinModel, download_gguf
-from ycore.models.cache import build_once
 from ycore.models.folder import inspect_folder
-from ycore.models.gguf_header import read_header
-from ycore.models.hub import ask_hub
-from ycore.models.plan import ModelPlan
+from ycore.models.gguf import read_header
+from ycore.models.hub import ask_hub, build_once
+from ycore.models.names import BUILTIN, BuiltinModel, ModelPlan, download_gguf
 
 _CONVERT_WITHIN_S = 3600
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]

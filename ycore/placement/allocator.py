@@ -13,15 +13,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ycore.placement.hall import Action, Hall, Start, Swap
-from ycore.placement.learning import Learning
-from ycore.placement.levels import MovingAverage
-from ycore.placement.load import UNKNOWN, Load, Sums, as_numbers
+from ycore.placement.learning import Learning, MovingAverage
+from ycore.placement.load import UNKNOWN, EngineClock, Load, Reading, SlotClock, Sums, Usage, as_numbers
 from ycore.placement.moves import Backlog, Cost, best_move
-from ycore.placement.placement import ROLLOUT, Division, Placement, placement_of
-from ycore.placement.plan import Manner
-from ycore.placement.usage import EngineClock, Reading, SlotClock, Usage
-from ycore.placement.words import DYNAMIC, Wanted
+from ycore.placement.placement import (
+    DYNAMIC,
+    ROLLOUT,
+    Action,
+    Division,
+    Hall,
+    Manner,
+    Placement,
+    Start,
+    Swap,
+    Wanted,
+    placement_of,
+)
 
 _SPARE = 4
 """Where engines of several roles run side by side, a slot that is less than a quarter full can take another's work."""

@@ -3,20 +3,105 @@
 All that is learned comes from sums over all controllers, so that each comes to the same. It is part of a checkpoint:
 a run that goes on divides its slots as it would have.
 
+How deep an engine sleeps: level 1 keeps its weights in host memory, level 2 drops them.
+
+What rounds took over what was forecast for them, by manner: a forecast is believed as far as it held.
+
 Not here: what happens within a round (`allocator`).
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import astuple
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
-from ycore.placement.division import next_plan
-from ycore.placement.experience import ALL_UP, ONE_AWAKE, Experience
 from ycore.placement.forecast import Setting, forecast_s
 from ycore.placement.load import Load, Sums, as_late_as, faded, from_numbers
-from ycore.placement.placement import ROLLOUT
-from ycore.placement.plan import Manner, Plan
-from ycore.placement.words import Wanted, split_division
+from ycore.placement.moves import next_plan
+from ycore.placement.placement import MANNERS, ROLLOUT, Factors, Manner, Plan, Wanted, split_division
+
+_SECONDS_MEMORY = 0.5
+KEEP, DROP = 1, 2
+
+
+@dataclass(slots=True)
+class MovingAverage:
+    """Of seconds; None before the first."""
+
+    value: float | None = None
+
+    def observe(self, seconds: float) -> None:
+        self.value = seconds if self.value is None else _SECONDS_MEMORY * self.value + (1 - _SECONDS_MEMORY) * seconds
+
+
+@dataclass(slots=True)
+class SleepLevels:
+    """Chooses the level of one frozen model: each is tried once, then the cheaper is kept."""
+
+    seconds: Mapping[int, MovingAverage] = field(default_factory=lambda: {KEEP: MovingAverage(), DROP: MovingAverage()})
+
+    def choose(self) -> int:
+        for level, average in self.seconds.items():
+            if average.value is None:
+                return level
+        return min(self.seconds, key=lambda level: (self.seconds[level].value or 0.0, level))
+
+    def observe(self, level: int, seconds: float) -> None:
+        """A sleep at this level and the wake after it took so long together."""
+        self.seconds[level].observe(seconds)
+
+
+FORECAST_MEMORY = 0.97
+"""Weight that a round keeps when the next one comes, of whichever manner: about the last 33 count."""
+
+
+@dataclass(frozen=True, slots=True)
+class Assumed:
+    """Factors until there are measured ones, and the rounds that they count for."""
+
+    factors: Factors
+    weight: float
+
+
+ONE_AWAKE = Assumed({"divided": 1.0, "held": 1.02, "phases": 1.1, "together": 1.25, "shared": 1.0}, weight=5.0)
+"""Where one engine of a slot is awake at a time. The forecast knows nothing of single slots that wait for each other or
+leave early. From simulated rounds of 1 to 8 slots."""
+
+ALL_UP = Assumed({"divided": 1.0, "held": 1.1, "phases": 1.35, "together": 1.3, "shared": 1.2}, weight=2.0)
+"""Where the engines of all roles stay up: there, slots move for nothing, which batches pay for. What each manner took
+over its forecast on the mean of 12 loads, in simulated rounds of 2 slots that are as fast as two cores."""
+
+_LEAST, _MOST = 0.6, 1.5
+"""A round outside of these was disturbed by something else."""
+
+
+@dataclass(slots=True)
+class Experience:
+    """By manner, how many rounds count and the sum of their ratios."""
+
+    assumed: Assumed = ONE_AWAKE
+    weights: dict[Manner, float] = field(default_factory=lambda: dict.fromkeys(MANNERS, 0.0))
+    sums: dict[Manner, float] = field(default_factory=lambda: dict.fromkeys(MANNERS, 0.0))
+
+    def observe(self, manner: Manner, *, seconds: float, forecast_s: float) -> None:
+        """A round of this manner took so long, and this is its forecast from its own requests."""
+        for one in MANNERS:
+            self.weights[one] *= FORECAST_MEMORY
+            self.sums[one] *= FORECAST_MEMORY
+        self.weights[manner] += 1.0
+        self.sums[manner] += min(_MOST, max(_LEAST, seconds / forecast_s))
+
+    @property
+    def factors(self) -> Factors:
+        first, weight = self.assumed.factors, self.assumed.weight
+        return {one: (weight * first[one] + self.sums[one]) / (weight + self.weights[one]) for one in MANNERS}
+
+    def state(self) -> dict[str, list[float]]:
+        """Plain JSON values."""
+        return {one: [self.weights[one], self.sums[one]] for one in MANNERS}
+
+    def restore(self, state: Mapping[str, list[float]]) -> None:
+        for one in MANNERS:
+            self.weights[one], self.sums[one] = state.get(one, (0.0, 0.0))
 
 
 class Learning:

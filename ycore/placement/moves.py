@@ -1,15 +1,17 @@
-"""Within a step: whether a slot that has nothing left in its role should take on another's backlog.
+"""Between steps: the plan that promises the shortest round, changed only when that clearly pays.
 
-A move is judged by the time at which the two roles concerned would be through, with it and without it. What counts as a
-role's work is what waits and what is still to come, since completions that are being written will want their judge;
-what is in flight on other slots stays there either way.
+Within a step: whether a slot that has nothing left in its role should take on another's backlog.
 
-Not here: carrying it out (`allocator`), and the division a step starts with (`division`).
+Not here: the forecast (`forecast`), how far it is believed (`experience`), and the moves during the round (`moves`).
 """
 
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+
+from ycore.placement.forecast import Setting, forecast_s
+from ycore.placement.load import Load
+from ycore.placement.placement import ROLLOUT, Division, Factors, Plan
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,3 +77,79 @@ def best_move(here: Backlog, others: Mapping[str, Backlog], cost: Cost) -> str |
 def _is_worth(there: Backlog, cost: Cost) -> bool:
     taken_s = (there.work_s - there.num_slots * cost.swap_s) / (there.num_slots + 1)
     return there.num_slots == 0 or taken_s > cost.swap_s
+
+
+MARGIN = 0.03
+"""Share of a round that a change must save, beside its swaps."""
+
+HORIZON = 10
+"""Rounds over which the swaps of a change are spread."""
+
+AS_GOOD = 1.02
+"""Forecasts so close to each other say the same."""
+
+_MOST = 24
+"""Divisions that are looked at."""
+
+
+def next_plan(current: Plan | None, loads: Mapping[str, Load], setting: Setting, factors: Factors) -> Plan:
+    """The current one, unless another promises a round that is shorter by more than the margin and its swaps.
+
+    With None nothing was chosen yet, and the best is taken as it is. A pure function: controllers that know the same
+    numbers come to the same plan.
+    """
+
+    def promised_s(plan: Plan) -> float:
+        shared = plan.manner == "shared"
+        return factors[plan.manner] * forecast_s(loads, plan.division, setting, shared=shared)
+
+    best = min(_plans(loads, setting), key=promised_s)
+    if current is None:
+        return best
+    now_s, best_s = promised_s(current), promised_s(best)
+    return best if now_s - best_s > MARGIN * best_s + setting.swap_s / HORIZON else current
+
+
+def _plans(loads: Mapping[str, Load], setting: Setting) -> list[Plan]:
+    """The best of each manner. On one slot phases come by themselves."""
+    everywhere = divide(setting.num_slots, loads, setting)
+    shared = [] if setting.exclusive else [Plan(everywhere, "shared")]
+    if setting.num_slots == 1:
+        return [Plan(everywhere, "together"), *shared]
+    divided = best_division(loads, setting)
+    held = [Plan(divided, "held")] if min(divided.values()) > 0 else []  # a role without a slot needs a move
+    return [Plan(divided, "divided"), *held, Plan(everywhere, "phases"), Plan(everywhere, "together"), *shared]
+
+
+def best_division(loads: Mapping[str, Load], setting: Setting) -> Division:
+    """The middle of the divisions around the shortest forecast that are as good as that one.
+
+    Rounds become slowly longer on either side until one role is too few, and then fast: the middle is the safe place.
+    """
+    most = setting.num_slots - 1
+    tried = sorted({*range(1, most + 1, math.ceil(most / _MOST)), most})
+    told_s = [forecast_s(loads, divide(rollout, loads, setting), setting) for rollout in tried]
+    first = last = min(range(len(tried)), key=told_s.__getitem__)
+    enough_s = AS_GOOD * told_s[first]
+    while first > 0 and told_s[first - 1] <= enough_s:
+        first -= 1
+    while last < len(tried) - 1 and told_s[last + 1] <= enough_s:
+        last += 1
+    return divide((tried[first] + tried[last] + 1) // 2, loads, setting)
+
+
+def divide(rollout: int, loads: Mapping[str, Load], setting: Setting) -> Division:
+    """So many slots for rollouts, the rest for the others by their work."""
+    others = [role for role in loads if role != ROLLOUT]
+    work = {role: loads[role].num_requests * loads[role].engine_s(setting.capacity[role]) for role in others}
+    return {ROLLOUT: rollout, **shares(work, setting.num_slots - rollout)}
+
+
+def shares(work: Mapping[str, float], num_slots: int) -> dict[str, int]:
+    """Whole slots in proportion to work (largest remainders), at a tie to the first named."""
+    total = sum(work.values())
+    exact = {role: num_slots * amount / total for role, amount in work.items()}
+    whole = {role: math.floor(share) for role, share in exact.items()}
+    for role in sorted(exact, key=lambda role: whole[role] - exact[role])[: num_slots - sum(whole.values())]:
+        whole[role] += 1
+    return whole

@@ -5,10 +5,9 @@ Not here: the deadline, which its parent holds (`loading.check_reward`).
 
 import os
 
-from ycore.config.run import RewardConfig
+from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError
-from ycore.rewards.channel import Channel, end_with_parent
-from ycore.rewards.descendants import adopt_orphans, kill_below
+from ycore.rewards.child import Channel, adopt_orphans, end_with_parent, kill_below
 from ycore.rewards.loading import check_here
 
 

@@ -1,26 +1,174 @@
 """From a reward's name to its function, with its arguments bound and checked.
 
+What a reward function asks for, read from its signature, and what it is given when it is called.
+
+Importing a person's reward function: `file.py:function` or `package.module:function`.
+
 Not here: the built-in functions (`builtin`), importing a person's file (`importing`), and calling (`worker`).
 """
 
 import functools
+import importlib
 import importlib.util
 import inspect
 import itertools
 import json
 import subprocess
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
-from ycore.config.run import RewardConfig
+from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError, nearest
 from ycore.rewards.builtin import BUILTIN, LIBRARIES, Reward
-from ycore.rewards.descendants import kill_group_and_below
-from ycore.rewards.environment import reward_environment
-from ycore.rewards.importing import import_function
-from ycore.rewards.inputs import SUPPLIED, Inputs, inputs_of, require_columns
+from ycore.rewards.child import kill_group_and_below, reward_environment
 from ycore.rewards.reference import REFERENCE, check_reference, is_reference
+
+SUPPLIED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""What every call offers beside the dataset's columns; TRL's names."""
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The parameters of one reward function that are not bound to arguments yet."""
+
+    required: tuple[str, ...]
+    optional: tuple[str, ...]
+    bound: tuple[str, ...]
+    takes_any: bool
+
+    def accepts(self, name: str) -> bool:
+        """Whether a call should pass `name`. A bound argument stands, even where a column has its name."""
+        return name not in self.bound and (self.takes_any or name in self.required or name in self.optional)
+
+
+def inputs_of(function: Callable[..., Any]) -> Inputs:
+    """Read from the signature; of a partial, the keywords it holds are bound."""
+    bound = tuple(function.keywords) if isinstance(function, functools.partial) else ()
+    free = [parameter for name, parameter in inspect.signature(function).parameters.items() if name not in bound]
+    named = [parameter for parameter in free if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD)]
+    return Inputs(
+        required=tuple(parameter.name for parameter in named if parameter.default is parameter.empty),
+        optional=tuple(parameter.name for parameter in named if parameter.default is not parameter.empty),
+        bound=bound,
+        takes_any=any(parameter.kind is parameter.VAR_KEYWORD for parameter in free),
+    )
+
+
+def require_columns(inputs: Inputs, columns: Iterable[str], *, reward: str) -> None:
+    """Refuse a reward that asks for a column that the dataset does not have."""
+    known = sorted(set(columns))
+    for name in inputs.required:
+        if name in SUPPLIED or name in known:
+            continue
+        raise RewardError(
+            f"reward {reward!r} asks for the column {name!r}, and the dataset has {', '.join(known) or 'no columns'}"
+            f"{_way_out(name, known)}"
+        )
+
+
+def call_arguments(inputs: Inputs, request: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of one call, from a worker's request."""
+    offered = {
+        **request["inputs"],
+        "trainer_state": SimpleNamespace(global_step=request["step"]),
+        "log_extra": _ignore,
+        "log_metric": _ignore,
+    }
+    return {name: value for name, value in offered.items() if inputs.accepts(name)}
+
+
+def _way_out(name: str, known: list[str]) -> str:
+    if name == "answer":
+        return "; name the one that holds the right answer with --answer-column"
+    near = nearest(name, [*SUPPLIED, *known])
+    return near or "; rename a column, or give the parameter a default"
+
+
+def _ignore(*_args: Any, **_kwargs: Any) -> None:
+    """TRL's `log_extra` and `log_metric`, which rewards may call; a worker keeps no tables."""
+
+
+_LONGEST_MESSAGE = 300
+
+
+def import_function(name: str) -> Reward:
+    """The function that `name` says; the working folder, and a file's own folder, can be imported from."""
+    source, _, function = name.rpartition(":")
+    if not source or not function:
+        raise RewardError(f"reward {name!r} needs both sides of its colon: file.py:function or package.module:function")
+    _import_from(Path.cwd())
+    is_file = source.endswith(".py") or "/" in source
+    module = _import_file(name, Path(source).expanduser()) if is_file else _import_module(name, source)
+    return _function_of(name, module, function)
+
+
+def one_line(error: BaseException) -> str:
+    """An exception as `Type: message`, cut to one line of bounded length."""
+    message = " ".join(str(error).split())
+    return f"{type(error).__name__}: {message}"[:_LONGEST_MESSAGE] if message else type(error).__name__
+
+
+def _import_file(name: str, path: Path) -> ModuleType:
+    if not path.is_file():
+        near = nearest(path.name, (file.name for file in path.parent.glob("*.py")))
+        raise RewardError(f"reward {name!r}: no file {path}{near or '; give its path from the working folder'}")
+    _import_from(path.resolve().parent)
+    # The prefix keeps a file called math.py or types.py from taking the place of another module.
+    spec = importlib.util.spec_from_file_location(f"ycore_reward_{path.stem}", path)
+    if spec is None or spec.loader is None:
+        raise RewardError(f"reward {name!r}: {path} is no Python file; its name must end in .py")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as error:
+        raise RewardError(f"reward {name!r}: importing {path} raised {one_line(error)}") from error
+    return module
+
+
+def _import_module(name: str, source: str) -> ModuleType:
+    try:
+        return importlib.import_module(source)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{source}.".startswith(f"{error.name}."):
+            raise RewardError(f"reward {name!r}: importing {source} raised {one_line(error)}") from error
+        near = nearest(source, _importable_here()) or "; it must be installed, or lie under the working folder"
+        raise RewardError(f"reward {name!r}: no module {error.name!r}{near}") from error
+    except (Exception, SystemExit) as error:
+        raise RewardError(f"reward {name!r}: importing {source} raised {one_line(error)}") from error
+
+
+def _function_of(name: str, module: ModuleType, function: str) -> Reward:
+    try:
+        found = getattr(module, function)  # not vars(): a module may make its names on demand, as trl.rewards does
+    except AttributeError:
+        public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        near = nearest(function, public) or _listed(public)
+        raise RewardError(f"reward {name!r}: no function {function!r} there{near}") from None
+    if not callable(found):
+        raise RewardError(f"reward {name!r}: {function!r} is a {type(found).__name__}; it must be a function")
+    reward: Reward = found
+    return reward
+
+
+def _listed(names: list[str]) -> str:
+    return f"; it has {', '.join(names[:8])}" if names else "; it has none"
+
+
+def _importable_here() -> Iterable[str]:
+    here = Path.cwd()
+    for file in [*here.glob("*.py"), *here.glob("*/*.py")]:
+        yield ".".join(file.relative_to(here).with_suffix("").parts)
+
+
+def _import_from(folder: Path) -> None:
+    if str(folder) not in sys.path:
+        sys.path.insert(0, str(folder))
+
 
 CHECK_DEADLINE_S = 8.0
 

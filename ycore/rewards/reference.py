@@ -12,7 +12,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ycore.config.run import RewardConfig, Strict
+from ycore.config.schema import RewardConfig, Strict
 from ycore.errors import RewardError
 
 REFERENCE = "reference_probability"

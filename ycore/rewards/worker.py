@@ -21,16 +21,12 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, NamedTuple, SupportsFloat
 
-from ycore.config.run import RewardConfig
+from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError
+from ycore.rewards.answers import without_thinking
 from ycore.rewards.builtin import LIBRARIES, Reward
-from ycore.rewards.channel import Channel, end_with_parent
-from ycore.rewards.descendants import adopt_orphans
-from ycore.rewards.importing import one_line
-from ycore.rewards.inputs import Inputs, call_arguments, inputs_of
-from ycore.rewards.loading import load_reward
-from ycore.rewards.privileges import drop_root, python_files
-from ycore.rewards.text import without_thinking
+from ycore.rewards.child import Channel, adopt_orphans, drop_root, end_with_parent, python_files
+from ycore.rewards.loading import Inputs, call_arguments, inputs_of, load_reward, one_line
 
 
 class Source(NamedTuple):

@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ycore.data.order import PromptOrder
+from ycore.data.prompts import PromptOrder
 from ycore.selftest.job import NUM_ROWS, is_dull
 
 Rounds = Sequence[Mapping[str, Any]]

@@ -25,7 +25,7 @@ def main() -> None:
     """`OPTIONS` is a JSON object of the scripted engine's own options."""
     options = json.loads(sys.argv[1])
     sys.argv = ["ycore", *sys.argv[2:]]
-    from ycore.roles import rollout
+    from ycore.engine import commands as rollout
 
     # Whoever imports the function after this line gets ours.
     rollout.server_command = lambda engine, **_: engine_words(engine, options)

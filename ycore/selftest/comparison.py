@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import load_file
 
-from ycore.run_folder.paths import RunFolder
-from ycore.telemetry.metrics import read_metrics
+from ycore.run.metrics import read_metrics
+from ycore.run.paths import RunFolder
 
 COMPARED = ("loss", "grad_norm", "reward", "learning_rate", "entropy", "completions/mean_length", "ycore/reward")
 """Of a step's metrics; the others are times, or tell what became of the process."""

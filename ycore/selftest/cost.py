@@ -10,11 +10,11 @@ Not here: the stopwatch (`stopwatch`).
 from dataclasses import replace
 
 from ycore.errors import RunError
+from ycore.run.metrics import read_metrics
 from ycore.selftest.bench import Bench, Row
 from ycore.selftest.copies import Edit, Patch, copy_package
 from ycore.selftest.runs import Run
 from ycore.selftest.stopwatch import VARIABLE, read_times
-from ycore.telemetry.metrics import read_metrics
 
 MOST = 0.03
 """The share of step time that protection may take."""
@@ -36,14 +36,12 @@ def _timed(part: str, file: str, anchor: str, function: str, *, indent: str = ""
 
 
 PARTS: tuple[Patch, ...] = (
-    _timed(
-        "journal", "ycore/controller/journal.py", "from ycore.controller.peers import Peers", "commit", indent="    "
-    ),
-    _timed("sums of the weights", "ycore/algorithms/checksum.py", "from ycore.errors import SyncError", "byte_sum"),
-    _timed("read back", "ycore/roles/vllm_worker.py", "from typing import Any", "read_back"),
+    _timed("journal", "ycore/round/journal.py", "from ycore.round.peers import Peers", "commit", indent="    "),
+    _timed("sums of the weights", "ycore/engine/weights.py", "from ycore.errors import SyncError", "byte_sum"),
+    _timed("read back", "ycore/engine/vllm_extension.py", "from typing import Any", "read_back"),
     _timed(
         "flush and manifest",
-        "ycore/run_folder/checkpoints.py",
+        "ycore/run/checkpoints.py",
         "from ycore.errors import RunError, RunFolderError",
         "publish",
     ),

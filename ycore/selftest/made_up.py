@@ -12,14 +12,13 @@ from types import FrameType
 from typing import Any
 
 from ycore.config.batch import derive_batch
-from ycore.config.needs import check_needs
-from ycore.config.overrides import resolve
 from ycore.config.presets import PRESETS
-from ycore.config.run import RunConfig
+from ycore.config.resolve import check_needs, resolve
+from ycore.config.schema import RunConfig
 from ycore.config.trl_arguments import trl_arguments
 from ycore.config.trl_fields import fields_of
 from ycore.errors import YcoreError
-from ycore.run_folder.paths import RunFolder
+from ycore.run.paths import RunFolder
 
 _TEXTS = ("", "a", "auto", "none", "null", "true", "vllm", "8", "-1", "1e-5", "nan", "ünï", "a/b", "x" * 300, "{", "[1")
 _NUMBERS = (0, 1, 2, 3, 4, 7, 8, 16, 64, -1, 2**31, 2**64, 0.0, 0.5, -0.5, 1e-5, 1e308, float("inf"), float("nan"))

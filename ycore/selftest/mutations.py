@@ -7,11 +7,11 @@ Not here: applying them (`copies`), and the battery that looks for them (`rows_m
 
 from ycore.selftest.copies import Edit, Patch
 
-_DURABLE = "ycore/algorithms/durable.py"
-_CHECKPOINTS = "ycore/run_folder/checkpoints.py"
-_STATE = "ycore/controller/state.py"
-_JOURNAL = "ycore/controller/journal.py"
-_ENGINE = "ycore/roles/vllm_engine.py"
+_DURABLE = "ycore/trl/checkpointing.py"
+_CHECKPOINTS = "ycore/run/checkpoints.py"
+_STATE = "ycore/round/journal.py"
+_JOURNAL = "ycore/round/journal.py"
+_ENGINE = "ycore/engine/vllm_engine.py"
 
 _LOADED = "        super()._load_optimizer_and_scheduler(checkpoint)\n"
 _LOAD = f"    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:\n{_LOADED}"
@@ -25,7 +25,7 @@ IN_PLACE = Patch(
     "checkpoint written in place",
     (
         Edit(
-            "ycore/roles/checkpoints.py",
+            "ycore/trainer/saved_state.py",
             "            if leads:\n                self._stage(staged)\n",
             "            if leads:\n                self._stage(staged)\n"
             "                place = checkpoint_of(self._folder, step)\n"
@@ -47,7 +47,7 @@ MUTATIONS: tuple[Patch, ...] = (
         (
             Edit(_DURABLE, _LOAD, f"    def _load_rng_state(self, checkpoint: Any) -> None:\n        pass\n\n{_LOAD}"),
             Edit(
-                "ycore/algorithms/trl_seam.py",
+                "ycore/trl/seam.py",
                 '        identity = f"{use}/',
                 '        return\n        identity = f"{use}/',
             ),
@@ -64,7 +64,7 @@ MUTATIONS: tuple[Patch, ...] = (
             ),
         ),
     ),
-    Patch("no flush", (Edit("ycore/run_folder/files.py", "            os.fsync(file.fileno())\n", ""),)),
+    Patch("no flush", (Edit("ycore/run/files.py", "            os.fsync(file.fileno())\n", ""),)),
     IN_PLACE,
     Patch(
         "checkpoint not verified",
@@ -81,7 +81,7 @@ MUTATIONS: tuple[Patch, ...] = (
         "a sync skipped",
         (
             Edit(
-                "ycore/controller/source.py",
+                "ycore/round/step.py",
                 "if self._synced != version and self._share_weights is not None:",
                 "if self._synced != version and version != 3 and self._share_weights is not None:",
             ),
@@ -91,7 +91,7 @@ MUTATIONS: tuple[Patch, ...] = (
         "loaded weights not proved",
         (
             Edit(
-                "ycore/algorithms/checksum.py",
+                "ycore/engine/weights.py",
                 "        if (sum(sums[name] for",
                 "        if False and (sum(sums[name] for",
             ),
@@ -120,19 +120,19 @@ MUTATIONS: tuple[Patch, ...] = (
         "seeds by order, not by position",
         (
             Edit(
-                "ycore/controller/draws.py",
+                "ycore/round/sampling.py",
                 '    digest = hashlib.blake2b(f"{run_seed}/{position}/{index}".encode(), digest_size=8).digest()\n',
                 '    _ASKED.append(1)\n    told = f"{run_seed}/{len(_ASKED)}"\n'
                 "    digest = hashlib.blake2b(told.encode(), digest_size=8).digest()\n",
             ),
-            Edit("ycore/controller/draws.py", "WHOLE = Shard()\n", "WHOLE = Shard()\n_ASKED: list[int] = []\n"),
+            Edit("ycore/round/sampling.py", "WHOLE = Shard()\n", "WHOLE = Shard()\n_ASKED: list[int] = []\n"),
         ),
     ),
     Patch(
         "steps written twice",
         (
             Edit(
-                "ycore/telemetry/metrics.py",
+                "ycore/run/metrics.py",
                 'if row.get("step", 0) <= step]',
                 'if row.get("step", 0) <= step + 1]',
             ),

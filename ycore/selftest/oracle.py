@@ -8,7 +8,7 @@ from concurrent.futures import Executor
 from dataclasses import dataclass
 
 from ycore.errors import RunError
-from ycore.run_folder.paths import RunFolder
+from ycore.run.paths import RunFolder
 from ycore.selftest.comparison import Result, compare, is_lively, read_result
 from ycore.selftest.job import Job
 from ycore.selftest.moments import Pace, pace_of

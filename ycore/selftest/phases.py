@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal
 
-from ycore.run_folder.paths import RunFolder
+from ycore.run.paths import RunFolder
 
 Phase = Literal["start", "sync", "round", "commit", "train", "save", "end"]
 PHASES: tuple[Phase, ...] = ("start", "sync", "round", "commit", "train", "save", "end")

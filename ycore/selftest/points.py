@@ -59,8 +59,8 @@ class Point:
         return Patch(f"die at: {self.name}", (Edit(self.file, self.line, new),))
 
 
-_SOURCE, _JOURNAL = "ycore/controller/source.py", "ycore/controller/journal.py"
-_FOLDER, _SAVER = "ycore/run_folder/checkpoints.py", "ycore/roles/checkpoints.py"
+_SOURCE, _JOURNAL = "ycore/round/step.py", "ycore/round/journal.py"
+_FOLDER, _SAVER = "ycore/run/checkpoints.py", "ycore/trainer/saved_state.py"
 _COMMIT = "        self._journal.commit(step, groups, controller_state(self._rounds), told)\n"
 
 POINTS: tuple[Point, ...] = (
@@ -70,11 +70,11 @@ POINTS: tuple[Point, ...] = (
     Point("engines have the weights", _SOURCE, "        self._synced = version\n", before=False),
     Point("round made, not committed", _JOURNAL, _COMMIT, before=True),
     Point("round committed, not trained on", _JOURNAL, _COMMIT, before=False),
-    Point("file flushed, not renamed", "ycore/run_folder/files.py", "        os.replace(partial, path)\n", before=True),
+    Point("file flushed, not renamed", "ycore/run/files.py", "        os.replace(partial, path)\n", before=True),
     Point("step taken, not told", _SAVER, "        self._trainer.refuse_broken_weights()\n", before=True),
     Point(
         "row of metrics written",
-        "ycore/telemetry/metrics.py",
+        "ycore/run/metrics.py",
         "        self._file.write(_line(row))\n",
         before=False,
     ),

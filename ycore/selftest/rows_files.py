@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ycore.errors import RunError
-from ycore.run_folder.rounds import round_file
+from ycore.run.resuming import round_file
 from ycore.selftest.bench import Bench, Row, row_of
 from ycore.selftest.comparison import Difference, compare, read_result
 from ycore.selftest.flushes import VARIABLE, read_flushes

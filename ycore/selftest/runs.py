@@ -19,9 +19,9 @@ import psutil
 
 from ycore.errors import Interrupted
 from ycore.launch.processes import is_alive
-from ycore.roles import RUN_MARKER
-from ycore.run_folder.paths import RunFolder
-from ycore.run_folder.private import temporary_folder
+from ycore.run.files import temporary_folder
+from ycore.run.paths import RunFolder
+from ycore.run.reports import RUN_MARKER
 from ycore.selftest.command import ENGINE_MODULE
 from ycore.selftest.phases import Glimpse, count_rows, glimpse
 from ycore.selftest.terminal import Terminal
@@ -31,7 +31,7 @@ _POLL_S = 0.002  # as near to a moment as a kill should come
 _WAIT_POLL_S = 0.05
 
 _ENGINES = (ENGINE_MODULE, "vllm.entrypoints.openai.api_server")
-_MODULES = {"trainer": "ycore.roles.trainer", "reward": "ycore.rewards.worker"}
+_MODULES = {"trainer": "ycore.trainer", "reward": "ycore.rewards.worker"}
 
 
 def has_role(words: Sequence[str], role: str) -> bool:

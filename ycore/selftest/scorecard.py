@@ -16,7 +16,6 @@ from types import FrameType
 from typing import Any
 
 from ycore.errors import ConfigError, Interrupted, RunError, nearest
-from ycore.launch.environment import environment_report
 from ycore.selftest.bench import Bench, Row, row_of
 from ycore.selftest.copies import copy_package
 from ycore.selftest.cost import cost_row
@@ -35,6 +34,7 @@ from ycore.selftest.rows_save import in_place_row, save_row
 from ycore.selftest.runs import Setting
 from ycore.selftest.table import as_json, as_lines
 from ycore.selftest.trial import kill, trial
+from ycore.tools.doctor import environment_report
 
 MakeRow = Callable[[Bench], Row]
 Say = Callable[[str], None]

@@ -9,8 +9,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from ycore.run_folder.files import read_json
-from ycore.run_folder.paths import RunFolder
+from ycore.run.files import read_json
+from ycore.run.paths import RunFolder
 from ycore.selftest.comparison import SAME, Difference, compare, compare_steps, read_result
 from ycore.selftest.job import Job
 from ycore.selftest.moments import Moment

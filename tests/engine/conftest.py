@@ -1,0 +1,62 @@
+"""Real engines for the tests of what is asked of them."""
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+
+import pytest
+
+from ycore.launch.engine_watch import is_healthy
+from ycore.launch.guardian import RunWatch, remove_leftovers
+from ycore.launch.processes import ManagedProcess
+from ycore.launch.scoring_models import EngineProcess
+from ycore.run.files import make_private, temporary_folder
+from ycore.run.paths import RunFolder
+
+_READY_WITHIN_S = 240
+Serve = Callable[[RunFolder, Sequence[EngineProcess]], AbstractContextManager[None]]
+
+
+@pytest.fixture(scope="session")
+def serve() -> Serve:
+    """`with serve(folder, engines):` all of them answer; after it nothing is left of them."""
+    return _serving
+
+
+@contextmanager
+def _serving(folder: RunFolder, engines: Sequence[EngineProcess]) -> Iterator[None]:
+    for path in (folder.sockets, temporary_folder(folder)):
+        make_private(path)
+    folder.logs.mkdir()
+    watch = RunWatch(folder.run_id)
+    processes: list[ManagedProcess] = []
+    try:
+        for one in engines:
+            processes.append(_start(folder, one))
+        deadline = time.monotonic() + _READY_WITHIN_S
+        while not all(is_healthy(one.socket) for one in engines):
+            for process in processes:
+                assert process.exit_code is None, process.last_line()
+            assert time.monotonic() < deadline, [process.last_line() for process in processes]
+            watch.look()
+            time.sleep(0.2)
+        yield
+    finally:
+        watch.look()
+        watch.kill(grace_s=0)
+        for process in processes:
+            process.wait(timeout_s=20)
+        watch.remove_segments()
+        remove_leftovers(folder)
+    assert RunWatch(folder.run_id).look() == []
+
+
+def _start(folder: RunFolder, engine: EngineProcess) -> ManagedProcess:
+    return ManagedProcess.start(
+        engine.name,
+        list(engine.command),
+        environment=engine.environment,
+        run_id=folder.run_id,
+        log=folder.log(engine.name),
+        cores=engine.cores,
+    )

@@ -1,0 +1,174 @@
+"""Asking judges: what is sent, what comes back, and which failures are asked again. An address of the test's own."""
+
+import asyncio
+import json
+from collections.abc import Callable, Coroutine
+from typing import Any, TypeVar
+
+import httpx
+import pytest
+
+from ycore.config.schema import RewardConfig
+from ycore.engine.judge_engine import Patience, Refused, RemoteJudge, chat_request, reply_of
+from ycore.errors import EngineError
+from ycore.judge.declaration import Judge
+from ycore.judge.sources import judge_of
+from ycore.judge.verdict import Reply
+
+T = TypeVar("T")
+QUESTION = [{"role": "user", "content": "Is it right?"}]
+PATIENCE = Patience(tries=4, first_s=0.001, most_s=0.002)
+
+
+def make_judge(**declared: Any) -> Judge:
+    args = {"base_url": "http://judges.test/v1", "model": "big", "verdict": {"kind": "score"}, **declared}
+    return judge_of(RewardConfig(reward="judge:test", args=args))
+
+
+def answer(text: str = "<score>7</score>", **choice: Any) -> dict[str, Any]:
+    return {
+        "choices": [{"message": {"content": text}, "finish_reason": "stop", **choice}],
+        "usage": {"total_tokens": 12},
+    }
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(work, 20))
+
+
+def remote(judge: Judge, handle: Callable[[httpx.Request], httpx.Response]) -> RemoteJudge:
+    transport = httpx.MockTransport(handle)
+    return RemoteJudge("test", judge, request_timeout_s=5, patience=PATIENCE, transport=transport)
+
+
+def ask(judge: Judge, handle: Callable[[httpx.Request], httpx.Response]) -> Reply:
+    async def work() -> Reply:
+        engine = remote(judge, handle)
+        try:
+            return await engine.ask(judge, QUESTION, seed=5)
+        finally:
+            await engine.close()
+
+    return run(work())
+
+
+def test_an_address_is_asked_as_openai_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MY_KEY", "secret")
+    seen: list[httpx.Request] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        seen.append(request)
+        return httpx.Response(200, json=answer())
+
+    reply = ask(make_judge(api_key_env="MY_KEY", max_tokens=9), handle)
+    assert (reply.text, reply.num_tokens, reply.first_token) == ("<score>7</score>", 12, None)
+    assert str(seen[0].url) == "http://judges.test/v1/chat/completions"
+    assert seen[0].headers["authorization"] == "Bearer secret"
+    assert json.loads(seen[0].content) == {
+        "model": "big", "messages": QUESTION, "seed": 5, "temperature": 0.0, "max_tokens": 9,
+    }  # fmt: skip
+
+
+def test_without_its_key_nothing_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MY_KEY", raising=False)
+    with pytest.raises(EngineError, match="MY_KEY is not set"):
+        remote(make_judge(api_key_env="MY_KEY"), lambda request: httpx.Response(200))
+
+
+@pytest.mark.parametrize("status", [429, 500, 503, None])
+def test_what_may_pass_is_asked_again(status: int | None) -> None:
+    calls = 0
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            return httpx.Response(200, json=answer())
+        if status is None:
+            raise httpx.ConnectError("refused")
+        return httpx.Response(status)
+
+    assert ask(make_judge(), handle).text == "<score>7</score>"
+    assert calls == 3
+
+
+@pytest.mark.parametrize("status", [301, 401, 403, 404])
+def test_what_will_not_pass_ends_at_once(status: int) -> None:
+    calls = 0
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        nonlocal calls
+        calls += 1
+        return httpx.Response(status, text="no such\nkey")
+
+    with pytest.raises(EngineError, match=f"answered {status}: no such key; check base_url, model and key"):
+        ask(make_judge(), handle)
+    assert calls == 1
+
+
+def test_one_question_refused_costs_it_and_many_in_a_row_end_the_run() -> None:
+    async def work(handle: Callable[[httpx.Request], httpx.Response], times: int) -> list[str]:
+        engine, judge, seen = remote(make_judge(), handle), make_judge(), []
+        for _ in range(times):
+            try:
+                await engine.ask(judge, QUESTION, seed=0)
+            except Refused as refusal:
+                seen.append(str(refusal))
+        await engine.close()
+        return seen
+
+    assert run(work(lambda request: httpx.Response(400), 3)) == ["the address refused the question"] * 3
+    assert run(work(lambda request: httpx.Response(503), 2)) == ["the address did not answer"] * 2
+    with pytest.raises(EngineError, match="the last 16 questions had no answer"):
+        run(work(lambda request: httpx.Response(422, text="too long"), 16))
+
+
+def test_a_wait_grows_and_is_no_shorter_than_the_address_asks() -> None:
+    patience = Patience(first_s=1, most_s=30)
+    assert all(0.5 * 2**attempt <= patience.wait_s(attempt) <= 2**attempt for attempt in range(5))
+    assert patience.wait_s(0, asked_for_s=7) == 7 and patience.wait_s(9) == patience.wait_s(0, asked_for_s=99) == 30
+
+
+def test_no_more_are_in_flight_than_the_judge_allows() -> None:
+    async def work() -> int:
+        now = most = 0
+
+        async def handle(request: httpx.Request) -> httpx.Response:
+            nonlocal now, most
+            now += 1
+            most = max(most, now)
+            await asyncio.sleep(0.01)
+            now -= 1
+            return httpx.Response(200, json=answer())
+
+        judge = make_judge(concurrency=3)
+        engine = RemoteJudge("test", judge, request_timeout_s=5, transport=httpx.MockTransport(handle))
+        await asyncio.gather(*(engine.ask(judge, QUESTION, seed=n) for n in range(12)))
+        await engine.close()
+        return most
+
+    assert run(work()) == 3
+
+
+@pytest.mark.parametrize("body", [[], {}, {"choices": []}, {"choices": [{"message": {}}]}, {"choices": [7]}])
+def test_an_answer_that_is_no_completion_is_an_error(body: Any) -> None:
+    with pytest.raises(EngineError, match="no chat completion"):
+        reply_of(body, name="test")
+
+
+def test_labels_ask_for_the_first_tokens_probabilities() -> None:
+    judge = make_judge(verdict={"kind": "labels", "labels": {"yes": 1, "no": 0}})
+    body = chat_request(judge, QUESTION, model="big", seed=0, again=False)
+    assert (body["max_tokens"], body["logprobs"], body["top_logprobs"]) == (1, True, 20)
+    top = [{"token": "yes", "logprob": -0.1}, {"token": "no", "logprob": -2.0}, {"token": "yes", "logprob": -9.0}]
+    reply = reply_of(answer("yes", logprobs={"content": [{"token": "yes", "top_logprobs": top}]}), name="test")
+    assert reply.first_token == {"yes": -0.1, "no": -2.0}
+
+
+def test_json_verdicts_go_with_their_schema() -> None:
+    judge = make_judge(verdict={"kind": "json", "reason": True, "min": 1, "max": 5})
+    body = chat_request(judge, QUESTION, model="big", seed=0, again=True)
+    schema = body["response_format"]["json_schema"]["schema"]
+    assert schema["required"] == ["reason", "score"] and schema["additionalProperties"] is False
+    assert schema["properties"]["score"] == {"type": "number", "minimum": 1.0, "maximum": 5.0}
+    assert body["temperature"] == 0.7, "asked again at 0, it would write the same"

@@ -1,0 +1,315 @@
+"""One real vLLM server on CPU, in float32: its log-probabilities are the trainer's, before and after updates."""
+
+import asyncio
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from safetensors.torch import load_file, save_file
+
+from ycore.config.schema import RewardConfig, RewardSettings
+from ycore.engine import Sampling
+from ycore.engine.commands import RolloutEngine
+from ycore.engine.vllm_engine import VllmEngine
+from ycore.engine.weights import byte_sum, write_manifest
+from ycore.errors import SyncError
+from ycore.launch.engines import is_vllm_installed
+from ycore.launch.scoring_models import engine_processes
+from ycore.models.tiny import write_tiny_model
+from ycore.rewards.pool import RewardPool
+from ycore.round.peers import Alone
+from ycore.round.round import Rules
+from ycore.round.sampling import DrawSource, completion_seed
+from ycore.round.scoring import rules_alone
+from ycore.round.step import Rounds
+from ycore.run.files import temporary_folder
+from ycore.run.paths import RunFolder
+from ycore.types import Completion, Prompt
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed"),
+    pytest.mark.timeout(300),
+]
+SAMPLING = Sampling(max_tokens=12, stop_token_ids=(2,))
+PROMPTS = [[9, 8, 7], [30, 31, 32, 33, 34, 35, 36], [50], [60, 61]]
+REWARD = """
+def spread(completion_ids):
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The tiny model, with the sums of its tensors beside it, as if a trainer had written it as version 0."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("model"))
+    write_manifest(folder, 0, {name: byte_sum(tensor) for name, tensor in stored_in(folder).items()})
+    return folder
+
+
+def stored_in(folder: Path) -> dict[str, Any]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+@pytest.fixture(scope="module")
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any) -> Iterator[Path]:
+    """The socket of a vLLM server with the tiny model in float32; killed in any case."""
+    folder = RunFolder(tmp_path_factory.mktemp("run"))
+    engine = RolloutEngine(
+        name="rollout-0",
+        model=model,
+        socket=folder.socket("rollout-0"),
+        temporary=temporary_folder(folder),
+        run_id=folder.run_id,
+        dtype="float32",
+        max_model_len=64,
+        max_num_seqs=16,
+        seed=0,
+        cores=(min(os.sched_getaffinity(0)),),
+    )
+    with serve(folder, engine_processes([engine], [])):
+        yield engine.socket
+
+
+def engine_at(socket: Path, sampling: Sampling = SAMPLING) -> VllmEngine:
+    return VllmEngine("rollout-0", socket, sampling, request_timeout_s=60)
+
+
+def ask(server: Path, model: Path, sampling: Sampling, times: int = 1) -> list[list[Completion]]:
+    async def work() -> list[list[Completion]]:
+        engine = engine_at(server, sampling)
+        await engine.load_weights(model, 0)
+        answers = []
+        for _ in range(times):
+            asked = [
+                engine.complete(prompt, completion_seed(0, position, index))
+                for position, prompt in enumerate(PROMPTS)
+                for index in range(8)
+            ]
+            answers.append(list(await asyncio.gather(*asked)))
+        await engine.close()
+        return answers
+
+    return asyncio.run(work())
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+def test_logprobs_are_the_trainers_own(server: Path, model: Path, temperature: float) -> None:
+    sampling = Sampling(max_tokens=12, temperature=temperature, stop_token_ids=(2,))
+    (completions,) = ask(server, model, sampling)
+    prompts = [prompt for prompt in PROMPTS for _ in range(8)]
+    gaps = [
+        abs(ours - theirs)
+        for prompt, completion in zip(prompts, completions, strict=True)
+        for ours, theirs in zip(
+            trainer_logprobs(model, prompt, completion, temperature), logprobs(completion), strict=True
+        )
+    ]
+    print(f"mean gap {sum(gaps) / len(gaps):.2g}, largest {max(gaps):.2g}, over {len(gaps)} tokens")
+    assert sum(gaps) / len(gaps) < 0.01
+
+
+def test_the_same_seeds_give_the_same_tokens_and_others_do_not(server: Path, model: Path) -> None:
+    first, second = ask(server, model, SAMPLING, times=2)
+    assert [completion.token_ids for completion in first] == [completion.token_ids for completion in second]
+    assert len({completion.token_ids for completion in first}) > 28
+
+
+def test_a_completion_ends_with_its_end_token_or_at_its_limit(server: Path, model: Path) -> None:
+    ends = (2, *range(6, 26))  # vLLM ends at the model's own end token in any case
+    (completions,) = ask(server, model, Sampling(max_tokens=12, stop_token_ids=ends))
+    assert {completion.finish_reason for completion in completions} == {"stop", "length"}
+    for completion in completions:
+        assert not set(completion.token_ids[:-1]) & set(ends)
+        assert (completion.token_ids[-1] in ends) == (completion.finish_reason == "stop")
+        assert len(completion.token_ids) <= 12 and len(logprobs(completion)) == len(completion.token_ids)
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_engine_and_trainer_agree_on_every_step(
+    server: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
+) -> None:
+    gaps, version = train(server, model, tmp_path, monkeypatch, lora=lora, syncs=True)
+    print(f"gaps by step, synced: {gaps}")
+    assert len(gaps) == 4 and max(gaps) < 0.01
+    assert version == "3"
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_without_the_sync_they_drift_apart(
+    server: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
+) -> None:
+    gaps, version = train(server, model, tmp_path, monkeypatch, lora=lora, syncs=False)
+    print(f"gaps by step, frozen: {gaps}")
+    assert gaps[0] < 0.01 and gaps[-1] > 0.05
+    assert version == "0"
+
+
+def train(
+    server: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, lora: bool, syncs: bool
+) -> tuple[list[float], str]:
+    """Four steps at a large learning rate; the gap of each, and the version that the engine says it holds."""
+    import torch
+
+    from ycore.engine.weights import write_weights
+
+    ask(server, model, SAMPLING)  # the checkpoint's weights, as version 0
+    (tmp_path / "their_rewards.py").write_text(REWARD)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("TRL_EXPERIMENTAL_SILENCE", "1")
+    trainer = make_trainer(model, tmp_path, lora=lora)
+    weights = tmp_path / "weights"
+
+    def share(version: int) -> Path:
+        write_weights(trainer.bare_model, weights, dtype=torch.float32, version=version)
+        return weights
+
+    rounds = Rounds(
+        engines=[engine_at(server)],
+        scoring=rules_alone(
+            RewardPool(
+                [RewardConfig(reward="their_rewards.py:spread")],
+                settings=RewardSettings(workers=1),
+                log=tmp_path / "rewards.log",
+                run_id="test-vllm",
+            )
+        ),
+        draws=DrawSource(
+            [Prompt(row=row, content=str(row)) for row in range(len(PROMPTS))],
+            seed=0,
+            encode=lambda prompt: tuple(PROMPTS[prompt.row]),
+            max_prompt_tokens=32,
+        ),
+        rules=Rules(group_size=4, seed=0, reward_weights=(1.0,)),
+        peers=Alone(),
+        share_weights=share if syncs else None,
+    )
+    rounds.record = trainer.record
+    trainer.rounds = rounds
+    try:
+        rounds.start(timeout_s=60)
+        trainer.train()
+    finally:
+        rounds.close()
+    rows = [row for row in trainer.state.log_history if "ycore/logprob_gap" in row]
+    return [row["ycore/logprob_gap"] for row in rows], told_version(server)
+
+
+def test_a_sync_that_does_not_arrive_is_an_error_on_that_step(server: Path, model: Path, tmp_path: Path) -> None:
+    """Each weight moved a little; then all of it sent, one tensor left out, half of one, none at all, and the old."""
+    import torch
+
+    moved = {name: tensor + 1e-3 * torch.ones_like(tensor) for name, tensor in stored_in(model).items()}
+    sums = {name: byte_sum(tensor) for name, tensor in moved.items()}
+    left_out = "model.layers.1.self_attn.k_proj.weight"
+    half = "model.layers.0.mlp.down_proj.weight"
+    file = tmp_path / "model-00000.safetensors"
+
+    def send(tensors: dict[str, Any], version: int) -> float:
+        save_file(tensors, file)
+        write_manifest(tmp_path, version, sums)
+
+        async def work() -> float:
+            engine = engine_at(server)
+            await engine.load_weights(tmp_path, version)
+            await engine.complete([9, 8, 7], 1)
+            await engine.close()
+            return engine.proved
+
+        return asyncio.run(work())
+
+    old = stored_in(model)
+    all_of_them = f"{len(sums)} of {len(sums)}"
+    with pytest.raises(SyncError, match=rf"rollout-0: policy version 1: {all_of_them} tensors are not the trainer's"):
+        send(old, 1)  # a file that nobody had written anew
+    with pytest.raises(SyncError, match=r"policy version 2: 3 of .*k_proj.weight"):
+        send({name: tensor for name, tensor in moved.items() if name != left_out}, 2)
+    with pytest.raises(SyncError, match=r"policy version 3: 1 of .*layers.0.mlp.down_proj.weight"):
+        send({**moved, half: torch.cat([moved[half][:10], old[half][10:]])}, 3)
+    assert send(moved, 4) == 1.0
+    assert told_version(server) == "4"
+    with pytest.raises(SyncError, match=r"stale weights: .* holds policy version 4, and 5 was to be sent"):
+        asyncio.run(engine_at(server).load_weights(tmp_path, 5))
+
+
+def told_version(server: Path) -> str:
+    with httpx.Client(transport=httpx.HTTPTransport(uds=str(server)), base_url="http://rollout-0") as client:
+        return str(client.get("/weight_info").json()["weight_version"])
+
+
+def make_trainer(model: Path, output: Path, *, lora: bool) -> Any:
+    from datasets import Dataset
+    from peft import LoraConfig
+    from transformers import AutoTokenizer
+    from trl import GRPOConfig
+
+    from ycore.trl.seam import SeamGRPOTrainer, placeholder_rewards
+
+    return SeamGRPOTrainer(
+        model=str(model),
+        reward_funcs=placeholder_rewards(["spread"]),
+        args=GRPOConfig(
+            output_dir=str(output / "out"),
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to="none",
+            disable_tqdm=True,
+            save_strategy="no",
+            logging_steps=1,
+            max_steps=4,
+            learning_rate=3e-2 if lora else 1e-2,
+            lr_scheduler_type="constant",
+            per_device_train_batch_size=8,
+            gradient_accumulation_steps=2,
+            num_generations=4,
+            max_completion_length=12,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": ["tick"] * 16}),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        peft_config=LoraConfig(r=8, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None,
+    )
+
+
+def logprobs(completion: Completion) -> tuple[float, ...]:
+    assert completion.logprobs is not None
+    return completion.logprobs
+
+
+def trainer_logprobs(model: Path, prompt: list[int], completion: Completion, temperature: float) -> list[float]:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype="float32")
+    tokens = list(completion.token_ids)
+    with torch.no_grad():
+        logits = loaded(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1] / temperature
+    values: list[float] = logits.log_softmax(-1)[range(len(tokens)), tokens].tolist()
+    return values
+
+
+def test_the_probability_of_given_tokens_and_greedy_completions_are_the_models_own(server: Path, model: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    context, target = [9, 8, 7], [30, 31, 32]
+
+    async def work() -> tuple[tuple[float, ...], Completion, Completion]:
+        engine = engine_at(server, Sampling(max_tokens=4, temperature=2.0))
+        try:
+            await engine.load_weights(model, 0)
+            greedy = [await engine.complete(context, seed, greedy=True) for seed in (1, 2)]
+            return await engine.logprobs_of(context, target), greedy[0], greedy[1]
+        finally:
+            await engine.close()
+
+    logprobs, first, second = asyncio.run(work())
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    with torch.no_grad():
+        rows = policy(torch.tensor([[*context, *target]])).logits[0].log_softmax(-1)
+    assert logprobs == pytest.approx([rows[2 + place, token].item() for place, token in enumerate(target)], abs=1e-3)
+    assert first.token_ids == second.token_ids, "the seed plays no part"
+    assert first.token_ids[0] == int(rows[2].argmax())

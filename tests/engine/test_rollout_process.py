@@ -1,0 +1,168 @@
+"""The command and environment of an engine, and one real engine from start to nothing left."""
+
+import os
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ycore.engine.commands import RolloutEngine, engine_command, engine_environment, kv_cache_gib
+from ycore.errors import ConfigError
+from ycore.launch.engine_watch import is_healthy
+from ycore.launch.engines import is_vllm_installed
+from ycore.launch.guardian import RunWatch, remove_leftovers
+from ycore.launch.processes import ManagedProcess
+from ycore.run.files import make_private, temporary_folder
+from ycore.run.paths import RunFolder
+
+CPU = RolloutEngine(
+    name="rollout-0",
+    model=Path("/models/m"),
+    socket=Path("/run/rollout-0.sock"),
+    temporary=Path("/tmp/ycore-abc"),
+    run_id="abc",
+    dtype="bfloat16",
+    max_model_len=512,
+    max_num_seqs=64,
+    seed=7,
+    cores=(0, 1),
+    memory_gib=2,
+)
+
+
+def test_the_command_on_cpu() -> None:
+    assert engine_command(CPU) == [
+        *[sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "/models/m"],
+        *["--served-model-name", "policy", "--uds", "/run/rollout-0.sock", "--dtype", "bfloat16"],
+        *["--max-model-len", "512", "--max-num-seqs", "64", "--seed", "7"],
+        *["--generation-config", "vllm", "--uvicorn-log-level", "warning", "--logprobs-mode", "processed_logprobs"],
+        *["--worker-extension-cls", "ycore.engine.vllm_extension.PolicyWorker"],
+        *["--distributed-executor-backend", "uni", "--block-size", "32"],
+        *["--max-num-batched-tokens", "2048"],
+        *["--disable-uvicorn-access-log", "--no-enable-log-requests", "--no-enable-chunked-prefill", "--enforce-eager"],
+    ]
+
+
+def test_the_command_on_a_device() -> None:
+    gpu = replace(CPU, cores=None, device="3")
+    command = engine_command(gpu)
+    assert "--enforce-eager" not in command
+    assert command[command.index("--gpu-memory-utilization") + 1] == "0.3"
+    assert engine_environment(gpu, base={})["CUDA_VISIBLE_DEVICES"] == "3"
+    assert "OMP_NUM_THREADS" not in engine_environment(gpu, base={})
+    assert "--enable-sleep-mode" not in command
+    assert "--enable-sleep-mode" in engine_command(replace(gpu, sleeps=True))
+    assert engine_environment(replace(gpu, sleeps=True), base={}) == engine_environment(gpu, base={})
+
+
+def test_the_environment_carries_the_marker_and_no_secrets() -> None:
+    base = {"PATH": "/bin", "HF_TOKEN": "canary", "WANDB_API_KEY": "canary", "OMP_NUM_THREADS": "64", "TMPDIR": "/t"}
+    environment = engine_environment(CPU, base=base)
+    assert "canary" not in environment.values()
+    assert environment["PATH"] == "/bin"
+    expected = {
+        "YCORE_RUN": "abc",
+        "SPT_NOENV": "1",
+        "TMPDIR": "/tmp/ycore-abc",
+        "OMP_NUM_THREADS": "2",
+        "VLLM_CPU_KVCACHE_SPACE": "2",
+        "VLLM_SERVER_DEV_MODE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+    assert {name: environment[name] for name in expected} == expected
+
+
+def test_threads_wait_with_little_spinning_where_another_engine_wants_their_cores() -> None:
+    assert "GOMP_SPINCOUNT" not in engine_environment(CPU, base={"GOMP_SPINCOUNT": "7"})
+    assert engine_environment(CPU, base={}, has_neighbours=True)["GOMP_SPINCOUNT"] == "1000"
+    assert "GOMP_SPINCOUNT" not in engine_environment(replace(CPU, cores=(0,)), base={}, has_neighbours=True)
+
+
+def test_kv_cache_follows_the_models_shape() -> None:
+    smollm2 = {"num_hidden_layers": 30, "num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576}
+    per_token = 2 * 30 * 3 * 64 * 2
+    assert kv_cache_gib(smollm2, 2**30 // per_token) == 1
+    assert kv_cache_gib(smollm2, 2**30 // per_token + 1) == 2
+    assert kv_cache_gib(smollm2, 2**30 // per_token, bytes_per_value=4) == 2
+    assert kv_cache_gib({"text_config": {**smollm2, "head_dim": 128}}, 2**30 // per_token) == 2
+
+
+def test_a_config_without_a_shape_names_the_way_out() -> None:
+    with pytest.raises(ConfigError, match=r"no 'num_attention_heads'; set engine\.memory_gib"):
+        kv_cache_gib({"model_type": "odd"}, 1)
+
+
+@pytest.mark.engine
+@pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed")
+def test_a_real_engine_starts_answers_and_leaves_nothing(tmp_path: Path) -> None:
+    from ycore.models.tiny import write_tiny_model
+
+    folder = RunFolder(tmp_path / "run")
+    engine = RolloutEngine(
+        name="rollout-0",
+        model=write_tiny_model(tmp_path / "model"),
+        socket=folder.socket("rollout-0"),
+        temporary=temporary_folder(folder),
+        run_id=folder.run_id,
+        dtype="float32",
+        max_model_len=128,
+        max_num_seqs=4,
+        seed=0,
+        cores=(min(os.sched_getaffinity(0)),),
+    )
+    for path in (folder.sockets, engine.temporary):
+        make_private(path)
+    before = shared_memory_files()
+    process = ManagedProcess.start(
+        engine.name,
+        engine_command(engine),
+        environment=engine_environment(engine),
+        run_id=folder.run_id,
+        log=tmp_path / "log",
+        cores=engine.cores,
+    )
+    watch = RunWatch(folder.run_id)
+    try:
+        deadline = time.monotonic() + 180
+        while not is_healthy(engine.socket):
+            assert process.exit_code is None, process.last_line()
+            assert time.monotonic() < deadline, process.last_line()
+            time.sleep(0.2)
+        living = watch.look()
+        assert len(living) >= 2  # the server and its engine core
+        for member in living:  # the worst way to end: everything at once, and nobody cleans up after itself
+            member.kill()
+        process.wait(timeout_s=20)
+    finally:
+        watch.kill(grace_s=0)
+        watch.remove_segments()
+        remove_leftovers(folder)
+    assert RunWatch(folder.run_id).look() == []
+    wait_for(lambda: not unused(shared_memory_files() - before))
+    assert not folder.sockets.exists()
+    assert not engine.temporary.exists()
+
+
+def shared_memory_files() -> set[Path]:
+    return {path for path in Path("/dev/shm").iterdir() if path.is_file()}
+
+
+def unused(files: set[Path]) -> set[Path]:
+    """Those that no process has mapped: another engine on this machine keeps its own."""
+    mapped: set[int] = set()
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        try:
+            mapped |= {int(line.split()[4]) for line in maps.read_text().splitlines() if " /dev/shm/" in line}
+        except OSError:
+            continue
+    return {path for path in files if path.exists() and path.stat().st_ino not in mapped}
+
+
+def wait_for(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 10
+    while not condition():
+        assert time.monotonic() < deadline, "waited too long"
+        time.sleep(0.1)

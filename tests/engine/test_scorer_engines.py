@@ -1,0 +1,188 @@
+"""Two real vLLM servers on CPU, planned as a run plans them: a judge's, and a reward model's, against transformers."""
+
+import asyncio
+import os
+from collections.abc import Coroutine, Iterator
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from ycore.config.schema import RunConfig
+from ycore.engine.commands import RolloutEngine
+from ycore.engine.judge_engine import LocalJudge, Refused, VllmRewardModel
+from ycore.engine.server import Server
+from ycore.judge.question import Questioner
+from ycore.judge.sources import judge_of
+from ycore.judge.verdict import Unreadable, read_value
+from ycore.launch.engines import is_vllm_installed
+from ycore.launch.scoring_models import engine_processes, plan_scorers
+from ycore.models.tiny import write_tiny_model
+from ycore.round.scorers import reward_model_encoder, special_tokens
+from ycore.run.files import temporary_folder
+from ycore.run.paths import RunFolder
+from ycore.types import Prompt
+
+pytestmark = [
+    pytest.mark.engine,
+    pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed"),
+    pytest.mark.timeout(300),
+]
+T = TypeVar("T")
+LABELS = {"kind": "labels", "labels": {"a": 1.0, "b": 0.0}, "min_mass": 0.001}
+PROMPT = Prompt(0, [{"role": "user", "content": "What is 2 + 2?"}])
+TEXTS = ["4", "It is four.", "<|end|>4", "I do not know that at all, sorry", "5"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def classifier(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The same decoder under a random head of one label."""
+    import torch
+    from transformers import AutoTokenizer, LlamaForSequenceClassification
+
+    folder = tmp_path_factory.mktemp("classifier")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        LlamaForSequenceClassification.from_pretrained(model, num_labels=1).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+    return folder
+
+
+def config_of(model: Path, classifier: Path) -> RunConfig:
+    judge = {"reward": "judge:test", "args": {"verdict": LABELS}}
+    rewards: list[Any] = [judge, {"reward": f"rm:{classifier}"}]
+    return RunConfig(model=str(model), dataset="task:addition", rewards=rewards, output="unused", dtype="float32")
+
+
+@pytest.fixture(scope="module")
+def servers(model: Path, classifier: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any) -> Iterator[RunFolder]:
+    """The folder of a run whose judge and reward model answer; its rollout engine is planned and not started."""
+    folder = RunFolder(tmp_path_factory.mktemp("run"))
+    slot = RolloutEngine(
+        name="rollout-0",
+        model=model,
+        socket=folder.socket("rollout-0"),
+        temporary=temporary_folder(folder),
+        run_id=folder.run_id,
+        dtype="float32",
+        max_model_len=256,
+        max_num_seqs=16,
+        seed=0,
+        cores=(min(os.sched_getaffinity(0)),),
+    )
+    plans = plan_scorers(config_of(model, classifier), folder, [slot], fetch=Path)
+    planned = engine_processes([], plans)
+    assert [(one.name, one.role) for one in planned] == [("judge-0", "judge"), ("reward-model-0", "reward_model")]
+    with serve(folder, planned):
+        yield folder
+
+
+def server_of(folder: RunFolder, name: str) -> Server:
+    return Server(name, folder.socket(name), request_timeout_s=60)
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(asyncio.wait_for(work, 120))
+
+
+def test_a_reward_model_gives_transformers_logits(servers: RunFolder, classifier: Path) -> None:
+    import torch
+    from transformers import AutoModelForSequenceClassification, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(classifier)
+    encode = reward_model_encoder(tokenizer)
+    asked = [encode(PROMPT, text) for text in TEXTS]
+
+    async def logits() -> list[float]:
+        engine = VllmRewardModel(server_of(servers, "reward-model-0"))
+        told = await asyncio.gather(*(engine.logit(ids) for ids in asked))
+        await engine.close()
+        return list(told)
+
+    ours = run(logits())
+    reference = AutoModelForSequenceClassification.from_pretrained(classifier, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        theirs = [float(reference(torch.tensor([ids])).logits[0, 0]) for ids in asked]
+    print(f"vLLM {ours}, transformers {theirs}")
+    assert ours == pytest.approx(theirs, abs=2e-5)
+    assert len(set(theirs)) == len(TEXTS), "texts that cannot be told apart prove nothing"
+
+
+def test_a_judges_label_probabilities_are_the_models_own(servers: RunFolder, model: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    judge = judge_of(config_of(model, model).rewards[0])
+    questioner = Questioner(judge, special_tokens(tokenizer))
+    questions = [questioner.pointwise(PROMPT, text, key=text) for text in TEXTS]
+
+    async def ask() -> list[dict[str, float]]:
+        engine = LocalJudge(server_of(servers, "judge-0"))
+        replies = await asyncio.gather(*(engine.ask(judge, question, seed=1) for question in questions))
+        await engine.close()
+        return [dict(reply.first_token or {}) for reply in replies]
+
+    reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    for question, told in zip(questions, run(ask()), strict=True):
+        ids = tokenizer.apply_chat_template(
+            question, add_generation_prompt=True, return_dict=False, return_tensors="pt"
+        )
+        with torch.inference_mode():
+            logprobs = reference(ids).logits[0, -1].log_softmax(-1)
+        likeliest = torch.topk(logprobs, 20)
+        expected = {tokenizer.decode([t]): float(p) for t, p in zip(likeliest.indices, likeliest.values, strict=True)}
+        common = expected.keys() & told.keys()
+        assert len(common) >= 18, "the twentieth may differ in its last digit"
+        assert [told[token] for token in common] == pytest.approx([expected[token] for token in common], abs=1e-3)
+
+
+def test_structured_output_holds_a_judge_to_its_json(servers: RunFolder, model: Path) -> None:
+    """A random model writes no JSON by itself."""
+    judge = judge_of(config_of(model, model).rewards[0]).model_copy(
+        update={"verdict": judge_of(_json_reward(model)).verdict, "temperature": 1.0, "max_tokens": 40}
+    )
+
+    async def ask() -> list[str]:
+        engine = LocalJudge(server_of(servers, "judge-0"))
+        asked = (
+            engine.ask(judge, Questioner(judge).pointwise(PROMPT, text, key=text), seed=n)
+            for n, text in enumerate(TEXTS)
+        )
+        replies = await asyncio.gather(*asked)
+        await engine.close()
+        read = []
+        for reply in replies:
+            assert reply.text.lstrip().startswith("{")
+            try:
+                assert 0 <= read_value(judge, reply) <= 10
+                read.append(reply.text)
+            except Unreadable:
+                assert reply.finish_reason == "length" or "range" not in reply.text
+        return read
+
+    assert run(ask()), "at least one of them came to its end"
+
+
+def test_a_question_that_is_too_long_is_refused_alone(servers: RunFolder, model: Path) -> None:
+    judge = judge_of(config_of(model, model).rewards[0])
+
+    async def ask() -> None:
+        engine = LocalJudge(server_of(servers, "judge-0"))
+        long = Questioner(judge).pointwise(PROMPT, "x" * 2000, key="1")
+        with pytest.raises(Refused, match="refused the question"):
+            await engine.ask(judge, long, seed=0)
+        short = await engine.ask(judge, Questioner(judge).pointwise(PROMPT, "4", key="1"), seed=0)
+        assert short.first_token
+        await engine.close()
+
+    run(ask())
+
+
+def _json_reward(model: Path) -> Any:
+    return config_of(model, model).rewards[0].model_copy(update={"args": {"verdict": {"kind": "json"}}})

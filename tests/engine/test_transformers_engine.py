@@ -1,0 +1,112 @@
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from trl.trainer.utils import add_fused_lm_head
+
+from ycore.engine import Sampling, transformers_engine
+from ycore.engine.transformers_engine import TransformersEngine
+from ycore.models.tiny import write_tiny_model
+from ycore.trl.forward import add_compact_head
+from ycore.types import Completion
+
+PROMPTS = [[9, 8, 7], [30, 31, 32, 33, 34, 35, 36], [50], [60, 61]]
+ENDS = (2, *range(6, 26))
+
+
+@pytest.fixture(scope="module")
+def parts(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    """Model and tokenizer as the trainer has them: with its heads, in training."""
+    folder: Path = write_tiny_model(tmp_path_factory.mktemp("model"))
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3.0)
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    add_compact_head(model, temperature=1.0)
+    tokenizer: Any = AutoTokenizer.from_pretrained(folder)
+    return model.train(), tokenizer
+
+
+def complete(
+    parts: tuple[Any, Any], sampling: Sampling, asked: Sequence[tuple[list[int], int]], *, version: int = 0
+) -> list[Completion]:
+    async def work() -> list[Completion]:
+        engine = TransformersEngine(*parts, sampling)
+        await engine.wait_ready(timeout_s=1)
+        await engine.load_weights(Path("/nowhere"), version)
+        answers = await asyncio.gather(*(engine.complete(prompt, seed) for prompt, seed in asked))
+        await engine.close()
+        return list(answers)
+
+    return asyncio.run(asyncio.wait_for(work(), 60))
+
+
+def test_completions_have_the_shape_of_an_engines(parts: tuple[Any, Any]) -> None:
+    asked = [(prompt, seed) for prompt in PROMPTS for seed in range(8)]
+    completions = complete(parts, Sampling(max_tokens=12, stop_token_ids=ENDS), asked, version=3)
+    assert {completion.finish_reason for completion in completions} == {"stop", "length"}
+    for completion in completions:
+        assert completion.logprobs is None and completion.policy_version == 3
+        assert not set(completion.token_ids[:-1]) & set(ENDS)
+        assert (completion.token_ids[-1] in ENDS) == (completion.finish_reason == "stop")
+        assert 1 <= len(completion.token_ids) <= 12
+        assert completion.text == parts[1].decode(completion.token_ids, skip_special_tokens=True)
+    assert len({completion.token_ids for completion in completions}) > 20
+
+
+def test_the_same_request_gives_the_same_completions_and_another_seed_does_not(parts: tuple[Any, Any]) -> None:
+    sampling = Sampling(max_tokens=12)
+    first = complete(parts, sampling, [(prompt, 5) for prompt in PROMPTS])
+    assert complete(parts, sampling, [(prompt, 5) for prompt in PROMPTS]) == first
+    assert complete(parts, sampling, [(prompt, 6) for prompt in PROMPTS]) != first
+
+
+@pytest.mark.parametrize("most", [1, 3, 64])
+def test_prompts_of_unequal_lengths_do_not_touch_each_other(
+    parts: tuple[Any, Any], most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers_engine, "MAX_BATCH", most)
+    greedy = Sampling(max_tokens=10, temperature=0)
+    together = complete(parts, greedy, [(prompt, 0) for prompt in PROMPTS])
+    alone = [complete(parts, greedy, [(prompt, 0)])[0] for prompt in PROMPTS]
+    assert [c.token_ids for c in together] == [c.token_ids for c in alone]
+    for prompt, completion in zip(PROMPTS, together, strict=True):
+        assert completion.token_ids == by_hand(parts[0], prompt, 10)
+
+
+def by_hand(model: Any, prompt: list[int], num_tokens: int) -> tuple[int, ...]:
+    tokens = list(prompt)
+    with torch.no_grad():
+        for _ in range(num_tokens):
+            tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+    return tuple(tokens[len(prompt) :])
+
+
+def test_the_trainers_model_and_random_numbers_are_left_as_they_were(parts: tuple[Any, Any]) -> None:
+    torch.manual_seed(7)
+    expected = torch.rand(3)
+    torch.manual_seed(7)
+    complete(parts, Sampling(max_tokens=4), [([9], 1)])
+    assert torch.equal(torch.rand(3), expected)
+    assert parts[0].training
+
+
+def test_a_failed_batch_fails_everyone_in_it_and_no_other(
+    parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers_engine, "MAX_BATCH", 2)
+
+    async def work() -> list[Any]:
+        engine = TransformersEngine(*parts, Sampling(max_tokens=4))
+        asked = [engine.complete(prompt, 0) for prompt in ([9], [10_000], [8], [7])]
+        return await asyncio.gather(*asked, return_exceptions=True)
+
+    answers = asyncio.run(asyncio.wait_for(work(), 60))
+    assert [isinstance(answer, IndexError) for answer in answers] == [True, True, False, False]
+    assert all(isinstance(answer, Completion) for answer in answers[2:])

@@ -1,0 +1,111 @@
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from ycore.engine import weights
+from ycore.engine.weights import engine_weights, write_weights
+from ycore.models.tiny import write_tiny_model
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def policy(checkpoint: Path, *, lora: bool, dtype: torch.dtype = torch.float32) -> Any:
+    """A policy that has learned something: every trainable weight moved."""
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype)
+    if lora:
+        model = get_peft_model(model, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    draw = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn(parameter.shape, generator=draw))
+    return model
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_names_are_the_checkpoints_own(checkpoint: Path, lora: bool) -> None:
+    with safe_open(checkpoint / "model.safetensors", "pt") as file:
+        names = set(file.keys())
+    given = dict(engine_weights(policy(checkpoint, lora=lora), dtype=torch.float32))
+    assert set(given) == names
+    assert "lm_head.weight" not in given  # tied to the embedding, written once
+
+
+def test_merged_adapters_equal_pefts_own_merge(checkpoint: Path) -> None:
+    model = policy(checkpoint, lora=True)
+    given = dict(engine_weights(model, dtype=torch.float32))
+    merged = copy.deepcopy(model).merge_and_unload().state_dict()
+    base = load_file(checkpoint / "model.safetensors")
+    for name, weight in given.items():
+        assert (weight - merged[name]).abs().max() <= 1e-6
+    moved = [name for name, weight in given.items() if not torch.equal(weight, base[name])]
+    assert len(moved) == 14 and all("proj" in name for name in moved)  # seven linear layers in each of two
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_base_stays_bit_for_bit_after_many_writes(checkpoint: Path, dtype: torch.dtype, tmp_path: Path) -> None:
+    model = policy(checkpoint, lora=True, dtype=dtype)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    for _ in range(10):
+        write_weights(model, tmp_path, dtype=dtype)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+def test_a_model_loaded_from_what_was_written_is_the_policy(checkpoint: Path, lora: bool, tmp_path: Path) -> None:
+    model = policy(checkpoint, lora=lora).eval()
+    num_bytes = write_weights(model, tmp_path, dtype=torch.float32)
+    stored = stored_in(tmp_path)
+    assert num_bytes == sum(tensor.numel() * 4 for tensor in stored.values())
+    loaded: Any = AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    loaded.load_state_dict(stored, strict=False)
+    ids = torch.tensor([[9, 8, 7, 6, 5]])
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=0, atol=1e-5)
+
+
+def test_a_large_policy_is_written_in_several_files(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = policy(checkpoint, lora=True)
+    whole = dict(engine_weights(model, dtype=torch.float32))
+    monkeypatch.setattr(weights, "FILE_BYTES", 100_000)
+    for _ in range(2):  # the second time over the first
+        write_weights(model, tmp_path, dtype=torch.float32)
+    files = sorted(tmp_path.iterdir())
+    assert len(files) > 2 and all(path.suffix == ".safetensors" for path in files)
+    assert all(path.stat().st_size < 110_000 for path in files)
+    stored = stored_in(tmp_path)
+    assert stored.keys() == whole.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in whole.items())
+
+
+def test_a_rank_that_does_not_write_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:
+    assert write_weights(policy(checkpoint, lora=True), tmp_path, dtype=torch.float32, writes=False) == 0
+    assert list(tmp_path.iterdir()) == []
+
+
+def stored_in(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def test_untied_embeddings_are_both_written(tmp_path: Path, checkpoint: Path) -> None:
+    config = AutoModelForCausalLM.from_pretrained(checkpoint).config
+    config.tie_word_embeddings = False
+    given = dict(engine_weights(AutoModelForCausalLM.from_config(config), dtype=torch.float32))
+    assert {"lm_head.weight", "model.embed_tokens.weight"} <= set(given)
+
+
+def test_weights_are_written_in_the_engines_dtype(checkpoint: Path, tmp_path: Path) -> None:
+    write_weights(policy(checkpoint, lora=True), tmp_path, dtype=torch.bfloat16)
+    assert {tensor.dtype for tensor in stored_in(tmp_path).values()} == {torch.bfloat16}

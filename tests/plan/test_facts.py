@@ -1,0 +1,73 @@
+"""Parameter counts are those of the models themselves, and every way to name a config works."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ycore.errors import ModelError
+from ycore.plan.model_facts import facts_of, known_config, known_models, model_facts
+
+# As the hub tells them, or as the weights' own shapes add up.
+COUNTED = {
+    "smollm2-135m": 134_515_008,
+    "Qwen/Qwen2.5-0.5B-Instruct": 494_032_768,
+    "Qwen/Qwen2.5-3B-Instruct": 3_085_938_688,
+    "Qwen/Qwen2.5-7B": 7_615_616_512,
+    "Qwen/Qwen2.5-32B-Instruct": 32_763_876_352,
+    "Qwen/Qwen3-8B": 8_190_735_360,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "meta-llama/Llama-2-7b-hf": 6_738_415_616,
+    "meta-llama/Llama-3.1-8B-Instruct": 8_030_261_248,
+    "mistralai/Mistral-7B-Instruct-v0.3": 7_248_023_552,
+}
+
+
+@pytest.mark.parametrize("name", COUNTED)
+def test_parameters_are_counted_to_the_last(name: str) -> None:
+    config = known_config(name)
+    assert config is not None
+    assert facts_of(config, name=name).num_params == COUNTED[name]
+
+
+def test_adapters_are_counted_as_peft_counts_them() -> None:
+    config = known_config("smollm2-135m")
+    assert config is not None
+    assert facts_of(config, name="").lora_params(16) == 4_884_480
+
+
+def test_few_of_a_mixtures_experts_work_on_a_token() -> None:
+    facts = model_facts("Qwen3-30B-A3B")
+    assert 2.5e9 < facts.linear_params + facts.head_params < 3.4e9 < facts.num_params
+
+
+def test_a_config_comes_from_a_file_or_a_folder(tmp_path: Path) -> None:
+    config = known_config("Qwen3-0.6B")
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    by_folder, by_file = model_facts(str(tmp_path)), model_facts(str(tmp_path / "config.json"))
+    assert by_folder.num_params == by_file.num_params == model_facts("qwen3-0.6b").num_params
+
+
+def test_a_text_model_inside_another_is_the_one_that_is_counted() -> None:
+    config = known_config("Qwen3-0.6B")
+    assert facts_of({"text_config": config, "vision_config": {}}, name="x") == facts_of(config or {}, name="x")
+
+
+@pytest.mark.parametrize(
+    ("content", "told"),
+    [("{}", "needs num_attention_heads"), ("[]", "must hold a JSON object"), ("{", "cannot be read as JSON")],
+)
+def test_a_config_without_sizes_is_told(tmp_path: Path, content: str, told: str) -> None:
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ModelError, match=told):
+        model_facts(str(tmp_path))
+
+
+def test_an_unknown_model_comes_with_the_nearest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(ModelError, match="did you mean 'smollm2-135m'"):
+        model_facts("smollm2-153m")
+
+
+def test_every_known_model_can_be_planned() -> None:
+    assert all(model_facts(name).num_params > 1e8 for name in known_models())

@@ -1,0 +1,124 @@
+"""The verdict on what a preflight measured: everything that keeps a run from learning is named, with the way out."""
+
+import json
+from dataclasses import asdict, replace
+
+import pytest
+
+from ycore.plan.preflight_verdict import (
+    JudgeCount,
+    Measurements,
+    PromptCount,
+    TemplateCheck,
+    from_json,
+    histogram,
+    verdict,
+)
+
+GOOD = Measurements(
+    num_prompts=16,
+    group_size=4,
+    max_tokens=128,
+    context=2048,
+    truncated=0.05,
+    equal=0.25,
+    rewards=(0.0, 1.0, 0.5, 0.0) * 16,
+    masked=0.0,
+    generate_s=3.0,
+    reward_s=0.1,
+    mean_tokens=70.0,
+    prompts=PromptCount(rows=100, longest=200, longest_row=7, too_long=0, room=1920),
+    logprob_gap=0.02,
+    sync_gap=0.02,
+    stale_gap=0.8,
+)
+
+
+def test_a_good_run_has_nothing_to_mend() -> None:
+    told = verdict(GOOD)
+    assert told.learns and not told.findings
+    assert told.in_words == "this run can learn: 75% of the groups have something to compare"
+
+
+STOPS = [
+    ("everything truncated", {"truncated": 1.0}, "100% of the completions are cut off", "--max-tokens 512"),
+    ("all rewards zero", {"equal": 1.0, "rewards": (0.0,) * 64}, "every reward is 0", "easier prompts"),
+    ("all rewards one", {"equal": 1.0, "rewards": (1.0,) * 64}, "every reward is 1", "harder prompts"),
+    ("equal in every group", {"equal": 1.0}, "differ between prompts but in no group", "--temperature"),
+    (
+        "a judge that never parses",
+        {"judges": JudgeCount(calls=64, unreadable=64), "rewards": (), "masked": 1.0},
+        "100% of the judge's 64 answers hold no verdict",
+        "`json` verdict",
+    ),
+    (
+        "a wrong chat template",
+        {"template": TemplateCheck(problems=("it writes <|im_start|>, which this tokenizer does not have",))},
+        "not this model's: it writes <|im_start|>",
+        "chat_template.jinja",
+    ),
+    (
+        "a prompt longer than the context",
+        {"prompts": PromptCount(rows=100, longest=5000, longest_row=7, too_long=1, room=1920)},
+        "1 of 100 prompts are longer than the 1920 tokens that fit beside a completion; the longest, row 7, has 5000",
+        "--set engine.max_model_len=5128",
+    ),
+    (
+        "a sync that does not arrive",
+        {"sync_gap": 0.8, "stale_gap": 0.02},
+        "do not arrive in the engine",
+        "sync_weights",
+    ),
+    ("other weights in the engine", {"logprob_gap": 2.0}, "differ by 2.00", "dtype"),
+    ("no reward at all", {"rewards": (), "masked": 1.0, "problems": {"mine: TypeError": 64}}, "mine: TypeError", "log"),
+]
+
+
+@pytest.mark.parametrize(("change", "what", "mend"), [row[1:] for row in STOPS], ids=[row[0] for row in STOPS])
+def test_what_stops_a_run_is_named_with_its_mend(change: dict[str, object], what: str, mend: str) -> None:
+    told = verdict(replace(GOOD, **change))  # type: ignore[arg-type]
+    assert not told.learns
+    assert told.in_words.startswith("this run will not learn: ")
+    assert what in told.in_words and mend in told.in_words
+    assert told.findings[0].level == "stops"
+
+
+WARNS = [
+    ({"truncated": 0.4}, "40% of the completions"),
+    ({"equal": 0.9}, "90% of the groups"),
+    ({"judges": JudgeCount(calls=64, unreadable=16)}, "25% of the judge's"),
+    ({"masked": 0.5, "problems": {"mine: ValueError": 3}}, "mine: ValueError"),
+    ({"reward_s": 30.0}, "scoring takes 30.0 s"),
+    ({"logprob_gap": 0.2}, "differ by 0.20"),
+    ({"template": TemplateCheck(end_of_turn="<|end|>")}, "ends an answer with '<|end|>'"),
+]
+
+
+@pytest.mark.parametrize(("change", "what"), WARNS, ids=[what for _, what in WARNS])
+def test_what_slows_a_run_is_told_and_does_not_stop_it(change: dict[str, object], what: str) -> None:
+    told = verdict(replace(GOOD, **change))  # type: ignore[arg-type]
+    assert told.learns and [finding.level for finding in told.findings] == ["warns"]
+    assert what in told.in_words
+
+
+def test_what_stops_comes_before_what_slows() -> None:
+    told = verdict(replace(GOOD, truncated=0.4, equal=1.0, rewards=(0.0,) * 64))
+    assert [finding.level for finding in told.findings] == ["stops", "warns"]
+
+
+def test_no_longer_completion_is_advised_than_the_context_has_room_for() -> None:
+    lengths = PromptCount(rows=1, longest=1900, longest_row=0, too_long=0, room=1920)
+    told = verdict(replace(GOOD, truncated=1.0, prompts=lengths))
+    assert "--max-tokens 148" in told.in_words
+
+
+def test_a_histogram_counts_every_reward_once() -> None:
+    bins = histogram(GOOD.rewards, bins=4)
+    assert [count for _, _, count in bins] == [32, 0, 16, 16]
+    assert histogram((0.5, 0.5)) == [(0.5, 0.5, 2)]
+    assert histogram(()) == []
+
+
+def test_measurements_survive_json() -> None:
+    measured = replace(GOOD, judges=JudgeCount(3, 1), template=TemplateCheck(("a",), "<|end|>"))
+    assert from_json(json.loads(json.dumps(asdict(measured)))) == measured

@@ -1,0 +1,124 @@
+"""Settings that other projects have published, against what the formulas say of them.
+
+Model states (the first rows) follow from the same definitions, so they must agree closely. Whole settings ran on other
+software: a set of devices on which it trained must not be called too small by ours where ours does the same, and a
+step's time must be of the same size.
+"""
+
+from dataclasses import dataclass, replace
+
+import pytest
+
+from ycore.plan.devices import DEVICES, GB, GIB, Fleet
+from ycore.plan.job import Job, Sharding, Way
+from ycore.plan.memory import kv_bytes_per_token, trainer_states
+from ycore.plan.model_facts import ModelFacts, model_facts
+from ycore.plan.search import ranked, ways
+
+_ZERO = "arXiv 1910.02054, figure 1"
+_DEEPSPEED = "deepspeedai/DeepSpeed docs/code-docs/source/memory.rst"
+_VERL = "verl-project/verl docs/perf/device_tuning.rst"
+_NEMO = "NVIDIA-NeMo/RL docs/about/performance-summary.md, v0.4, on-policy GRPO"
+
+
+def of_size(num_params: float) -> ModelFacts:
+    """A model with about this many parameters, for what depends on nothing else."""
+    hidden = 1024
+    layers = round(num_params / 12.6e6)
+    facts = ModelFacts("sized", hidden, layers, 16, 16, 64, 2 * hidden, 32, tied=True)
+    return replace(facts, intermediate_size=round((num_params / layers - 4 * hidden**2) / 3 / hidden))
+
+
+@dataclass(frozen=True)
+class States:
+    """Bytes of weights, gradients and optimizer on one of so many devices."""
+
+    num_params: float
+    devices: int
+    sharding: Sharding
+    told: float
+    source: str
+    within: float = 0.05
+
+
+STATES = [
+    States(7.5e9, 64, "ddp", 120 * GB, _ZERO),
+    States(7.5e9, 64, "zero1", 31.4 * GB, _ZERO),
+    States(7.5e9, 64, "zero2", 16.6 * GB, _ZERO),
+    States(7.5e9, 64, "zero3", 1.88 * GB, _ZERO),
+    # DeepSpeed's own estimator keeps gradients whole and in float32 for stage 2, and counts 18 bytes for stage 3.
+    States(2.851e9, 8, "zero2", 15.93 * GIB, _DEEPSPEED, within=0.45),
+    States(2.851e9, 8, "zero3", 6.10 * GIB, _DEEPSPEED, within=0.15),
+    States(7.3767e8, 4, "zero3", 3291 * 2**20, _DEEPSPEED, within=0.15),
+]
+
+
+@pytest.mark.parametrize("row", STATES, ids=[f"{r.num_params / 1e9:.1f}B {r.devices}x {r.sharding}" for r in STATES])
+def test_model_states_are_those_published(row: States) -> None:
+    facts = of_size(row.num_params)
+    assert facts.num_params == pytest.approx(row.num_params, rel=0.01)
+    job = Job(facts, lora_rank=None)
+    parts = trainer_states(job, Way(row.devices, row.devices, row.sharding))
+    ours = sum(size for name, size in parts.items() if name != "copies")  # what the sources leave out
+    assert ours == pytest.approx(row.told, rel=row.within), row.source
+
+
+def test_the_cache_of_a_token_is_that_published() -> None:
+    """arXiv 2309.06180, section 3: 800 KB a token for OPT-13B, with 40 layers and a hidden size of 5120."""
+    opt = ModelFacts("OPT-13B", 5120, 40, 40, 40, 128, 20480, 50272, tied=True)
+    assert kv_bytes_per_token(opt, 2) == 800 * 1024
+
+
+@dataclass(frozen=True)
+class Setting:
+    """A setting that trained, or did not."""
+
+    model: str
+    device: str
+    devices: int
+    lora: bool
+    trains: bool
+    source: str
+    shardings: tuple[str, ...] = ("ddp", "zero2", "zero3", "fsdp2")
+
+
+SETTINGS = [
+    Setting("Qwen/Qwen2.5-0.5B-Instruct", "H100", 1, True, True, _VERL),
+    Setting("Qwen/Qwen2.5-1.5B-Instruct", "H100", 1, True, True, _VERL),
+    Setting("Qwen/Qwen2.5-3B-Instruct", "H100", 1, True, True, _VERL),
+    Setting("Qwen/Qwen2.5-7B-Instruct", "H100", 1, True, True, _VERL),
+    Setting("Qwen/Qwen2.5-14B-Instruct", "H100", 2, True, True, _VERL),
+    Setting("Qwen/Qwen2.5-32B-Instruct", "H100", 4, True, True, _VERL),
+    Setting("Qwen/Qwen2.5-72B-Instruct", "H100", 8, True, True, _VERL),
+    Setting("Qwen/Qwen2.5-72B-Instruct", "H800", 32, False, True, _VERL),
+    Setting("Qwen/Qwen2.5-3B-Instruct", "H100", 1, False, True, "huggingface/trl#2927: one device of 80 GB is enough"),
+    Setting("Qwen/Qwen2.5-7B-Instruct", "H100", 4, False, False, "huggingface/trl#2927: out of memory", ("ddp",)),
+    Setting("Qwen/Qwen2.5-7B-Instruct", "H20", 4, False, False, "huggingface/trl#2972: at the second step", ("ddp",)),
+]
+
+
+@pytest.mark.parametrize("row", SETTINGS, ids=[f"{r.model} {r.devices}x{r.device} {r.shardings[0]}" for r in SETTINGS])
+def test_what_trained_elsewhere_fits_and_what_did_not_does_not(row: Setting) -> None:
+    facts, fleet = model_facts(row.model), Fleet(DEVICES[row.device.lower()], row.devices)
+    job = Job(facts, prompts_per_step=32, group_size=4, prompt_tokens=256, completion_tokens=400, max_tokens=512,
+              lora_rank=32 if row.lora else None)  # fmt: skip
+    fitting, _ = ranked(job, fleet, ways(job, fleet, micro_batch=1, shardings=row.shardings))
+    assert bool(fitting) == row.trains, row.source
+
+
+# Seconds of a step; mean lengths are the source's, prompts taken as 100 tokens.
+STEPS = [
+    ("meta-llama/Llama-3.1-8B-Instruct", 16, 1060, 97.7),
+    ("Qwen/Qwen3-30B-A3B", 32, 3154, 225.0),
+    ("Qwen/Qwen3-32B", 32, 3206, 393.0),
+]
+
+
+@pytest.mark.parametrize(("model", "devices", "tokens", "told_s"), STEPS, ids=[row[0] for row in STEPS])
+def test_a_step_is_of_the_size_published(model: str, devices: int, tokens: int, told_s: float) -> None:
+    """Theirs computes log-probabilities twice more, of old policy and reference; ours is a plan, so within twice."""
+    fleet = Fleet(DEVICES["h100"], devices)
+    job = Job(model_facts(model), prompts_per_step=64, group_size=32, prompt_tokens=100,
+              completion_tokens=tokens - 100, max_tokens=3996, lora_rank=None)  # fmt: skip
+    fitting, _ = ranked(job, fleet, ways(job, fleet, micro_batch=1))
+    assert told_s / 2 < fitting[0].step_s < told_s * 2, _NEMO

@@ -1,0 +1,208 @@
+"""One of two controllers over a real process group: `rank_of_two.py SCENARIO FOLDER`, with torchrun's environment.
+
+A test tool. Its engine is no process: it writes the seed's last digit, as fast as it is told to. What the rank saw
+goes to FOLDER/SCENARIO-RANK.json.
+"""
+
+import asyncio
+import json
+import sys
+import threading
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from ycore.config.schema import RewardConfig, RewardSettings
+from ycore.errors import EngineError, YcoreError
+from ycore.rewards.pool import RewardPool
+from ycore.round.journal import controller_state, restore_controller
+from ycore.round.round import Rules
+from ycore.round.sampling import DrawSource, Shard
+from ycore.round.scoring import rules_alone
+from ycore.round.step import Rounds
+from ycore.round.torch_peers import TorchPeers
+from ycore.types import Completion, Group, Prompt
+
+NUM_ROWS = 64
+
+
+class ScriptedEngine:
+    """Deterministic by (prompt, seed); `breaks_after` requests it fails, `hangs` it never answers."""
+
+    name = "scripted"
+
+    def __init__(self, *, wait_s: float = 0.0, breaks_after: int | None = None, hangs: bool = False) -> None:
+        self.num_asked = 0
+        self.version = 0
+        self._wait_s, self._breaks_after, self._hangs = wait_s, breaks_after, hangs
+
+    async def wait_ready(self, *, timeout_s: float) -> None:
+        pass
+
+    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+        return tuple(-1.0 for _ in target_ids)
+
+    async def load_weights(self, folder: Path, version: int) -> None:
+        self.version = version
+
+    async def close(self) -> None:
+        pass
+
+    async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
+        self.num_asked += 1
+        if self._hangs:
+            await asyncio.Event().wait()
+        await asyncio.sleep(self._wait_s)
+        if self._breaks_after is not None and self.num_asked > self._breaks_after:
+            raise EngineError("scripted: gone")
+        length = 1 + seed % 37
+        return Completion((seed % 10,) * length, (-1.0,) * length, str(seed % 10), "stop", self.version)
+
+
+def make_rounds(peers: TorchPeers, engine: ScriptedEngine, folder: Path, **settings: Any) -> Rounds:
+    """Of every eight rows, those of rank 0 all teach, and one of the four of rank 1."""
+    rows = [Prompt(n, f"ask {n}", {"flat": n % 2 == 1 and n % 8 != 1}) for n in range(NUM_ROWS)]
+    rounds = Rounds(
+        engines=[engine],
+        scoring=rules_alone(
+            RewardPool(
+                [RewardConfig(reward=f"{folder}/their_rewards.py:digit")],
+                settings=RewardSettings(workers=1, deadline_s=30),
+                log=folder / f"rewards-{peers.rank}.log",
+                run_id="test-two-ranks",
+            )
+        ),
+        draws=DrawSource(
+            rows, seed=None, encode=lambda p: (p.row + 1,), max_prompt_tokens=5, shard=Shard(peers.rank, peers.world)
+        ),
+        rules=Rules(**{"group_size": 4, "seed": 5, "reward_weights": (1.0,), **settings}),
+        peers=peers,
+        share_weights=lambda version: folder,
+    )
+    rounds.start(timeout_s=30)
+    return rounds
+
+
+def told(groups: Sequence[Group]) -> list[dict[str, Any]]:
+    return [{"position": g.draw.position, "row": g.draw.prompt.row, "tokens": g.num_tokens} for g in groups]
+
+
+def a_round(peers: TorchPeers, folder: Path, **settings: Any) -> dict[str, Any]:
+    wait_s = 0.4 if peers.rank else 0.05  # rank 0 is idle by the time that rank 1 finds its groups wanting
+    rounds, metrics = make_rounds(peers, ScriptedEngine(wait_s=wait_s), folder, **settings), {}
+    rounds.record = metrics.__setitem__
+    try:
+        groups = rounds.next_round(step=0, num_groups=4)
+        state = json.loads(json.dumps(controller_state(rounds)))
+        again = make_rounds(peers, ScriptedEngine(), folder, **settings)
+        restore_controller(again, state)
+        restored = controller_state(again) == controller_state(rounds)
+        again.close()
+    finally:
+        rounds.close()
+    return {"groups": told(groups), "metrics": metrics, "drawn": state["cursor"], "state": state, "restored": restored}
+
+
+def dynamic(peers: TorchPeers, folder: Path) -> dict[str, Any]:
+    return a_round(peers, folder, dynamic=True, max_tries=8)
+
+
+def plain(peers: TorchPeers, folder: Path) -> dict[str, Any]:
+    return a_round(peers, folder)
+
+
+def slow_and_fast(peers: TorchPeers, folder: Path) -> dict[str, Any]:
+    """Engines of unequal speed that take one group at a time: what is not begun is whoever's is free."""
+    rounds = make_rounds(peers, ScriptedEngine(wait_s=0.4 if peers.rank else 0.02), folder, max_in_flight=1)
+    try:
+        groups = rounds.next_round(step=0, num_groups=6)
+    finally:
+        rounds.close()
+    return {"groups": told(groups), "drawn": rounds.draws.cursor}
+
+
+def exchange(peers: TorchPeers, folder: Path) -> dict[str, Any]:
+    """What passes is what was sent, and the senders count it."""
+    rounds = make_rounds(peers, ScriptedEngine(), folder)
+    try:
+        first = rounds.next_round(step=0, num_groups=3)
+        offers = peers.gather_offers([])
+        sums = peers.add_up([peers.rank + 1.0, 10.0])
+    finally:
+        rounds.close()
+    return {"groups": told(first), "sent": peers.bytes_sent, "empty": len(offers), "sums": sums}
+
+
+def broken(peers: TorchPeers, folder: Path) -> dict[str, Any]:
+    engine = ScriptedEngine(wait_s=0.05, breaks_after=3) if peers.rank else ScriptedEngine(hangs=True)
+    return fails(peers, engine, folder)
+
+
+def absent(peers: TorchPeers, folder: Path) -> dict[str, Any]:
+    """Rank 1 does not come to a collective in time."""
+    short = TorchPeers(timeout_s=1.0)
+    if peers.rank:
+        time.sleep(4)
+        return {"message": None}
+    try:
+        short.add_up([1.0])
+    except YcoreError as error:
+        return {"message": str(error)}
+    return {"message": "it came all the same"}
+
+
+def stopped(peers: TorchPeers, folder: Path) -> dict[str, Any]:
+    """Rank 1 is asked to stop while both generate; rank 0 hears of it."""
+    return stops(peers, ScriptedEngine(hangs=True), folder)
+
+
+def stopped_while_waited_for(peers: TorchPeers, folder: Path) -> dict[str, Any]:
+    """Rank 1 is asked to stop when rank 0 has all its groups and waits."""
+    return stops(peers, ScriptedEngine(hangs=peers.rank == 1), folder)
+
+
+def stops(peers: TorchPeers, engine: ScriptedEngine, folder: Path) -> dict[str, Any]:
+    rounds = make_rounds(peers, engine, folder)
+    try:
+        if peers.rank == 1:
+            threading.Timer(0.5, rounds.stop.set).start()
+        return outcome(rounds, peers, tells=False)
+    finally:
+        rounds.close()
+
+
+def fails(peers: TorchPeers, engine: ScriptedEngine, folder: Path) -> dict[str, Any]:
+    rounds = make_rounds(peers, engine, folder)
+    try:
+        return outcome(rounds, peers, tells=True)
+    finally:
+        rounds.close()
+
+
+def outcome(rounds: Rounds, peers: TorchPeers, *, tells: bool) -> dict[str, Any]:
+    began = time.monotonic()
+    try:
+        rounds.next_round(step=0, num_groups=4)
+    except YcoreError as error:
+        if tells:
+            peers.fail(f"{type(error).__name__}: {error}")
+        return {"error": type(error).__name__, "message": str(error), "after_s": time.monotonic() - began}
+    return {"error": None}
+
+
+def main() -> None:
+    names, folder = sys.argv[1].split(","), Path(sys.argv[2])
+    dist.init_process_group("gloo")
+    peers = TorchPeers()
+    for name in names:
+        seen = globals()[name](peers, folder)
+        (folder / f"{name}-{peers.rank}.json").write_text(json.dumps(seen))
+        dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

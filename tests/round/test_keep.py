@@ -1,0 +1,57 @@
+"""Which groups can teach: rewards that differ by more than rounding, masked ones left out."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ycore.round.sampling import TOLERANCE, can_teach, total_reward
+from ycore.types import Completion, Draw, Group, Prompt, Score
+
+REWARDS = st.one_of(st.none(), st.floats(-10, 10))
+
+
+def group(*rows: tuple[float | None, ...]) -> Group:
+    completion = Completion((1,), (-1.0,), "a", "stop", 0)
+    scores = tuple(tuple(Score(value) for value in row) for row in rows)
+    return Group(Draw(0, Prompt(0, "ask"), (1,)), (completion,) * len(rows), scores)
+
+
+@pytest.mark.parametrize(
+    ("rewards", "teaches"),
+    [
+        ([0.0, 1.0], True),
+        ([1.0, 1.0, 1.0], False),
+        ([0.1 + 0.2, 0.3], False),  # not equal to the bit
+        ([0.0, TOLERANCE / 2], False),
+        ([0.0, TOLERANCE * 2], True),
+        ([None, 1.0], False),  # one scored completion has nothing to differ from
+        ([None, None], False),
+        ([None, 0.0, 1.0], True),
+    ],
+)
+def test_rewards_that_differ_teach(rewards: list[float | None], teaches: bool) -> None:
+    assert can_teach(group(*[(reward,) for reward in rewards]), [1.0]) is teaches
+
+
+def test_sources_are_weighted_before_they_are_compared() -> None:
+    canceling = group((1.0, 0.0), (0.0, 0.5))
+    assert not can_teach(canceling, [1.0, 2.0])
+    assert can_teach(canceling, [1.0, 1.0])
+    assert not can_teach(group((1.0, 7.0), (1.0, 3.0)), [1.0, 0.0])
+
+
+def test_a_masked_source_counts_for_nothing() -> None:
+    assert total_reward([Score(None, "late"), Score(0.5)], [1.0, 2.0]) == 1.0
+    assert total_reward([Score(None), Score(None)], [1.0, 2.0]) is None
+
+
+@given(st.lists(REWARDS, min_size=2, max_size=8), st.floats(-10, 10), st.randoms())
+def test_a_shift_or_another_order_changes_nothing(rewards: list[float | None], shift: float, dice: object) -> None:
+    known = [reward for reward in rewards if reward is not None]
+    span = max(known) - min(known) if known else 0.0
+    if abs(span - TOLERANCE) < 1e-9:
+        return  # on the edge, rounding may decide
+    moved = [None if reward is None else reward + shift for reward in rewards]
+    expected = can_teach(group(*[(reward,) for reward in rewards]), [1.0])
+    assert can_teach(group(*[(reward,) for reward in moved]), [1.0]) is expected
+    assert can_teach(group(*[(reward,) for reward in reversed(rewards)]), [1.0]) is expected

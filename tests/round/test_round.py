@@ -1,0 +1,181 @@
+"""The round over an engine of the test's own (an `Engine` without a process) and the real reward workers."""
+
+import asyncio
+import gc
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from ycore.config.schema import RewardConfig, RewardSettings
+from ycore.errors import EngineError
+from ycore.rewards.pool import RewardPool
+from ycore.round.peers import Alone
+from ycore.round.round import Round, RoundStats, Rules
+from ycore.round.sampling import DrawSource, completion_seed
+from ycore.round.scoring import rules_alone
+from ycore.types import Completion, Finished, Prompt
+
+T = TypeVar("T")
+
+REWARDS = """
+def parity(completions, answer):
+    if any("7" in text for text in completions):
+        raise ValueError("seven")
+    return [float(int(text) % 2 == int(a)) for text, a in zip(completions, answer)]
+
+def same(completions, **columns):
+    return [1.0 for _ in completions]
+
+def last_digit(completions, **columns):
+    return [float(text[-1]) for text in completions]
+"""
+
+
+class TestEngine:
+    """Writes the seed's last digits, after a wait; notes what it was asked."""
+
+    __test__ = False
+
+    def __init__(self, name: str = "one", *, wait_s: Callable[[Sequence[int]], float] = lambda prompt: 0.0) -> None:
+        self.name = name
+        self.asked: list[tuple[tuple[int, ...], int]] = []
+        self.most_in_flight = 0
+        self._wait_s = wait_s
+        self._in_flight = 0
+
+    async def wait_ready(self, *, timeout_s: float) -> None:
+        pass
+
+    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+        return tuple(-1.0 for _ in target_ids)
+
+    async def load_weights(self, folder: Path, version: int) -> None:
+        pass
+
+    async def close(self) -> None:
+        pass
+
+    async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
+        self.asked.append((tuple(prompt_ids), seed))
+        self._in_flight += 1
+        self.most_in_flight = max(self.most_in_flight, self._in_flight)
+        await asyncio.sleep(self._wait_s(prompt_ids))
+        self._in_flight -= 1
+        digits = tuple(int(digit) for digit in str(seed)[-2:])
+        return Completion(digits, (-1.0,) * len(digits), "".join(map(str, digits)), "stop", 0)
+
+
+class BrokenEngine(TestEngine):
+    async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
+        await asyncio.sleep(0.01)
+        raise EngineError(f"{self.name}: gone")
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    (tmp_path / "their_rewards.py").write_text(REWARDS)
+    monkeypatch.chdir(tmp_path)
+    yield tmp_path
+
+
+def prompts(num: int) -> list[Prompt]:
+    return [Prompt(row=row, content=f"prompt {row}", columns={"answer": str(row % 2)}) for row in range(num)]
+
+
+def source(num: int = 6) -> DrawSource:
+    return DrawSource(prompts(num), seed=None, encode=lambda p: (p.row + 10,), max_prompt_tokens=5)
+
+
+async def run_round(
+    engines: Sequence[TestEngine],
+    rules: Rules,
+    *,
+    rewards: Sequence[str] = ("same",),
+    need: int = 4,
+    ready: int = 0,
+) -> tuple[list[Finished], RoundStats]:
+    specs = [RewardConfig(reward=f"their_rewards.py:{name}") for name in rewards]
+    settings = RewardSettings(workers=2, deadline_s=10)
+    async with RewardPool(specs, settings=settings, log=Path("rewards.log"), run_id="test-round") as pool:
+        work = Round(engines, rules_alone(pool, num_sources=len(specs)), rules, Alone()).run(
+            source().draw, need=need, ready=ready, step=0
+        )
+        return await asyncio.wait_for(work, 30)
+
+
+def run(work: Coroutine[Any, Any, T]) -> T:
+    return asyncio.run(work)
+
+
+def rules(**settings: Any) -> Rules:
+    return Rules(**{"group_size": 3, "seed": 5, "reward_weights": (1.0,), **settings})
+
+
+def test_groups_come_in_the_order_drawn_whichever_ends_first(folder: Path) -> None:
+    engine = TestEngine(wait_s=lambda prompt: 0.3 - 0.05 * (prompt[0] - 10))
+    finished, stats = run(run_round([engine], rules()))
+    assert [item.group.draw.position for item in finished] == [0, 1, 2, 3]
+    for item in finished:
+        seeds = [completion_seed(5, item.group.draw.position, index) for index in range(3)]
+        assert [completion.text for completion in item.group.completions] == [str(seed)[-2:] for seed in seeds]
+        assert all(asked in engine.asked for asked in ((item.group.draw.token_ids, seed) for seed in seeds))
+    assert (stats.drawn, stats.num_tokens, stats.num_masked) == (4, 24, 0)
+
+
+def test_rewards_get_their_columns_and_masked_ones_are_counted(folder: Path) -> None:
+    finished, stats = run(run_round([TestEngine()], rules(reward_weights=(1.0, 1.0)), rewards=["parity", "same"]))
+    masked = 0
+    for item in finished:
+        for completion, (parity, same) in zip(item.group.completions, item.group.scores_GR, strict=True):
+            assert same.value == 1.0
+            if "7" in completion.text:
+                masked += 1
+                assert parity.value is None and "seven" in str(parity.problem)
+            else:
+                assert parity.value == float(int(completion.text) % 2 == item.group.draw.prompt.row % 2)
+    assert masked > 0, "the seeds of this test write no 7"
+    assert sum(stats.problems.values()) == masked
+    assert stats.num_masked == 0, "a completion with one reward left is not masked"
+
+
+def test_a_completion_without_any_reward_is_masked(folder: Path) -> None:
+    finished, stats = run(run_round([TestEngine()], rules(), rewards=["parity"]))
+    texts = [completion.text for item in finished for completion in item.group.completions]
+    assert stats.num_masked == sum("7" in text for text in texts) > 0
+
+
+def test_engines_share_the_work_evenly(folder: Path) -> None:
+    engines = [TestEngine(name, wait_s=lambda prompt: 0.1) for name in ("one", "two", "three")]
+    run(run_round(engines, rules()))
+    assert [len(engine.asked) for engine in engines] == [4, 4, 4]
+    assert [engine.most_in_flight for engine in engines] == [4, 4, 4]
+
+
+def test_groups_that_cannot_teach_are_replaced(folder: Path) -> None:
+    finished, stats = run(run_round([TestEngine()], rules(dynamic=True), rewards=["last_digit"], need=4))
+    assert sum(item.teaches for item in finished) >= 4
+    for item in finished:
+        assert item.teaches == (len({completion.text[-1] for completion in item.group.completions}) > 1)
+    assert stats.drawn == len(finished)
+
+
+def test_tries_are_limited_when_nothing_can_teach(folder: Path) -> None:
+    finished, stats = run(run_round([TestEngine()], rules(dynamic=True, max_tries=3), rewards=["same"], need=2))
+    assert stats.drawn == len(finished) == 6
+    assert not any(item.teaches for item in finished)
+
+
+def test_groups_from_before_are_not_drawn_again(folder: Path) -> None:
+    _, stats = run(run_round([TestEngine()], rules(), need=4, ready=3))
+    assert stats.drawn == 1
+
+
+def test_an_engine_that_breaks_is_one_plain_error(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """All of its requests fail at once: one error is raised, and no other is left to be printed by asyncio."""
+    with pytest.raises(EngineError, match="one: gone") as caught:
+        run(run_round([BrokenEngine()], rules()))
+    del caught
+    gc.collect()
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []

@@ -1,0 +1,48 @@
+"""Groups come back from JSON as they went in, and a column that JSON cannot say becomes text."""
+
+import datetime
+import math
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ycore.round.journal import finished_from_json, finished_to_json, from_bytes, to_bytes
+from ycore.types import Completion, Draw, Finished, Group, Prompt, Score
+
+LOGPROBS = st.floats(-1e6, 0.0, allow_nan=False)
+TEXT = st.text(max_size=20)
+COMPLETIONS = st.builds(
+    Completion,
+    token_ids=st.lists(st.integers(0, 200_000), max_size=6).map(tuple),
+    logprobs=st.one_of(st.none(), st.lists(LOGPROBS, max_size=6).map(tuple)),
+    text=TEXT,
+    finish_reason=st.sampled_from(["stop", "length"]),
+    policy_version=st.integers(0, 1000),
+)
+COLUMNS = st.dictionaries(TEXT, st.one_of(TEXT, st.integers(), st.booleans(), st.none(), st.lists(TEXT, max_size=3)))
+CHAT = st.lists(st.fixed_dictionaries({"role": TEXT, "content": TEXT}), max_size=3)
+PROMPTS = st.builds(Prompt, row=st.integers(0, 99), content=st.one_of(TEXT, CHAT), columns=COLUMNS)
+SCORES = st.builds(Score, value=st.one_of(st.none(), st.floats(-10, 10)), problem=st.one_of(st.none(), TEXT))
+GROUPS = st.builds(
+    Group,
+    draw=st.builds(Draw, st.integers(0, 99), PROMPTS, st.lists(st.integers(0, 99), max_size=5).map(tuple)),
+    completions=st.lists(COMPLETIONS, max_size=3).map(tuple),
+    scores_GR=st.lists(st.lists(SCORES, max_size=2).map(tuple), max_size=3).map(tuple),
+)
+
+
+@given(GROUPS, st.booleans())
+def test_a_group_comes_back_as_it_went(group: Group, teaches: bool) -> None:
+    assert from_bytes(to_bytes(group)) == group
+    assert finished_from_json(finished_to_json(Finished(group, teaches))) == Finished(group, teaches)
+
+
+def test_a_logprob_that_is_no_number_stays_none() -> None:
+    group = Group(Draw(0, Prompt(0, "a"), (1,)), (Completion((1,), (math.nan,), "a", "stop", 0),), ((Score(1.0),),))
+    (logprob,) = from_bytes(to_bytes(group)).completions[0].logprobs or ()
+    assert math.isnan(logprob)
+
+
+def test_a_column_that_json_has_no_word_for_becomes_its_text() -> None:
+    group = Group(Draw(0, Prompt(7, "a", {"when": datetime.date(2020, 1, 1)}), (1,)), (), ())
+    assert from_bytes(to_bytes(group)).draw.prompt.columns == {"when": "2020-01-01"}

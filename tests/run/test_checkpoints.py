@@ -1,0 +1,196 @@
+"""Checkpoints on disk: whatever happens to their files, what is chosen is whole, and what is not is named."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from ycore.errors import RunFolderError
+from ycore.run import checkpoints
+from ycore.run.checkpoints import (
+    checkpoint_of,
+    checkpoints_in,
+    clear_leftovers,
+    drop_oldest,
+    newest_whole,
+    problem_of,
+    publish,
+    read_manifest,
+    set_aside_after,
+    staging,
+    step_of,
+)
+
+FILES = {"adapter_model.safetensors": b"w" * 5000, "optimizer.pt": b"o" * 9000, "inner/zero.pt": b"z" * 100}
+
+
+def save(folder: Path, step: int) -> Path:
+    """What a trainer does, in small."""
+    staged = staging(folder, step) / f"checkpoint-{step}"
+    for name, data in FILES.items():
+        (staged / name).parent.mkdir(parents=True, exist_ok=True)
+        (staged / name).write_bytes(data + str(step).encode())
+    return publish(folder, step, {"world": 1})
+
+
+def steps(folder: Path) -> list[int]:
+    return [step_of(path) for path in checkpoints_in(folder)]
+
+
+def test_a_published_checkpoint_verifies_and_nothing_is_left_beside_it(tmp_path: Path) -> None:
+    saved = save(tmp_path, 3)
+    assert problem_of(saved) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
+    told = read_manifest(saved)
+    assert (told["schema"], told["step"], told["world"], set(told["files"])) == (1, 3, 1, set(FILES))
+    assert told["files"]["optimizer.pt"]["bytes"] == 9001
+
+
+def flip(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+def wrong_step(path: Path) -> None:
+    manifest = path.parent / "manifest.json"
+    manifest.write_text(manifest.read_text().replace('"step": 6', '"step": 4'))
+
+
+DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "cut": (lambda path: os.truncate(path, 10), "bytes, "),
+    "one bit": (flip, "has changed"),
+    "gone": (lambda path: path.unlink(), "missing"),
+    "empty": (lambda path: path.write_bytes(b""), "has 0 bytes"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_every_damage_to_every_file_is_found_named_and_passed_over(tmp_path: Path, name: str, damage: str) -> None:
+    for step in (2, 4, 6):
+        save(tmp_path, step)
+    hurt, said = DAMAGES[damage]
+    hurt(checkpoint_of(tmp_path, 6) / name)
+    lines: list[str] = []
+    assert newest_whole(tmp_path, say=lines.append) == checkpoint_of(tmp_path, 4)
+    (line,) = lines
+    assert line.startswith("checkpoint-6 is damaged (") and name in line and said in line
+    assert line.endswith("kept as damaged-checkpoint-6")
+    assert (tmp_path / "damaged-checkpoint-6").is_dir() and steps(tmp_path) == [2, 4]
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (lambda manifest: manifest.unlink(), "no manifest.json"),
+        (lambda manifest: manifest.write_text("{"), "is not JSON"),
+        (lambda manifest: manifest.write_text("[]"), "not a manifest of schema 1"),
+        (lambda manifest: wrong_step(manifest), "its manifest is of step 4"),
+    ],
+    ids=["gone", "cut", "another schema", "another step"],
+)
+def test_damage_to_the_manifest_too(tmp_path: Path, damage: Callable[[Path], object], said: str) -> None:
+    save(tmp_path, 4)
+    damage(save(tmp_path, 6) / "manifest.json")
+    lines: list[str] = []
+    assert newest_whole(tmp_path, say=lines.append) == checkpoint_of(tmp_path, 4)
+    assert said in lines[0]
+
+
+def test_a_run_of_which_every_checkpoint_is_damaged_does_not_begin_again_by_itself(tmp_path: Path) -> None:
+    assert newest_whole(tmp_path, say=print) is None
+    for step in (2, 4):
+        flip(save(tmp_path, step) / "optimizer.pt")
+    with pytest.raises(RunFolderError, match=r"no checkpoint .* verifies .*--resume-from 0"):
+        newest_whole(tmp_path, say=print)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["damaged-checkpoint-2", "damaged-checkpoint-4"]
+
+
+@pytest.mark.parametrize(("keep", "left"), [(None, [1, 2, 3, 4]), (3, [2, 3, 4]), (2, [3, 4]), (1, [3, 4])])
+def test_two_are_always_kept(tmp_path: Path, keep: int | None, left: list[int]) -> None:
+    for step in (1, 2, 3, 4):
+        save(tmp_path, step)
+    assert [step_of(path) for path in drop_oldest(tmp_path, keep=keep)] == left == steps(tmp_path)
+
+
+def test_what_a_killed_save_or_removal_left_is_cleared(tmp_path: Path) -> None:
+    save(tmp_path, 2)
+    (staging(tmp_path, 4) / "checkpoint-4").mkdir(parents=True)
+    (tmp_path / ".dropping-checkpoint-1").mkdir()
+    assert sorted(clear_leftovers(tmp_path)) == [".dropping-checkpoint-1", ".saving-checkpoint-4"]
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+def test_later_checkpoints_can_be_set_aside(tmp_path: Path) -> None:
+    for step in (2, 4, 6, 10):
+        save(tmp_path, step)
+    assert [path.name for path in set_aside_after(tmp_path, 4)] == ["aside-checkpoint-6", "aside-checkpoint-10"]
+    assert steps(tmp_path) == [2, 4]
+    save(tmp_path, 6)
+    assert [path.name for path in set_aside_after(tmp_path, 4)] == ["aside-checkpoint-6-2"]
+
+
+def test_a_second_save_of_a_step_takes_the_place_of_the_first(tmp_path: Path) -> None:
+    first = save(tmp_path, 2)
+    flip(first / "optimizer.pt")
+    assert problem_of(save(tmp_path, 2)) is None
+    assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-2"]
+
+
+WRITER = """
+import itertools
+import sys
+from pathlib import Path
+sys.path.insert(0, {tests!r})
+from test_checkpoints import save
+from ycore.run_folder.checkpoints import drop_oldest
+first = int(sys.argv[2]) + 1
+for step in itertools.count(first):
+    save(Path(sys.argv[1]), step)
+    drop_oldest(Path(sys.argv[1]), keep=2)
+    if step == first + 1:
+        print("ready", flush=True)
+"""
+
+
+def test_killed_at_any_moment_of_a_save_the_newest_checkpoint_verifies(tmp_path: Path) -> None:
+    """Back to back saves, killed at random moments after the second: two whole ones are there at every instant."""
+    moments, last, half = random.Random(5), 0, 0
+    for _ in range(12):
+        code = WRITER.format(tests=str(Path(__file__).parent))
+        process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path), str(last)], stdout=subprocess.PIPE)
+        assert process.stdout is not None and process.stdout.readline() == b"ready\n"
+        time.sleep(moments.random() * 0.1)
+        process.send_signal(signal.SIGKILL)
+        process.wait(10)
+        process.stdout.close()
+        found = [path for path in checkpoints_in(tmp_path) if problem_of(path) is None]
+        assert found == checkpoints_in(tmp_path) and len(found) >= 2
+        half += len(clear_leftovers(tmp_path))
+        newest = newest_whole(tmp_path, say=print)
+        assert newest is not None and step_of(newest) > last
+        last = step_of(newest)
+    assert half > 0, "no kill landed in a save"
+
+
+def test_a_write_that_fails_leaves_the_last_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    save(tmp_path, 2)
+
+    def no_room(path: Path, value: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
+        patch.setattr(checkpoints, "write_json_atomic", no_room)
+        save(tmp_path, 4)
+    assert steps(tmp_path) == [2]
+    shutil.rmtree(staging(tmp_path, 4))
+    assert json.loads((save(tmp_path, 4) / "manifest.json").read_text())["step"] == 4

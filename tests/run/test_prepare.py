@@ -1,0 +1,166 @@
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ycore.config.schema import RewardConfig, RunConfig
+from ycore.errors import RunFolderError
+from ycore.run.claim import Resume, check_claim, claim
+from ycore.run.files import make_private, read_json, temporary_folder, write_json_atomic
+from ycore.run.paths import RunFolder
+
+
+def config_for(folder: RunFolder, **changes: Any) -> RunConfig:
+    values = {"model": "m", "dataset": "d", "rewards": [RewardConfig(reward="exact_answer")], **changes}
+    return RunConfig(output=str(folder.root), **values)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    return RunFolder(tmp_path / "runs" / "one")
+
+
+def claim_and_release(folder: RunFolder, *, resume: bool = False, **changes: Any) -> None:
+    claim(folder, config_for(folder, **changes), resume=resume).release()
+
+
+def test_a_new_folder_is_made_private_and_described(folder: RunFolder) -> None:
+    check_claim(folder, config_for(folder), resume=False)
+    assert not folder.root.exists()
+    claim_and_release(folder)
+    held = read_json(folder.config)
+    assert RunConfig(**held["config"]) == config_for(folder)
+    assert held["versions"]["torch"]
+    assert set(held) == {"config", "command", "directory", "versions", "started", "resume"}
+    assert folder.root.stat().st_mode & 0o777 == 0o700
+    assert folder.sockets.stat().st_mode & 0o777 == 0o700
+    assert folder.logs.is_dir()
+    assert folder.checkpoints.is_dir()
+    assert temporary_folder(folder).stat().st_mode & 0o777 == 0o700
+
+
+def test_checking_imports_no_torch() -> None:
+    code = "import sys, ycore.run.claim as p; p.installed_versions(); print('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "False\n"
+
+
+def test_another_run_is_refused_and_the_difference_named(folder: RunFolder) -> None:
+    claim_and_release(folder)
+    with pytest.raises(RunFolderError, match=r"another run \(seed: 0 there, 7 here\).*--output"):
+        check_claim(folder, config_for(folder, seed=7), resume=False)
+    with pytest.raises(RunFolderError, match=r"another run \(seed: 0 there, 7 here\).*--accept-changes"):
+        check_claim(folder, config_for(folder, seed=7), resume=True)
+    check_claim(folder, config_for(folder, seed=7), resume=True, how=Resume(accept_changes=True))
+
+
+def test_a_nested_difference_is_named_by_its_whole_key(folder: RunFolder) -> None:
+    claim_and_release(folder, trl={"learning_rate": 1e-5, "beta": 0.1})
+    changed = config_for(folder, trl={"learning_rate": 2e-5, "beta": 0.1})
+    with pytest.raises(RunFolderError, match=r"\(trl\.learning_rate: 1e-05 there, 2e-05 here\)"):
+        check_claim(folder, changed, resume=True)
+
+
+def test_what_changes_nothing_that_is_learned_may_change(folder: RunFolder) -> None:
+    claim_and_release(folder)
+    more = {"steps": 200, "checkpoint_every": 3, "trl": {"logging_steps": 5, "report_to": "tensorboard"}}
+    check_claim(folder, config_for(folder, **more), resume=True)
+    with pytest.raises(RunFolderError, match="steps: 100 there, 50 here"):
+        check_claim(folder, config_for(folder, steps=50), resume=True)
+
+
+def test_a_key_that_the_older_run_did_not_have_yet_has_its_default(folder: RunFolder) -> None:
+    claim_and_release(folder)
+    held = read_json(folder.config)
+    del held["config"]["sampling"], held["config"]["keep_journal"]
+    write_json_atomic(folder.config, held)
+    check_claim(folder, config_for(folder), resume=True)
+
+
+def test_the_same_run_goes_on_only_with_resume(folder: RunFolder) -> None:
+    claim_and_release(folder)
+    with pytest.raises(RunFolderError, match="--resume"):
+        check_claim(folder, config_for(folder), resume=False)
+    claim_and_release(folder, resume=True)
+    assert read_json(folder.config)["resume"] is True
+
+
+def test_a_finished_run_is_refused(folder: RunFolder) -> None:
+    claim_and_release(folder)
+    write_json_atomic(folder.summary, {"status": "finished"})
+    with pytest.raises(RunFolderError, match="finished"):
+        check_claim(folder, config_for(folder), resume=True)
+    check_claim(folder, config_for(folder, steps=101), resume=True)
+    check_claim(folder, config_for(folder), resume=True, how=Resume(step=50))
+    write_json_atomic(folder.summary, {"status": "interrupted"})
+    check_claim(folder, config_for(folder), resume=True)
+
+
+def test_foreign_files_are_refused_and_left_alone(folder: RunFolder) -> None:
+    folder.root.mkdir(parents=True)
+    (folder.root / "thesis.tex").write_text("mine")
+    with pytest.raises(RunFolderError, match=r"holds thesis\.tex"):
+        claim(folder, config_for(folder), resume=False)
+    assert [path.name for path in folder.root.iterdir()] == ["thesis.tex"]
+
+
+def test_a_claim_that_was_killed_half_way_can_be_repeated(folder: RunFolder) -> None:
+    claim_and_release(folder)
+    folder.config.unlink()
+    claim_and_release(folder)
+
+
+def test_nothing_to_resume_is_said(folder: RunFolder) -> None:
+    with pytest.raises(RunFolderError, match=r"no run\.json"):
+        check_claim(folder, config_for(folder), resume=True)
+
+
+def test_a_file_in_place_of_the_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunFolderError, match="is a file"):
+        check_claim(RunFolder(tmp_path / "file"), config_for(RunFolder(tmp_path / "file")), resume=False)
+
+
+def test_a_running_run_holds_its_folder(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ycore.run.claim._LOCK_WITHIN_S", 0.3)
+    held = claim(folder, config_for(folder), resume=False)
+    with pytest.raises(RunFolderError, match="another ycore is running"):
+        claim(folder, config_for(folder), resume=True)
+    held.release()
+    claim_and_release(folder, resume=True)
+
+
+def test_stale_sockets_and_shared_memory_are_removed(folder: RunFolder) -> None:
+    claim_and_release(folder)
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(str(folder.socket("rollout-0")))
+    folder.shared_memory.mkdir()
+    (folder.shared_memory / "weights").write_text("old")
+    claim_and_release(folder, resume=True)
+    assert list(folder.sockets.iterdir()) == []
+    assert not folder.shared_memory.exists()
+
+
+def test_a_link_in_place_of_a_private_folder_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RunFolderError, match="is a link"):
+        make_private(tmp_path / "link")
+
+
+def test_secrets_are_not_written(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    canary = "hf_" + "q7" * 12
+    command = ["ycore", "grpo", "--hub-token", "plain-1", "--set", "trl.hub_token=plain-2", f"--x={canary}"]
+    monkeypatch.setattr(sys, "argv", command)
+    claim_and_release(folder, trl={"hub_token": "plain-3"}, dataset="https://me:plain-4@example.org/d.jsonl")
+    text = folder.config.read_text()
+    assert canary not in text
+    assert "plain-" not in text
+    assert "example.org/d.jsonl" in text
+    check_claim(
+        folder, config_for(folder, trl={"hub_token": "x"}, dataset="https://me:y@example.org/d.jsonl"), resume=True
+    )

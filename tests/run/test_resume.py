@@ -1,0 +1,97 @@
+"""From where a run goes on: settled in its folder before anything is started."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ycore.config.schema import RewardConfig, RunConfig
+from ycore.errors import RunFolderError
+from ycore.run.checkpoints import checkpoint_of, checkpoints_in, publish, staging, step_of
+from ycore.run.claim import Resume, claim
+from ycore.run.files import read_json, write_json_atomic
+from ycore.run.paths import RunFolder
+from ycore.run.resuming import parse_checkpoint, round_file, rounds_in, settle
+
+
+def config_for(folder: RunFolder, **changes: Any) -> RunConfig:
+    values = {"model": "m", "dataset": "d", "rewards": [RewardConfig(reward="exact_answer")], **changes}
+    return RunConfig(output=str(folder.root), **values)
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
+    """A run that was stopped after step 7: checkpoints of 2, 4 and 6, rounds from step 2 on."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    folder = RunFolder(tmp_path / "run")
+    claim(folder, config_for(folder), resume=False).release()
+    for step in (2, 4, 6):
+        staged = staging(folder.checkpoints, step) / f"checkpoint-{step}"
+        staged.mkdir(parents=True)
+        (staged / "weights").write_bytes(b"w" * step)
+        publish(folder.checkpoints, step, {})
+    folder.journal.mkdir()
+    for step in range(2, 8):
+        round_file(folder.journal, step, 0).write_text("")
+    folder.identity.write_text("{}")
+    return folder
+
+
+def settled(folder: RunFolder, how: Resume, **changes: Any) -> tuple[list[str], list[int], list[int]]:
+    """What was said, and the steps of the checkpoints and rounds that are left."""
+    said: list[str] = []
+    settle(folder, config_for(folder, **changes), how, say=said.append)
+    return said, [step_of(path) for path in checkpoints_in(folder.checkpoints)], list(rounds_in(folder.journal))
+
+
+def test_by_itself_it_goes_on_from_the_newest_and_takes_begun_rounds_again(folder: RunFolder) -> None:
+    assert settled(folder, Resume()) == (["going on from step 6"], [2, 4, 6], [2, 3, 4, 5, 6, 7])
+    assert folder.identity.is_file()
+
+
+def test_a_damaged_newest_is_named(folder: RunFolder) -> None:
+    (checkpoint_of(folder.checkpoints, 6) / "weights").write_bytes(b"xxxxxx")
+    said, steps, _ = settled(folder, Resume())
+    assert said[0].startswith("checkpoint-6 is damaged (weights has changed") and said[1] == "going on from step 4"
+    assert steps == [2, 4]
+
+
+def test_a_checkpoint_can_be_chosen(folder: RunFolder) -> None:
+    write_json_atomic(folder.summary, {"status": "finished"})
+    said, steps, rounds = settled(folder, Resume(step=4))
+    assert said == ["aside-checkpoint-6: of a later step than 4", "going on from step 4"]
+    assert (steps, rounds) == ([2, 4], [2, 3, 4, 5, 6, 7])
+    assert not folder.summary.exists()
+
+
+def test_the_beginning_can_be_chosen(folder: RunFolder) -> None:
+    said, steps, _ = settled(folder, Resume(step=0))
+    assert steps == [] and said[-1] == "going on from the first step: no checkpoint was saved yet"
+
+
+def test_accepted_changes_are_named_and_the_old_future_is_dropped(folder: RunFolder) -> None:
+    with pytest.raises(RunFolderError, match=r"seed: 0 there, 3 here.*--accept-changes"):
+        settled(folder, Resume(), seed=3)
+    said, steps, rounds = settled(folder, Resume(accept_changes=True), seed=3)
+    assert said == ["going on from step 6", "accepted: seed: 0 there, 3 here"]
+    assert (steps, rounds) == ([2, 4, 6], [2, 3, 4, 5])
+    assert not folder.identity.exists() and read_json(folder.config)["config"]["seed"] == 3
+    claim(folder, config_for(folder, seed=3), resume=True).release()
+
+
+@pytest.mark.parametrize(("asked", "step"), [("4", 4), ("0", 0), ("{checkpoints}/checkpoint-6", 6)])
+def test_a_checkpoint_is_named_by_step_or_path(folder: RunFolder, asked: str, step: int) -> None:
+    assert parse_checkpoint(asked.format(checkpoints=folder.checkpoints), folder) == step
+
+
+@pytest.mark.parametrize("asked", ["last", "elsewhere/checkpoint-6", "-1", "{checkpoints}/damaged-checkpoint-6"])
+def test_other_names_are_refused(folder: RunFolder, asked: str) -> None:
+    with pytest.raises(RunFolderError, match=r"--resume-from takes a step or a folder.*checkpoints of step 2, 4, 6"):
+        parse_checkpoint(asked.format(checkpoints=folder.checkpoints), folder)
+
+
+def test_a_checkpoint_that_is_not_there_is_refused(folder: RunFolder) -> None:
+    with pytest.raises(RunFolderError, match=r"no checkpoint of step 3; there are checkpoints of step 2, 4, 6"):
+        settled(folder, Resume(step=3))
+    assert len(checkpoints_in(folder.checkpoints)) == 3

@@ -1,0 +1,100 @@
+"""Every preset, estimator, divergence and group reward trains: two steps of the tiny model, written by transformers."""
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+from ycore.config.presets import ADVANTAGES, PRESETS
+from ycore.config.resolve import resolve
+from ycore.models.tiny import write_tiny_model
+from ycore.round.assemble import assemble
+from ycore.run.files import write_json_atomic
+from ycore.run.metrics import read_metrics
+from ycore.run.paths import RunFolder
+from ycore.trainer.training_run import TrainingRun
+
+pytestmark = pytest.mark.timeout(120)
+
+# The tiny model writes noise: only a reward of its letters tells its completions apart.
+SPREAD = """
+def spread(completion_ids, **columns):
+    return [sum(ids) % 7 / 7 for ids in completion_ids]
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def trained(tmp_path: Path, model: Path, rewards: list[Any], **settings: Any) -> list[dict[str, Any]]:
+    """The metrics of a run of two steps, in this process."""
+    rows = [{"prompt": f"{n} + 1 =", "answer": str(n + 1)} for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = RunFolder(tmp_path / "run")
+    for path in (folder.root, folder.logs, folder.checkpoints):
+        path.mkdir()
+    config = resolve(
+        options={
+            "model": str(model),
+            "dataset": str(tmp_path / "rows.jsonl"),
+            "rewards": rewards,
+            "output": str(folder.root),
+            "prompts_per_step": 2,
+            "group_size": 4,
+            "max_tokens": 8,
+            "steps": 2,
+            "dtype": "float32",
+            "engine": {"kind": "transformers"},
+            "reward_workers": {"workers": 1},
+            **settings,
+            "trl": {"learning_rate": 1e-2, "gradient_checkpointing": False, **settings.get("trl", {})},
+        }
+    )
+    write_json_atomic(folder.config, {"config": config.model_dump(mode="json")})
+    told = {"kind": "transformers", "engines": [], "model": str(model), "max_model_len": 64}
+    write_json_atomic(folder.root / "engines.json", told)
+    run = TrainingRun(assemble(folder.root))
+    try:
+        run.train()
+    finally:
+        run.close()
+    metrics = read_metrics(folder.metrics)
+    assert [row["step"] for row in metrics] == [1, 2]
+    return metrics
+
+
+@pytest.fixture
+def spread(tmp_path: Path) -> str:
+    (tmp_path / "their_rewards.py").write_text(SPREAD)
+    return f"{tmp_path / 'their_rewards.py'}:spread"
+
+
+@pytest.mark.parametrize("name", sorted(PRESETS))
+def test_a_preset_trains(name: str, spread: str, model: Path, tmp_path: Path) -> None:
+    metrics = trained(tmp_path, model, [spread], preset=name)
+    assert all(row["grad_norm"] > 0 for row in metrics)
+    assert ("rewards/overlong/mean" in metrics[0]) == (name == "dapo")
+
+
+@pytest.mark.parametrize("name", sorted({*ADVANTAGES} - {"group", "dr-grpo", "lite-ppo", "reinforce++-baseline"}))
+def test_an_estimator_that_no_preset_has_trains(name: str, spread: str, model: Path, tmp_path: Path) -> None:
+    assert all(row["grad_norm"] > 0 for row in trained(tmp_path, model, [spread], advantage=name))
+
+
+@pytest.mark.parametrize("name", ["forward-kl", "js"])
+def test_a_divergence_trains(name: str, spread: str, model: Path, tmp_path: Path) -> None:
+    first, second = trained(tmp_path, model, [spread], divergence=name, trl={"beta": 0.1})
+    assert first["kl"] == pytest.approx(0, abs=1e-6) and second["kl"] > 0
+
+
+def test_similarity_and_the_references_probability_train(model: Path, tmp_path: Path) -> None:
+    rewards = ["similarity", {"reward": "reference_probability", "args": {"debias": False}, "weight": 10.0}]
+    metrics = trained(tmp_path, model, rewards)
+    assert all(row["grad_norm"] > 0 and row["ycore/masked"] == 0 for row in metrics)
+    assert all(0 < row["rewards/reference_probability/mean"] < 1 for row in metrics)

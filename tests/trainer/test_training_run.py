@@ -1,0 +1,178 @@
+"""Whole runs of the trainer role, in a process of its own, over transformers' generation: no engine to start."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from peft import PeftModel
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from ycore.config.schema import EngineSettings, LoraSettings, RewardConfig, RewardSettings, RunConfig
+from ycore.models.tiny import write_tiny_model
+from ycore.run.files import write_json_atomic
+from ycore.run.metrics import read_metrics
+from ycore.run.paths import RunFolder
+
+pytestmark = pytest.mark.timeout(300)
+
+REWARD = """
+def spread(completion_ids, answer):
+    return [sum(ids) % 7 / 7 + float(a) for ids, a in zip(completion_ids, answer)]
+"""
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def run_folder(tmp_path: Path, model: Path, **settings: Any) -> RunFolder:
+    """What the launcher leaves for the trainer: a config, and where it generates."""
+    rows = [{"prompt": f"{n} + 1 =", "answer": str(n % 2)} for n in range(8)]
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "their_rewards.py").write_text(REWARD)
+    folder = RunFolder(tmp_path / "run")
+    for path in (folder.root, folder.logs, folder.checkpoints):
+        path.mkdir()
+    config = RunConfig.model_validate(
+        {
+            "model": str(model),
+            "dataset": str(tmp_path / "rows.jsonl"),
+            "rewards": [RewardConfig(reward=f"{tmp_path / 'their_rewards.py'}:spread")],
+            "output": str(folder.root),
+            "prompts_per_step": 2,
+            "group_size": 4,
+            "max_tokens": 8,
+            "steps": 2,
+            "dtype": "float32",
+            "engine": EngineSettings(kind="transformers"),
+            "reward_workers": RewardSettings(workers=1),
+            "trl": {"learning_rate": 1e-2},
+            **settings,
+        }
+    )
+    write_json_atomic(folder.config, {"config": config.model_dump(mode="json")})
+    told = {"kind": "transformers", "engines": [], "model": str(model), "max_model_len": 64}
+    write_json_atomic(folder.root / "engines.json", told)
+    return folder
+
+
+def start(folder: RunFolder) -> "subprocess.Popen[str]":
+    return subprocess.Popen(
+        [sys.executable, "-m", "ycore.trainer", str(folder.root)],
+        env={**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+@pytest.fixture
+def ended() -> Iterator[list["subprocess.Popen[str]"]]:
+    """Trainers put here are killed with all that they started."""
+    started: list[subprocess.Popen[str]] = []
+    yield started
+    for process in started:
+        if process.poll() is None:
+            for child in psutil.Process(process.pid).children(recursive=True):
+                child.kill()
+            process.kill()
+        process.communicate(timeout=20)
+
+
+def finish(folder: RunFolder, ended: list["subprocess.Popen[str]"]) -> tuple[int, str]:
+    process = start(folder)
+    ended.append(process)
+    _, told = process.communicate(timeout=200)
+    return process.returncode, told
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_a_run_leaves_its_model_metrics_and_samples(
+    tmp_path: Path, model: Path, lora: bool, ended: list["subprocess.Popen[str]"]
+) -> None:
+    settings = {"lora": LoraSettings(r=4) if lora else None, "merge": lora}
+    folder = run_folder(tmp_path, model, **settings)
+    code, told = finish(folder, ended)
+    assert code == 0, told
+    rows = read_metrics(folder.metrics)
+    assert [row["step"] for row in rows] == [1, 2]
+    names = {"reward", "loss", "grad_norm", "rewards/spread/mean", "ycore/time/sync", "ycore/time/round"}
+    assert (names | {"ycore/time/train", "ycore/time/step", "ycore/tokens_per_s"}) <= rows[0].keys()
+    assert all(row["grad_norm"] > 0 for row in rows)
+    assert all(row["ycore/time/train"] > 0 for row in rows)
+    samples = json.loads(folder.samples.read_text())
+    assert [sample["row"] for sample in samples["before"]] == [sample["row"] for sample in samples["after"]]
+    assert len(samples["before"]) == 4
+    check_model(folder, model, lora=lora)
+
+
+def check_model(folder: RunFolder, model: Path, *, lora: bool) -> None:
+    """It loads, differs from where it began, and for LoRA the merged model is base plus adapter."""
+    AutoTokenizer.from_pretrained(folder.model)
+    first = weights(model)
+    ids = torch.tensor([[9, 8, 7, 6]])
+    base = AutoModelForCausalLM.from_pretrained(model)
+    if not lora:
+        trained = AutoModelForCausalLM.from_pretrained(folder.model)
+        assert not torch.allclose(trained(ids).logits, base(ids).logits, atol=1e-3)
+        assert weights(folder.model).keys() == first.keys()
+        return
+    adapted = PeftModel.from_pretrained(base, folder.model)
+    with torch.no_grad():
+        with adapted.disable_adapter():
+            before = adapted(ids).logits
+        assert not torch.allclose(adapted(ids).logits, before, atol=1e-4)
+        merged = AutoModelForCausalLM.from_pretrained(folder.model / "merged")
+        torch.testing.assert_close(merged(ids).logits, adapted(ids).logits, rtol=0, atol=1e-4)
+
+
+def test_an_interrupted_run_leaves_a_checkpoint_and_goes_on_from_it(
+    tmp_path: Path, model: Path, ended: list["subprocess.Popen[str]"]
+) -> None:
+    folder = run_folder(tmp_path, model, steps=300, checkpoint_every=300)
+    process = start(folder)
+    ended.append(process)
+    deadline = time.monotonic() + 120
+    while len(read_metrics(folder.metrics)) < 2:
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    children = psutil.Process(process.pid).children(recursive=True)
+    process.send_signal(signal.SIGINT)
+    _, told = process.communicate(timeout=60)
+    assert process.returncode == 130, told
+    done = len(read_metrics(folder.metrics))
+    assert [path.name for path in folder.checkpoints.glob("checkpoint-*")] == [f"checkpoint-{done}"]
+    assert children and not any(child.is_running() for child in children)
+
+    shorter = json.loads(folder.config.read_text())
+    shorter["config"]["steps"] = done + 1
+    write_json_atomic(folder.config, shorter)
+    code, told = finish(folder, ended)
+    assert code == 0, told
+    assert [row["step"] for row in read_metrics(folder.metrics)] == list(range(1, done + 2))
+
+
+def test_a_users_mistake_is_one_line_and_exit_2(
+    tmp_path: Path, model: Path, ended: list["subprocess.Popen[str]"]
+) -> None:
+    folder = run_folder(tmp_path, model, trl={"max_grad_norm": 1.0}, max_tokens=63)
+    code, told = finish(folder, ended)
+    errors = [line for line in told.splitlines() if line.startswith("error: ")]
+    assert code == 2 and "Traceback" not in told
+    assert len(errors) == 1 and "tokens, between 1 and 1 fit" in errors[0]

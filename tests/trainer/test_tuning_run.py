@@ -1,0 +1,210 @@
+"""Every trainer without rollouts, for real on the tiny model: it learns, its model loads, it goes on exactly."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import (
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoTokenizer,
+    TrainerCallback,
+)
+
+from ycore.config.algorithms import tune_kind
+from ycore.config.resolve import resolve_as
+from ycore.errors import DataError, Interrupted, RunFolderError
+from ycore.models.fetch import fetch_model
+from ycore.models.names import resolve_model
+from ycore.models.tiny import write_tiny_model
+from ycore.run.claim import claim
+from ycore.run.files import read_json, write_json_atomic
+from ycore.run.metrics import read_metrics
+from ycore.run.paths import RunFolder
+from ycore.trainer.tuning_run import TuningRun, open_tuning
+
+PAIRS = [
+    {
+        "chosen": f"\n\nHuman: {a} + {b}?\n\nAssistant: it is {a + b}",
+        "rejected": f"\n\nHuman: {a} + {b}?\n\nAssistant: NO",
+    }
+    for a in range(8)
+    for b in range(4)
+]
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    root = tmp_path_factory.mktemp("place")
+    write_tiny_model(root / "tiny")
+    (root / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS))
+    return root
+
+
+def opened(place: Path, output: Path, method: str, **keys: Any) -> TuningRun:
+    """What the launcher leaves for the trainer's process, and the run that finds it."""
+    options = {
+        "algorithm": method,
+        "model": str(place / "tiny"),
+        "dataset": str(place / "pairs.jsonl"),
+        "output": str(output),
+        "dtype": "float32",
+        "steps": 8,
+        "batch_size": 4,
+        "held_out": 6,
+        "checkpoint_every": 4,
+        **keys,
+    }
+    options["trl"] = {"learning_rate": 1e-2, **keys.get("trl", {})}
+    config = resolve_as(tune_kind(method), options=options)
+    folder = RunFolder(output)
+    claim(folder, config, resume=folder.config.exists()).release()
+    write_json_atomic(output / "engines.json", {"model": str(place / "tiny"), "home": str(output)})
+    return open_tuning(output)
+
+
+def trained(run: TuningRun) -> None:
+    try:
+        run.train()
+        run.save()
+    finally:
+        run.close()
+
+
+def losses(output: Path) -> list[float]:
+    return [row["loss"] for row in read_metrics(RunFolder(output).metrics)]
+
+
+@pytest.mark.parametrize(
+    ("method", "keys", "better"),
+    [
+        ("sft", {"columns": {"text": "chosen"}}, "mean_token_accuracy"),
+        ("sft", {"columns": {"text": "chosen"}, "lora": None, "trl": {"packing": True, "max_length": 64}}, "loss"),
+        ("reward", {}, "loss"),
+        ("reward", {"lora": None, "trl": {"learning_rate": 1e-3}}, "loss"),
+        ("dpo", {}, "rewards/accuracies"),
+        ("kto", {}, "rewards/margins"),
+    ],
+    ids=["sft", "sft-packed-full", "reward", "reward-full", "dpo", "kto"],
+)
+def test_it_learns_and_its_model_loads(
+    method: str, keys: dict[str, Any], better: str, place: Path, tmp_path: Path
+) -> None:
+    output = tmp_path / "run"
+    trained(opened(place, output, method, **keys))
+    seen = losses(output)
+    assert len(seen) == 8 and sum(seen[-3:]) < sum(seen[:3])
+    told = read_json(RunFolder(output).held_out)
+    before, after = told["held_out"]["before"], told["held_out"]["after"]
+    assert after["n"] == before["n"] > 0
+    assert after["loss"] < before["loss"] if better == "loss" else after[better] > before[better]
+    if method == "reward":
+        low, high = after["accuracy_95"]
+        assert after["accuracy"] == 1.0 == high and 0.5 < low < 1.0
+    assert loads(output, method, place)
+    assert [path.name for path in sorted(RunFolder(output).checkpoints.glob("checkpoint-*"))] == [
+        "checkpoint-4", "checkpoint-8",
+    ]  # fmt: skip
+
+
+def loads(output: Path, method: str, place: Path) -> bool:
+    """The saved model is another than the first one, and answers with numbers."""
+    folder = RunFolder(output).model
+    if method == "reward":
+        return ranks_right(folder)
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    base = AutoModelForCausalLM.from_pretrained(place / "tiny")
+    ids = AutoTokenizer.from_pretrained(folder)("1 + 1?", return_tensors="pt")["input_ids"]
+    one, other = model(ids).logits, base(ids).logits
+    return bool(torch.isfinite(one).all()) and not torch.equal(one, other)
+
+
+def ranks_right(folder: Path) -> bool:
+    """As transformers loads it, alone and in a padded batch, it prefers what was chosen."""
+    model = AutoModelForSequenceClassification.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    assert model.config.num_labels == 1 and model.config.pad_token_id == tokenizer.pad_token_id
+    assert tokenizer.pad_token_id != tokenizer.eos_token_id
+    talks = [
+        [{"role": "user", "content": "3 + 4?"}, {"role": "assistant", "content": text}] for text in ("it is 7", "NO")
+    ]
+    texts = [tokenizer.apply_chat_template(talk, tokenize=False) for talk in talks]
+    with torch.no_grad():
+        alone = [model(**tokenizer(text, return_tensors="pt")).logits.item() for text in texts]
+        batch = model(**tokenizer(texts, return_tensors="pt", padding=True)).logits.squeeze(-1).tolist()
+    assert batch == pytest.approx(alone, abs=1e-4)
+    return alone[0] > alone[1]
+
+
+def test_an_adapter_of_one_stage_is_the_model_of_the_next(place: Path, tmp_path: Path) -> None:
+    trained(opened(place, tmp_path / "one", "sft", columns={"text": "chosen"}, steps=2, merge=True))
+    model = RunFolder(tmp_path / "one").model
+    assert (model / "merged" / "config.json").is_file()
+    assert resolve_model(str(model)).kind == "adapter"
+    assert AutoModelForCausalLM.from_pretrained(fetch_model(resolve_model(str(model)))).config.vocab_size > 0
+
+
+def test_stopped_and_gone_on_with_is_never_stopped(place: Path, tmp_path: Path) -> None:
+    """Dropout draws random numbers: without the generators restored the losses part at once.
+
+    With KTO; `test_killed_tuning` does it with SFT and a real kill.
+    """
+    keys: dict[str, Any] = {
+        "lora": {"dropout": 0.2},
+        "trl": {"disable_dropout": False},
+        "steps": 6,
+        "checkpoint_every": 2,
+    }
+    whole, parts = tmp_path / "whole", tmp_path / "parts"
+    trained(opened(place, whole, "kto", **keys))
+
+    run = opened(place, parts, "kto", **keys)
+    run._trainer.add_callback(StopAfter(run, step=3))
+    with pytest.raises(Interrupted, match="stopped after step 3"):
+        run.train()
+    run.close()  # as a kill would: what was after the checkpoint of step 2 is lost
+    trained(opened(place, parts, "kto", **keys))
+
+    assert losses(parts) == losses(whole) and len(set(losses(whole))) == 6
+    one, other = (load_file(RunFolder(run).model / "adapter_model.safetensors") for run in (whole, parts))
+    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+
+
+def test_a_damaged_checkpoint_is_passed_over(place: Path, tmp_path: Path) -> None:
+    run = opened(place, tmp_path, "sft", columns={"text": "chosen"}, steps=6, checkpoint_every=2)
+    run._trainer.add_callback(StopAfter(run, step=5))
+    with pytest.raises(Interrupted):
+        run.train()
+    run.close()
+    (RunFolder(tmp_path).checkpoints / "checkpoint-4" / "adapter_model.safetensors").write_bytes(b"half")
+    trained(opened(place, tmp_path, "sft", columns={"text": "chosen"}, steps=6, checkpoint_every=2))
+    assert [row["step"] for row in read_metrics(RunFolder(tmp_path).metrics)] == list(range(1, 7))
+    assert (RunFolder(tmp_path).checkpoints / "damaged-checkpoint-4").is_dir()
+
+
+def test_other_rows_are_another_run(place: Path, tmp_path: Path) -> None:
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text((place / "pairs.jsonl").read_text())
+    opened(place, tmp_path / "run", "dpo", dataset=str(pairs)).close()
+    pairs.write_text("".join(json.dumps(pair) + "\n" for pair in PAIRS[:-1]))
+    with pytest.raises(RunFolderError, match=r"did not begin with this \(dataset: '26 \+ 6 rows"):
+        opened(place, tmp_path / "run", "dpo", dataset=str(pairs))
+
+
+def test_rows_that_are_all_too_long_end_the_run_in_a_line(place: Path, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"rows do not fit into max_length, 4 tokens, and 0 are left"):
+        opened(place, tmp_path / "run", "reward", trl={"max_length": 4})
+
+
+class StopAfter(TrainerCallback):
+    """Asks the run to stop at the end of a step."""
+
+    def __init__(self, run: TuningRun, *, step: int) -> None:
+        self._run, self._step = run, step
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self._step - 1:
+            self._run.ask_to_stop()

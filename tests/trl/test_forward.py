@@ -1,0 +1,124 @@
+import random
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
+from trl.trainer.utils import add_fused_lm_head
+
+from ycore.models.tiny import write_tiny_model
+from ycore.trl.forward import Cost, add_compact_head, attention_cost, can_pack, score_completions
+
+TEMPERATURE = 0.8
+PAD = 1
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    return _loaded(write_tiny_model(tmp_path_factory.mktemp("model")))
+
+
+def _loaded(folder: Path) -> PreTrainedModel:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim > 1:
+                parameter.mul_(3.0)
+    add_fused_lm_head(model, temperature=TEMPERATURE, outputs=("log_probs", "entropy"))
+    add_compact_head(model, temperature=TEMPERATURE)
+    return model
+
+
+def padded(prompts: list[list[int]], completions: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    """As TRL builds it: prompts padded left, completions padded right."""
+    before, after = max(map(len, prompts)), max(1, *map(len, completions))
+    ids, mask = [], []
+    for prompt, completion in zip(prompts, completions, strict=True):
+        left, right = before - len(prompt), after - len(completion)
+        ids.append([PAD] * left + prompt + completion + [PAD] * right)
+        mask.append([0] * left + [1] * (len(prompt) + len(completion)) + [0] * right)
+    return torch.tensor(ids), torch.tensor(mask), after
+
+
+def one_by_one(
+    model: PreTrainedModel, prompts: list[list[int]], completions: list[list[int]]
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Log-probabilities and entropies by a forward of each sequence alone."""
+    width = max(1, *map(len, completions))
+    logps, entropies = torch.zeros(len(prompts), width), torch.zeros(len(prompts), width)
+    for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        logits = model(torch.tensor([prompt + completion])).logits[0, len(prompt) - 1 : -1] / TEMPERATURE
+        log_p = logits.log_softmax(-1)
+        logps[index, : len(completion)] = log_p[range(len(completion)), completion]
+        entropies[index, : len(completion)] = -(log_p.exp() * log_p).sum(-1)
+    return logps, entropies
+
+
+def random_batch(seed: int) -> tuple[list[list[int]], list[list[int]]]:
+    draw = random.Random(seed)
+    prompts: list[list[int]] = []
+    for _ in range(draw.randint(1, 4)):
+        prompt = [draw.randint(6, 90) for _ in range(draw.choice([1, 2, 7, 20]))]
+        prompts += [prompt] * draw.randint(1, 4)
+    draw.shuffle(prompts)
+    return prompts, [[draw.randint(6, 90) for _ in range(draw.choice([1, 2, 5, 13]))] for _ in prompts]
+
+
+@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("seed", range(15))
+def test_scores_equal_those_of_each_sequence_alone(model: PreTrainedModel, seed: int, share: bool) -> None:
+    prompts, completions = random_batch(seed)
+    ids, mask, width = padded(prompts, completions)
+    # Free attention packs most, dear attention least.
+    cost = [Cost(0.0), attention_cost(model.config), Cost(1.0)][seed % 3]
+    with torch.no_grad():
+        logps, entropies = score_completions(model, ids, mask, width, cost=cost, share=share)
+        expected, expected_entropies = one_by_one(model, prompts, completions)
+    torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
+    torch.testing.assert_close(entropies, expected_entropies, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("prompt_length", [1, 4])
+def test_masked_out_completions_score_zero_beside_others(model: PreTrainedModel, prompt_length: int) -> None:
+    """`mask_truncated_completions` takes completions out whole: two of a group, or all of them."""
+    prompt = [9, 8, 7, 6][:prompt_length]
+    for completions in ([[5, 6, 7], [], [], [8]], [[], [], [], []]):
+        ids, mask, width = padded([prompt] * 4, completions)
+        logps, _ = score_completions(model, ids, mask, width, cost=attention_cost(model.config))
+        with torch.no_grad():
+            expected, _ = one_by_one(model, [prompt] * 4, [c or [5] for c in completions])
+        for index, completion in enumerate(completions):
+            assert torch.equal(logps[index, len(completion) :], torch.zeros(width - len(completion)))
+            torch.testing.assert_close(
+                logps[index, : len(completion)], expected[index, : len(completion)], rtol=0, atol=1e-5
+            )
+        model.zero_grad()
+        logps.sum().backward()  # also where nothing is scored: DDP waits for every rank's backward
+
+
+def test_a_padding_token_inside_a_prompt_is_a_token(model: PreTrainedModel) -> None:
+    prompts, completions = [[PAD, 9, PAD], [7]], [[PAD, 5], [6, 2]]
+    ids, mask, width = padded(prompts, completions)
+    with torch.no_grad():
+        logps, _ = score_completions(model, ids, mask, width, cost=Cost(0.1))
+        expected, _ = one_by_one(model, prompts, completions)
+    torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
+
+
+def test_calls_without_the_fused_head_and_generation_are_as_before(model: PreTrainedModel) -> None:
+    prompts = torch.tensor([[PAD, PAD, 9, 8], [7, 6, 5, 9]])
+    mask = torch.tensor([[0, 0, 1, 1], [1, 1, 1, 1]])
+    both = model.generate(prompts, attention_mask=mask, max_new_tokens=6, do_sample=False)
+    alone = model.generate(prompts[:1, 2:], max_new_tokens=6, do_sample=False)
+    assert both[0, 4:].tolist() == alone[0, 2:].tolist()
+    assert model._supports_logits_to_keep()  # read from the signature: else generation projects the whole prompt
+
+
+def test_only_plain_full_attention_packs() -> None:
+    plain = LlamaConfig(attn_implementation="sdpa")
+    windowed = Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=1, attn_implementation="sdpa")
+    unmasked = LlamaConfig(attn_implementation="flash_attention_2")
+    assert can_pack(plain)
+    assert not can_pack(windowed)
+    assert not can_pack(unmasked)
+    assert can_pack(Qwen2Config(use_sliding_window=False, attn_implementation="sdpa"))

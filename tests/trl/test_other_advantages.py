@@ -1,0 +1,102 @@
+"""Estimators and losses beside GRPO's own, in the trainer: TRL's advantages replaced, GMPO's loss behind the seam."""
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+from trl import GRPOConfig
+
+from ycore.models.tiny import write_tiny_model
+from ycore.trl.advantages import estimator
+from ycore.trl.grpo import SeamGMPOTrainer
+from ycore.trl.seam import SeamGRPOTrainer, placeholder_rewards
+from ycore.types import Completion, Draw, Group, Prompt, Score
+
+NAN = float("nan")
+REWARDS = [[0.0, 1.0, 0.5, NAN], [1.0, 0.0, 0.0, 0.0]]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+class Fixed:
+    """A RoundSource with two groups, always the same; NaN is a completion that no reward could score."""
+
+    def next_round(self, *, step: int, num_groups: int) -> list[Group]:
+        return [
+            Group(
+                Draw(number, Prompt(number, f"prompt {number}"), (9, 8)),
+                tuple(Completion((10, 11 + member), (-4.0, -4.0), "", "stop", step) for member in range(4)),
+                tuple((Score(None if reward != reward else reward),) for reward in rewards),
+            )
+            for number, rewards in enumerate(REWARDS)
+        ]
+
+
+def trainer(kind: type[SeamGRPOTrainer], model: Path, output: Path, **given: Any) -> SeamGRPOTrainer:
+    made = kind(
+        model=str(model),
+        reward_funcs=placeholder_rewards(["mine"]),
+        args=GRPOConfig(
+            output_dir=str(output),
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to="none",
+            num_generations=4,
+            per_device_train_batch_size=8,
+            gradient_accumulation_steps=1,
+            max_steps=2,
+            learning_rate=1e-2,
+            save_strategy="no",
+        ),
+        train_dataset=Dataset.from_dict({"prompt": ["tick"] * 8}),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        **given,
+    )
+    made.rounds = Fixed()
+    return made
+
+
+@pytest.mark.parametrize("name", ["rloo", "reinforce++-baseline", "maxrl"])
+def test_the_trainer_learns_from_the_estimators_advantages(name: str, model: Path, tmp_path: Path) -> None:
+    made = trainer(SeamGRPOTrainer, model, tmp_path, advantage=estimator(name))
+    batch = made._generate_and_score_completions([{"prompt": "tick"}] * 8)
+    rewards = torch.tensor(REWARDS)
+    expected = estimator(name)(rewards, ~torch.isnan(rewards)).flatten()
+    torch.testing.assert_close(batch["advantages"], expected)
+    plain = trainer(SeamGRPOTrainer, model, tmp_path)._generate_and_score_completions([{"prompt": "tick"}] * 8)
+    assert not torch.allclose(batch["advantages"], plain["advantages"])
+
+
+def test_remax_compares_with_each_prompts_own_greedy_completion(model: Path, tmp_path: Path) -> None:
+    class WithGreedy(Fixed):
+        def next_round(self, *, step: int, num_groups: int) -> list[Group]:
+            groups = super().next_round(step=step, num_groups=num_groups)
+            return [
+                replace(group, greedy_scores_R=(Score(own),)) for group, own in zip(groups, [1.0, None], strict=True)
+            ]
+
+    made = trainer(SeamGRPOTrainer, model, tmp_path, advantage=estimator("remax"))
+    made.rounds = WithGreedy()
+    batch = made._generate_and_score_completions([{"prompt": "tick"}] * 8)
+    # the first prompt's greedy completion earned 1; the second's could not be scored: no baseline, nothing learned
+    torch.testing.assert_close(batch["advantages"], torch.tensor([-1.0, 0.0, -0.5, 0.0, 0.0, 0.0, 0.0, 0.0]))
+
+
+def test_gmpo_trains_behind_the_seam(model: Path, tmp_path: Path) -> None:
+    made = trainer(SeamGMPOTrainer, model, tmp_path)
+    before = [parameter.detach().clone() for parameter in made.model.parameters()]
+    made.train()
+    assert made.state.global_step == 2
+    assert any((old != new).any() for old, new in zip(before, made.model.parameters(), strict=True))

@@ -1,0 +1,17 @@
+"""TRL's trainers, imported as a trainer's process does it: vLLM is installed here and stays out."""
+
+import subprocess
+import sys
+
+import pytest
+
+from ycore.launch.engines import is_vllm_installed
+
+_TRAINERS = "from trl import DPOTrainer, GRPOTrainer, KTOTrainer, RewardTrainer, SFTTrainer"
+
+
+@pytest.mark.skipif(not is_vllm_installed(), reason="vllm is not installed")
+def test_a_trainer_comes_without_vllm() -> None:
+    lines = ["import sys", "from ycore.trl.seam import leave_out_vllm", "leave_out_vllm()", _TRAINERS]
+    lines.append("sys.exit('vllm' in sys.modules)")
+    assert subprocess.run([sys.executable, "-c", "\n".join(lines)], timeout=120, check=False).returncode == 0

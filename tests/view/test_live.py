@@ -1,0 +1,155 @@
+"""The live view: what it says of a row, that it fits a terminal, and its small pictures."""
+
+import io
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from rich.console import Console
+
+from ycore.run.trace import IN_FLIGHT, ROUND, SWAP, WAITING, Event, Levels, Mark, Span
+from ycore.view.activity import Activity, Scene
+from ycore.view.live import RunView, restarted_workers, slowest_part, sparkline
+
+ROW: dict[str, Any] = {
+    "step": 3,
+    "ycore/reward": 0.4167,
+    "reward_std": 0.21,
+    "completions/mean_length": 12.4,
+    "frac_reward_zero_std": 0.25,
+    "ycore/sampling/drawn": 24.0,
+    "ycore/time/sync": 0.5,
+    "ycore/time/round": 2.0,
+    "ycore/time/train": 7.5,
+    "ycore/time/step": 10.0,
+    "ycore/tokens_per_s": 431.7,
+}
+
+
+def shown(view: RunView, *, width: int = 80) -> str:
+    console = Console(record=True, width=width, file=io.StringIO())
+    console.print(view)
+    return console.export_text()
+
+
+def scene(num_slots: int, *, until: float = 1030.0, num_ranks: int = 1, is_over: bool = False) -> Scene:
+    """Half a minute into a step: rollouts, then a swap to a judge on every slot, two requests in flight on each."""
+    activity = Activity()
+    for rank in range(num_ranks):
+        events: list[Event] = [Mark(ROUND, rank, 1001.0), Levels(WAITING, rank, 1029.0, {"rollout": 5, "judge": 40})]
+        for slot in range(num_slots):
+            events.append(Span("rollout", rank, slot, 1002.0, 10.0))
+            events.append(Span(SWAP, rank, slot, 1012.5, 0.1, {"awake": "judge"}))
+        judging = {f"judge {slot}": 2 for slot in range(num_slots)}
+        events.append(Levels(IN_FLIGHT, rank, 1029.0, judging, dict.fromkeys(judging, 15.0)))
+        activity.add(events)
+    return Scene(activity, until, is_over, step_began=1000.0, step_ended=999.0)
+
+
+def test_a_row_is_told_in_full() -> None:
+    view = RunView(10)
+    view.add({**ROW, "step": 2, "ycore/reward": 0.2})
+    view.add({**ROW, "ycore/reward_problems": {"raised KeyError": 3}, "ycore/reward_restarts": 2.0})
+    text = shown(view)
+    assert "2 reward workers started again" in text
+    assert restarted_workers({"ycore/reward_restarts": 0.5}) == "1 reward worker started again"
+    for part in ("step 3/10", "1 min 10 s left", "0.417 ± 0.210  ▁█", "zero-variance 25%", "drawn 24", "432 a second"):
+        assert part in text
+    assert "step 10.0 s:  sync 0.5  round 2.0  train 7.5" in text
+    assert "training, 75% of the step" in text and "3 x raised KeyError" in text
+
+
+def test_what_a_row_has_not_is_not_shown() -> None:
+    view = RunView(None, unit="prompt")
+    view.add({"step": 1, "reward": None})
+    assert shown(view).split() == ["prompt", "1"]
+    view.add({"train_loss": 1.0})
+    assert shown(view).split() == ["prompt", "1"]
+
+
+def test_slots_have_a_lane_each_under_what_the_step_waits_for() -> None:
+    view = RunView(10, look=lambda: scene(2))
+    view.add(ROW)
+    lines = [line.rstrip() for line in shown(view).splitlines()]
+    at = next(place for place, line in enumerate(lines) if line.startswith("now"))
+    lane = "·" * 31 + "▇" * 10 + "┃" + "·" + "▇" * 16 + "·"
+    assert lines[at:] == [
+        "now      generating, judging for 29 s, one request for 16 s",
+        "queues   rollout 0 in flight, 5 waiting   judge 4 in flight, 40 waiting",
+        "slots    the last 60 s: ▇ rollout  ▇ judge  · idle  ┃ swap",
+        f"slot 0   {lane}  2",
+        f"slot 1   {lane}  2",
+    ]
+
+
+def test_the_first_round_is_seen_before_the_first_row() -> None:
+    assert not RunView(10).has_begun
+    view = RunView(10, look=lambda: scene(1))
+    assert view.has_begun and "step 0/10" in shown(view) and "slot 0" in shown(view)
+
+
+def test_past_eight_lanes_the_rest_is_counted() -> None:
+    lines = shown(RunView(10, look=lambda: scene(64))).splitlines()
+    assert len([line for line in lines if line.startswith("slot ")]) == 8
+    assert lines[-1].split() == ["and", "56", "more"]
+
+
+def test_a_run_without_slots_has_no_lanes() -> None:
+    view = RunView(10, look=lambda: Scene(Activity(), 1030.0, False, step_began=1000.0, step_ended=None))
+    view.add({"step": 1, "loss": 2.5})
+    assert [line.split()[0] for line in shown(view).splitlines()] == ["step", "loss", "now"]
+
+
+def test_a_run_that_is_over_waits_for_nothing() -> None:
+    text = shown(RunView(10, look=lambda: scene(1, is_over=True)))
+    assert "now" not in text and "queues" not in text and "slot 0" in text
+
+
+def test_it_never_shrinks_while_the_run_goes_on() -> None:
+    """Nor does a lane move to another line: not for a problem that goes, nor for a step that is done."""
+    now = scene(3)
+    view = RunView(10, look=lambda: now)
+    view.add({**ROW, "ycore/reward_problems": {"raised KeyError": 3}})
+    heights = {shown(view).splitlines().index(next(line for line in shown(view).splitlines() if "slot 2" in line))}
+    for moment in (replace(now, step_ended=1020.0), replace(now, step_began=None), replace(now, until=1100.0)):
+        now = moment
+        view.add({**ROW, "step": 4})
+        lines = shown(view).splitlines()
+        heights.add(lines.index(next(line for line in lines if "slot 2" in line)))
+    assert len(heights) == 1
+
+
+def test_cells_get_longer_with_the_steps_and_never_shorter() -> None:
+    view = RunView(10, look=lambda: scene(1))
+    for step, seconds, told in ((1, 10.0, "the last 60 s"), (2, 150.0, "the last 5 min"), (3, 10.0, "the last 5 min")):
+        view.add({**ROW, "step": step, "ycore/time/step": seconds})
+        assert told in shown(view)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 12])
+@pytest.mark.parametrize("width", [40, 80, 200])
+def test_it_fits(width: int, num_ranks: int) -> None:
+    view = RunView(1000, look=lambda: scene(12, num_ranks=num_ranks))
+    for step in range(1, 200):
+        view.add({**ROW, "step": step, "ycore/reward": step / 200})
+    lines = shown(view, width=width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert all(line.rstrip().endswith("·  2") for line in lines if line.startswith(("slot ", "rank ")))
+
+
+@given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=300), st.integers(1, 60))
+def test_a_sparkline_is_never_wider_than_it_may_be(values: list[float], width: int) -> None:
+    assert len(sparkline(values, width=width)) == min(len(values), width)
+
+
+def test_a_sparkline_rises_with_its_values() -> None:
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], width=8) == "▁▂▃▄▅▆▇█"
+    assert sparkline([0.0] * 8 + [1.0] * 8, width=4) == "▁▁██"
+    assert sparkline([2, 2], width=8) == "▄▄"
+
+
+def test_the_slowest_part_is_named() -> None:
+    assert slowest_part({"ycore/time/round": 6.0, "ycore/time/train": 2.0}) == "generating and scoring, 75% of the step"
+    assert slowest_part({"reward": 1.0}) == ""

@@ -1,0 +1,138 @@
+"""The report as its reader has it: complete, safe to open, and drawn by a real browser."""
+
+import json
+import re
+import shutil
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ycore_cli.main import run as ycore
+
+from ycore.plan.measured import Row
+from ycore.run.trace import Span, TraceWriter
+from ycore.view.page import as_page, chosen, make_report, write_report
+from ycore.view.record import Written, read_run
+
+HOSTILE = "<script>document.title = 'taken'</script> & <b>bold</b>"
+CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
+QUIET = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    return make_run(tmp_path / "first")
+
+
+def make_run(root: Path, *, seconds: float = 10.0, text: str = HOSTILE) -> Path:
+    """A run's folder as ycore writes it: twelve steps, one round in the journal."""
+    (root / "journal").mkdir(parents=True)
+    config = {"algorithm": "grpo", "model": "tiny", "dataset": "task:addition", "prompts_per_step": 4}
+    config["rewards"] = [{"reward": "exact_answer", "weight": 2.0}]
+    told = {"config": config, "command": ["ycore", "grpo", "--model", "tiny model"], "versions": {"torch": "2.13.0"}}
+    (root / "run.json").write_text(json.dumps({**told, "started": "2026-01-01T00:00:00+00:00"}))
+    (root / "engines.json").write_text(json.dumps({"kind": "vllm", "engines": ["rollout-0", "rollout-1"]}))
+    steps = [_step(number, seconds) for number in range(1, 13)]
+    (root / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    (root / "summary.json").write_text(
+        json.dumps({"status": "finished", "wall_s": 130.0, "reward_first": 0.1, "reward_last": 0.9})
+    )
+    asked = {"position": 0, "prompt": {"row": 0, "content": [{"role": "user", "content": "2 + 2?"}]}}
+    wrote = [{"text": f"{text} {n}", "token_ids": [1, 2], "finish_reason": "stop"} for n in range(3)]
+    scores = [[{"value": value, "problem": None}] for value in (1.0, 0.0, None)]
+    (root / "journal" / "round-000012-rank-0.json").write_text(
+        json.dumps({"groups": [{"draw": asked, "completions": wrote, "scores_GR": scores}]})
+    )
+    return root
+
+
+def _step(number: int, seconds: float) -> dict[str, Any]:
+    parts = {"ycore/time/sync": 0.1, "ycore/time/round": 0.5, "ycore/time/train": 0.3}
+    told = {name: share * seconds for name, share in parts.items()}
+    return {"step": number, "reward": number / 12, "grad_norm": 1.0, "ycore/time/step": seconds, **told}
+
+
+def test_what_a_model_wrote_stays_text(run: Path) -> None:
+    page = as_page(make_report([read_run(run)]))
+    assert "<script" not in page and "&lt;script&gt;" in page
+    assert "ycore grpo --model &#39;tiny model&#39;" in page
+
+
+def test_the_page_needs_nothing_else(run: Path) -> None:
+    page = as_page(make_report([read_run(run)]))
+    addresses = re.findall(r"""(?:src|href)=["']([^"']+)""", page)
+    assert all(address.startswith(("#", "data:")) for address in addresses)
+    assert "url(http" not in page and "@import" not in page
+
+
+def test_the_rewards_of_the_last_round_are_weighted_sums(run: Path) -> None:
+    assert [one.reward for one in read_run(run).written] == [2.0, 0.0, None]
+
+
+def test_completions_are_chosen_from_both_ends_and_the_middle() -> None:
+    written = [Written("p", "c", float(number), 1, "stop") for number in range(100)]
+    rewards = [one.reward for one in chosen([*written, Written("p", "c", None, 1, "stop")])]
+    assert rewards == [0, 1, 2, 3, 48, 49, 50, 51, 96, 97, 98, 99, None]
+    assert [one.reward for one in chosen(written[:3])] == [0, 1, 2] and chosen([]) == []
+
+
+def test_the_plan_stands_beside_what_was_measured(run: Path) -> None:
+    """Under the key, and with the rows, that the launcher writes into summary.json."""
+    assert "Planned and measured" not in as_page(make_report([read_run(run)]))
+    summary = json.loads((run / "summary.json").read_text())
+    rows = [Row("memory/trainer", "GiB", 2.2, 2.0).as_json(), Row("time/step", "s", 4.0, 5.0).as_json()]
+    (run / "summary.json").write_text(json.dumps(summary | {"plan_and_measured": rows}))
+    page = as_page(make_report([read_run(run)]))
+    assert "Planned and measured: first" in page
+    told = [
+        re.findall(r"<td[^>]*>([^<]*)</td>", line)
+        for line in page.splitlines()
+        if "/trainer" in line or "/step," in line
+    ]
+    assert told == [["memory/trainer, GiB", "2.2", "2", "+10%"], ["time/step, s", "4", "5", "-20%"]]
+
+
+def test_what_judges_took_is_read_from_the_trace(run: Path) -> None:
+    trace = TraceWriter(run / "trace.json")
+    for span in (Span("rollout", 0, 0, 1.0, 3.0), Span("judge", 0, 1, 4.0, 1.0)):
+        trace.add(span)
+    trace.flush()
+    told = make_report([read_run(run)]).spent["first"].seconds
+    assert told["judging"] == pytest.approx(0.25 * 12 * 5.0 * 2)  # of twelve rounds of 5 s on two slots
+    assert told["useful tokens"] == pytest.approx(0.75 * 12 * 5.0 * 2)
+
+
+def test_a_run_that_is_still_going_has_a_report(run: Path) -> None:
+    for name in ("summary.json", "samples.json"):
+        (run / name).unlink(missing_ok=True)
+    (run / "journal" / "round-000012-rank-0.json").write_text('{"groups": [{"dra')
+    report = make_report([read_run(run)])
+    assert "still running" in as_page(report)
+
+
+def test_several_runs_side_by_side(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    other, page = make_run(tmp_path / "second", seconds=20.0), tmp_path / "both.html"
+    assert ycore(["report", str(run), str(other), "--output", str(page), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["runs"]
+    assert [one["at_equal_seconds"][-1]["step"] for one in told] == [12, 6]
+    assert told[0]["device_seconds_per_informative_group"] == pytest.approx(5.0)
+    assert told == json.loads(page.with_suffix(".json").read_text())["runs"]
+    assert page.with_suffix(".png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("problem", ["no run.json", "no step"])
+def test_what_is_no_run_is_refused(problem: str, run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / ("run.json" if problem == "no run.json" else "metrics.jsonl")).unlink()
+    assert ycore(["report", str(run)]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.skipif(CHROMIUM is None, reason="no Chromium is installed")
+def test_a_browser_draws_it(run: Path, tmp_path: Path) -> None:
+    """The page as Chromium has it once scripts would have run: hostile text did nothing, every picture has a size."""
+    (page, *_) = write_report(make_report([read_run(run)]), tmp_path / "report.html")
+    command = [str(CHROMIUM), *QUIET.split(), f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()]
+    drawn = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    assert "<title>first</title>" in drawn and '<h2 id="spent">' in drawn
+    assert drawn.count("<svg") == 2 and "<b>bold" not in drawn

@@ -1,0 +1,83 @@
+"""Where device seconds went: nothing is lost, and each part is what it says."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ycore.run.trace import Span
+from ycore.view.record import PARTS, judging_share, spent
+
+STEP = {
+    "step": 1,
+    "ycore/time/step": 20.0,
+    "ycore/time/sync": 1.0,
+    "ycore/time/round": 10.0,
+    "ycore/time/train": 8.0,
+    "ycore/sampling/drawn": 16,
+    "frac_reward_zero_std": 0.0,
+    "completions/clipped_ratio": 0.25,
+}
+
+
+def test_by_hand() -> None:
+    """16 groups drawn for 8: half of the round taught nothing; a quarter of the rest was cut off."""
+    seconds = spent([STEP], prompts_per_step=8, num_slots=2).seconds
+    told = {part: value for part, value in seconds.items() if value}
+    assert told == {
+        "useful tokens": 7.5,
+        "cut off at the limit": 2.5,
+        "groups not trained on": 10.0,
+        "weight sync": 2.0,
+        "training": 16.0,
+        "other": 2.0,
+    }
+
+
+def test_judging_idle_and_swaps_come_out_of_the_round() -> None:
+    row = {**STEP, "ycore/idle_share": 0.2, "ycore/swap_s": 1.0, "ycore/sampling/drawn": 8}
+    seconds = spent([row], prompts_per_step=8, num_slots=1, judging=0.5).seconds
+    assert (seconds["idle"], seconds["swaps"], seconds["judging"]) == (2.0, 1.0, 3.5)
+    assert seconds["useful tokens"] + seconds["cut off at the limit"] == pytest.approx(3.5)
+
+
+def test_judging_is_a_share_of_the_busy_seconds_of_the_trace() -> None:
+    """Two rollouts of 4 s that overlap by 2 are 6 s; a judge and a reward model of 1 s on another slot are 2."""
+    rollouts = [Span("rollout", 0, 0, began, 4.0) for began in (10.0, 12.0)]
+    scorers = [Span("judge", 0, 1, 16.0, 1.0), Span("reward_model", 0, 1, 16.5, 1.0)]
+    unasked = [Span("swap", 0, 1, 15.0, 1.0), Span("round", 0, -1, 10.0, 9.0)]
+    assert judging_share([*rollouts, *scorers, *unasked]) == 0.25
+    assert judging_share(rollouts) == judging_share(unasked) == 0
+
+
+def test_the_price_of_a_group_that_taught() -> None:
+    half = {**STEP, "frac_reward_zero_std": 0.5}
+    assert spent([STEP], prompts_per_step=8, num_slots=1).per_informative_group == 2.5
+    assert spent([half], prompts_per_step=8, num_slots=1).per_informative_group == 5.0
+    assert spent([{**STEP, "frac_reward_zero_std": 1.0}], prompts_per_step=8, num_slots=1).per_informative_group is None
+
+
+def test_rows_that_are_no_steps_cost_nothing() -> None:
+    assert spent([{"train_runtime": 3.0}, {}], prompts_per_step=8, num_slots=1).total == 0
+
+
+@given(
+    parts=st.lists(st.floats(0, 1e4), min_size=4, max_size=4),
+    shares=st.lists(st.floats(0, 1), min_size=4, max_size=4),
+    drawn=st.integers(0, 100),
+    slots=st.integers(1, 9),
+)
+def test_every_second_is_counted_once(parts: list[float], shares: list[float], drawn: int, slots: int) -> None:
+    sync, in_round, train, other = parts
+    row = {
+        "ycore/time/step": sync + in_round + train + other,
+        "ycore/time/sync": sync,
+        "ycore/time/round": in_round,
+        "ycore/time/train": train,
+        "ycore/idle_share": shares[0],
+        "ycore/swap_s": shares[2] * 100,
+        "frac_reward_zero_std": shares[3],
+        "ycore/sampling/drawn": drawn,
+    }
+    told = spent([row], prompts_per_step=8, num_slots=slots, judging=shares[1])
+    assert told.total == pytest.approx(sum(parts) * slots)
+    assert set(told.seconds) == set(PARTS) and min(told.seconds.values()) >= 0

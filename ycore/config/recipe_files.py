@@ -1,0 +1,134 @@
+"""Recipes: whole runs by name, in YAML; the shipped ones are the package `ycore_recipes`.
+
+A YAML file that a person wrote, read as a mapping; whatever is wrong with it in one line.
+
+Not here: what a recipe's keys mean (`run`) and how options change them (`overrides`).
+"""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ycore.config.algorithms import is_tuning
+from ycore.errors import ConfigError, UserError, nearest
+
+SUFFIXES = (".yaml", ".yml")
+
+
+def read_yaml_file(file: Path, *, what: str, way_out: str, error: type[UserError] = ConfigError) -> str:
+    """The text of a file; `what` it is, e.g. `recipe`, and a `way_out` where there is none stand in the error."""
+    try:
+        return file.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        siblings = [path.name for path in file.parent.glob("*") if path.suffix in SUFFIXES]
+        raise error(f"no such {what} file: {file}{nearest(file.name, siblings, limit=1) or f'; {way_out}'}") from None
+    except (OSError, UnicodeDecodeError) as problem:
+        raise error(f"the {what} {file} cannot be read as text: {problem}") from None
+
+
+def parse_yaml(text: str, *, what: str, example: str, error: type[UserError] = ConfigError) -> dict[str, Any]:
+    """The keys of a text; `what` it is, e.g. `the recipe quickstart`, and an `example` of a key stand in the error."""
+    import yaml
+
+    try:
+        told = yaml.safe_load(text)
+    except yaml.MarkedYAMLError as problem:
+        line = f", line {problem.problem_mark.line + 1}" if problem.problem_mark else ""
+        raise error(f"{what}{line}: not YAML: {problem.problem or problem.context}") from None
+    except yaml.YAMLError as problem:
+        raise error(f"{what} is not YAML: {' '.join(str(problem).split())}") from None
+    if not isinstance(told, dict) or not all(isinstance(key, str) for key in told):
+        kind = "empty" if told is None else f"a {type(told).__name__}"
+        raise error(f"{what} must be a mapping of keys such as `{example}: ...`; it is {kind}")
+    return told
+
+
+PIPELINE = "pipeline"
+
+
+@dataclass(frozen=True, slots=True)
+class RecipeEntry:
+    """A shipped recipe as a list shows it."""
+
+    name: str
+    description: str
+    command: str = "grpo"
+    """The command that it is for."""
+
+    @property
+    def line(self) -> str:
+        """What is typed after `ycore` to run it."""
+        return _line(self.command, self.name)
+
+
+def list_recipes() -> list[RecipeEntry]:
+    """The shipped recipes, by name."""
+    entries = ((name, _parsed(text, name)) for name, text in _shipped())
+    return [
+        RecipeEntry(name, str(recipe.get("description", "")), _command(recipe) or "grpo")
+        for name, recipe in sorted(entries)
+    ]
+
+
+def load_recipe(name_or_file: str, *, command: str | None = None) -> dict[str, Any]:
+    """The keys of a shipped recipe or of a YAML file, without its description; ConfigError if not for `command`."""
+    shipped = dict(_shipped())
+    if name_or_file in shipped:
+        text = shipped[name_or_file]
+    elif _means_a_file(name_or_file):
+        way_out = "`ycore recipes` lists those that come with ycore"
+        text = read_yaml_file(Path(name_or_file).expanduser(), what="recipe", way_out=way_out)
+    else:
+        known = [name for name in sorted(shipped) if _serves(_command(_parsed(shipped[name], name)), command)]
+        near = nearest(name_or_file, known) or f"; there are {', '.join(known)}"
+        raise ConfigError(f"no recipe {name_or_file!r}{near}")
+    recipe = _parsed(text, name_or_file)
+    recipe.pop("description", None)
+    _check_command(recipe, name_or_file, command)
+    return recipe
+
+
+def _command(recipe: Mapping[str, Any]) -> str | None:
+    """The command of a recipe, where it says so: by `algorithm`, or by having stages or rewards."""
+    if "stages" in recipe:
+        return PIPELINE
+    named = recipe.get("algorithm")
+    return str(named) if named is not None else "grpo" if "rewards" in recipe else None
+
+
+def _check_command(recipe: Mapping[str, Any], name: str, command: str | None) -> None:
+    """A recipe of rollouts serves every command that asks an engine; the others serve their own."""
+    wanted = _command(recipe)
+    if wanted is not None and not _serves(wanted, command):
+        raise ConfigError(f"the recipe {name} is for `ycore {wanted}`, not {command}; say ycore {_line(wanted, name)}")
+
+
+def _serves(wanted: str | None, command: str | None) -> bool:
+    if wanted is None or command is None or wanted == command:
+        return True
+    return not any(is_tuning(one) or one == PIPELINE for one in (wanted, command))
+
+
+def _line(command: str, name: str) -> str:
+    return f"{command} {name}" if command == PIPELINE else f"{command} --recipe {name}"
+
+
+def recipe_name(name_or_file: str) -> str:
+    """What a run of this recipe is called: the recipe's name, or its file's without the suffix."""
+    return Path(name_or_file).stem if _means_a_file(name_or_file) else name_or_file
+
+
+def _shipped() -> Iterator[tuple[str, str]]:
+    for entry in files("ycore_recipes").iterdir():
+        if entry.name.endswith(".yaml"):
+            yield entry.name.removesuffix(".yaml"), entry.read_text(encoding="utf-8")
+
+
+def _means_a_file(name: str) -> bool:
+    return name.endswith(SUFFIXES) or "/" in name or Path(name).is_file()
+
+
+def _parsed(text: str, name: str) -> dict[str, Any]:
+    return parse_yaml(text, what=f"the recipe {name}", example="model")

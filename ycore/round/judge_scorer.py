@@ -1,0 +1,213 @@
+"""A judge as a Scorer: which questions it is asked, when, and what their verdicts make of a group.
+
+Pointwise questions are asked as each completion ends; a pair's as both have; a ranking's when the group is whole.
+
+Not here: a question's text and the reading of a verdict (`judging`), and the request (`roles.judge_engine`).
+"""
+
+import hashlib
+import time
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+from ycore.engine.judge_engine import JudgeEngine, Refused
+from ycore.judge.declaration import Judge, LabelVerdict
+from ycore.judge.question import Question, Questioner, as_text
+from ycore.judge.verdict import (
+    Reply,
+    Unreadable,
+    follows_position,
+    mean,
+    read_ranking,
+    read_value,
+    ring_pairs,
+    shares_of_rank,
+    shuffled_orders,
+    win_share,
+)
+from ycore.placement.placement import JUDGE
+from ycore.round.scoring import JudgeMeter, TextOf, Writing, plain_text, together
+from ycore.types import Completion, Score
+
+V = TypeVar("V")
+
+
+class JudgeScorer:
+    """One judge. `engines[slot]` are its engines; for an address there is one, which is on no slot."""
+
+    def __init__(
+        self,
+        name: str,
+        questioner: Questioner,
+        engines: Sequence[JudgeEngine],
+        *,
+        meter: JudgeMeter,
+        seed: int,
+        text_of: TextOf = plain_text,
+    ) -> None:
+        self._name = name
+        self._judge: Judge = questioner.judge
+        self._questioner = questioner
+        self._engines = engines
+        self._seed = seed
+        self._meter = meter
+        self._text_of = text_of
+
+    async def start(self, *, timeout_s: float) -> None:
+        await together([engine.wait_ready(timeout_s=timeout_s) for engine in self._engines])
+
+    async def score(self, writing: Writing) -> list[list[Score]]:
+        match self._judge.mode:
+            case "pointwise":
+                scores = await together([self._alone(writing, index) for index in range(len(writing))])
+            case "pairwise" if self._judge.against == "reference":
+                scores = await together([self._with_reference(writing, index) for index in range(len(writing))])
+            case "pairwise":
+                scores = await self._with_siblings(writing)
+            case "groupwise":
+                scores = await self._ranked(writing)
+        return [[score] for score in scores]
+
+    async def _alone(self, writing: Writing, index: int) -> Score:
+        completion = await writing.tasks_G[index]
+        key = self._key(writing, completion)
+        question = self._questioner.pointwise(writing.draw.prompt, self._text_of(completion), key=key)
+        try:
+            value = await self._verdict(question, writing, key=key, read=self._fraction)
+        except Unreadable as problem:
+            return self._masked(str(problem))
+        return Score(self._judge.reward(value))
+
+    async def _with_reference(self, writing: Writing, index: int) -> Score:
+        completion = await writing.tasks_G[index]
+        reference = as_text(writing.draw.prompt.columns.get(self._judge.reference_column))
+        if not reference.strip():
+            return self._masked("the row has no reference")
+        try:
+            share = await self._pair(writing, self._text_of(completion), reference, key=self._key(writing, completion))
+        except Unreadable as problem:
+            return self._masked(str(problem))
+        return Score(self._judge.reward(share))
+
+    async def _with_siblings(self, writing: Writing) -> list[Score]:
+        pairs = ring_pairs(len(writing), self._judge.opponents)
+        met = await together([self._meeting(writing, one, other) for one, other in pairs])
+        scores = []
+        for index in range(len(writing)):
+            shares = [
+                share if index == pair[0] else 1 - share
+                for pair, share in zip(pairs, met, strict=True)
+                if index in pair and share is not None
+            ]
+            scores.append(self._score(mean(shares), otherwise="no pair was judged"))
+        return scores
+
+    async def _meeting(self, writing: Writing, one: int, other: int) -> float | None:
+        """How far one sibling beats the other, once both are written; None where no verdict can be read."""
+        first, second = await writing.tasks_G[one], await writing.tasks_G[other]
+        try:
+            key = self._key(writing, first, second)
+            return await self._pair(writing, self._text_of(first), self._text_of(second), key=key)
+        except Unreadable:
+            return None
+
+    async def _pair(self, writing: Writing, one: str, other: str, *, key: str) -> float:
+        """Asked in both orders, so that a judge which favours a place favours nobody."""
+        prompt, ask = writing.draw.prompt, self._questioner.pairwise
+        shown_first, shown_second = await together(
+            [
+                self._verdict(
+                    ask(prompt, *pair, key=f"{key}/{order}"), writing, key=f"{key}/{order}", read=self._fraction
+                )
+                for order, pair in enumerate([(one, other), (other, one)])
+            ]
+        )
+        self._meter.pairs += 1
+        self._meter.pairs_by_position += follows_position(shown_first, shown_second)
+        return win_share(shown_first, shown_second)
+
+    async def _ranked(self, writing: Writing) -> list[Score]:
+        completions = await writing.all()
+        key = self._key(writing, *completions)
+        orders = shuffled_orders(len(completions), self._judge.orders, seed=_number(key))
+        asked = [
+            self._shares(writing, [completions[i] for i in order], key=f"{key}/{n}") for n, order in enumerate(orders)
+        ]
+        shares_by_answer: list[list[float]] = [[] for _ in completions]
+        for order, shares in zip(orders, await together(asked), strict=True):
+            for place, share in enumerate(shares or ()):
+                shares_by_answer[order[place]].append(share)
+        means = [mean(shares) for shares in shares_by_answer]
+        return [self._score(share, otherwise="no ranking was read") for share in means]
+
+    async def _shares(self, writing: Writing, shown: Sequence[Completion], *, key: str) -> list[float] | None:
+        texts = [self._text_of(completion) for completion in shown]
+        question = self._questioner.groupwise(writing.draw.prompt, texts, key=key)
+        try:
+            order = await self._verdict(
+                question,
+                writing,
+                key=key,
+                read=lambda reply: read_ranking(self._judge, reply, count=len(texts)),
+            )
+        except Unreadable:
+            return None
+        return shares_of_rank(order)
+
+    async def _verdict(self, question: Question, writing: Writing, *, key: str, read: Callable[[Reply], V]) -> V:
+        """What is read from the judge's reply; asked again, with other seeds, while it cannot be; Unreadable then."""
+        problem = ""
+        for attempt in range(1 + self._judge.retries):
+            try:
+                reply = await self._ask(question, writing, seed=_number(f"{key}/{attempt}"), again=attempt > 0)
+            except Refused as refusal:
+                raise Unreadable(str(refusal)) from None
+            try:
+                return read(reply)
+            except Unreadable as why:
+                self._meter.parse_failures += 1
+                problem = str(why)
+            if isinstance(self._judge.verdict, LabelVerdict):
+                break  # probabilities do not depend on the seed
+        raise Unreadable(problem)
+
+    async def _ask(self, question: Question, writing: Writing, *, seed: int, again: bool) -> Reply:
+        if self._judge.base_url is not None:
+            return await self._timed(self._engines[0], question, seed=seed, again=again)
+        async with writing.turn(JUDGE) as slot:
+            reply = await self._timed(self._engines[slot], question, seed=seed, again=again)
+            slot.num_tokens = reply.num_tokens
+            return reply
+
+    async def _timed(self, engine: JudgeEngine, question: Question, *, seed: int, again: bool) -> Reply:
+        started = time.perf_counter()
+        self._meter.calls += 1
+        try:
+            reply = await engine.ask(self._judge, question, seed=seed, again=again)
+        finally:
+            self._meter.seconds += time.perf_counter() - started
+        self._meter.tokens += reply.num_tokens
+        return reply
+
+    def _fraction(self, reply: Reply) -> float:
+        return self._judge.fraction(read_value(self._judge, reply))
+
+    def _key(self, writing: Writing, *completions: Completion) -> str:
+        """Names what is judged, the same in a resumed run; nobody who writes a completion knows its own."""
+        written = ",".join("-".join(map(str, completion.token_ids)) for completion in completions)
+        return f"{self._seed}/{self._name}/{writing.draw.position}/{hashlib.sha256(written.encode()).hexdigest()}"
+
+    def _score(self, share: float | None, *, otherwise: str) -> Score:
+        return self._masked(otherwise) if share is None else Score(self._judge.reward(share))
+
+    def _masked(self, why: str) -> Score:
+        return Score(None, problem=f"judge {self._name}: {why}")
+
+    async def close(self) -> None:
+        for engine in self._engines:
+            await engine.close()
+
+
+def _number(key: str) -> int:
+    """A seed of 31 bits."""
+    return int.from_bytes(hashlib.sha256(key.encode()).digest()[:4], "big") >> 1

@@ -1,0 +1,167 @@
+"""Peers over torch.distributed: counts and meetings in its store, groups from rank to rank as bytes.
+
+The store is the one that torchrun, accelerate or DeepSpeed have opened already, so nothing new listens.
+
+Not here: what is counted and moved (`peers`).
+"""
+
+import asyncio
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _get_default_store
+
+from ycore.errors import PeerError, RunError
+from ycore.round.journal import from_bytes, to_bytes
+from ycore.round.peers import Counts
+from ycore.round.sampling import Offer
+from ycore.types import Group
+
+_FAILURE, _STOP = "failure", "stop"
+_FIRST_LOOK_S, _LAST_LOOK_S = 0.005, 0.2
+_PATIENCE = 0.05  # of the time waited so far, to the next look: waiting long costs little, waiting short ends soon
+_FIELD = 1 << 20  # of a round's three counts, which share one 64-bit number so that one request reads and changes all
+
+
+class TorchTally:
+    """One round's counts over all ranks, in the store."""
+
+    def __init__(self, store: dist.Store, key: str, *, need: int, ready: int, starts: int) -> None:
+        self.need = need
+        self._store = store
+        self._key = key
+        self._add(kept=ready, in_flight=starts, drawn=starts)
+
+    def counts(self) -> Counts:
+        return self._add()
+
+    def start(self, amount: int) -> Counts:
+        return self._add(in_flight=amount, drawn=amount)
+
+    def finish(self, *, counts_as_kept: bool) -> None:
+        self._add(kept=int(counts_as_kept), in_flight=-1)
+
+    def _add(self, *, kept: int = 0, in_flight: int = 0, drawn: int = 0) -> Counts:
+        total = int(self._store.add(self._key, kept + _FIELD * (in_flight + _FIELD * drawn)))
+        return Counts(total % _FIELD, total // _FIELD % _FIELD, total // _FIELD**2)
+
+
+class TorchPeers:
+    """All ranks of the run, meeting in the process group that training uses.
+
+    `bytes_sent` counts what this rank has given to others, `bytes_received` what it got.
+    """
+
+    def __init__(self, *, timeout_s: float = 300.0) -> None:
+        self.rank, self.world = dist.get_rank(), dist.get_world_size()
+        self._timeout_s = timeout_s
+        self.bytes_sent = self.bytes_received = 0
+        self._store = dist.PrefixStore("ycore/", _get_default_store())
+        # Groups live in host memory, whatever the devices.
+        self._on_cpu = dist.new_group(backend="gloo", timeout=timedelta(seconds=timeout_s))
+        self._num_rounds = self._num_meetings = 0
+
+    def open_tally(self, *, need: int, ready: int, starts: int) -> TorchTally:
+        self._num_rounds += 1
+        if self.rank == 0 and self._num_rounds > 2:
+            self._store.delete_key(f"round{self._num_rounds - 2}")
+        all_need = need * self.world
+        tally = TorchTally(self._store, f"round{self._num_rounds}", need=all_need, ready=ready, starts=starts)
+        with self._in_time("beginning a round"):
+            dist.barrier(self._on_cpu)  # nobody judges by counts that another has not yet made
+        return tally
+
+    async def meet(self, *, stopping: bool) -> bool:
+        self._num_meetings += 1
+        number = self._num_meetings
+        # Both numbers in one: whoever has come has said at the same moment whether it is stopping.
+        told = int(self._store.add(f"meeting{number}", 1 + _FIELD * int(stopping)))
+        began = time.monotonic()
+        while told % _FIELD < self.world:
+            self._check()
+            await asyncio.sleep(min(_LAST_LOOK_S, max(_FIRST_LOOK_S, _PATIENCE * (time.monotonic() - began))))
+            told = int(self._store.add(f"meeting{number}", 0))
+        if self.rank == 0 and number > 1:
+            self._store.delete_key(f"meeting{number - 1}")  # all have left it, since all have come to this one
+        return told >= _FIELD
+
+    def gather_offers(self, offers: Sequence[Offer]) -> list[Offer]:
+        mine = torch.tensor([[o.index, o.position, o.num_tokens, o.teaches] for o in offers], dtype=torch.long)
+        counts = [torch.zeros(1, dtype=torch.long) for _ in range(self.world)]
+        with self._in_time("dealing out a round"):
+            dist.all_gather(counts, torch.tensor([len(offers)]), group=self._on_cpu)
+        longest = max(int(count) for count in counts)
+        padded = torch.zeros(longest, 4, dtype=torch.long)
+        padded[: len(offers)] = mine.view(-1, 4)
+        tables = [torch.zeros_like(padded) for _ in range(self.world)]
+        with self._in_time("dealing out a round"):
+            dist.all_gather(tables, padded, group=self._on_cpu)
+        return [
+            Offer(rank, index, position, num_tokens, bool(teaches))
+            for rank, (table, count) in enumerate(zip(tables, counts, strict=True))
+            for index, position, num_tokens, teaches in table[: int(count)].tolist()
+        ]
+
+    def exchange(self, moves: Sequence[tuple[Offer, int]], own: Sequence[Group]) -> dict[tuple[int, int], Group]:
+        came: dict[tuple[int, int], Group] = {}
+        for offer, receiver in moves:  # the same order on every rank, so no two wait for each other
+            if offer.rank == self.rank:
+                with self._in_time(f"sending a group to rank {receiver}"):
+                    self._send(to_bytes(own[offer.index]), receiver)
+            elif receiver == self.rank:
+                with self._in_time(f"receiving a group from rank {offer.rank}"):
+                    came[offer.rank, offer.index] = from_bytes(self._receive(offer.rank))
+        return came
+
+    def add_up(self, values: Sequence[float]) -> list[float]:
+        total = torch.tensor(list(values), dtype=torch.float64)
+        with self._in_time("adding up"):
+            dist.all_reduce(total, group=self._on_cpu)
+        added: list[float] = total.tolist()
+        return added
+
+    @contextmanager
+    def _in_time(self, what: str) -> Iterator[None]:
+        """Around collectives: what torch says of a rank that does not come becomes an error that names the call."""
+        try:
+            yield
+        except RuntimeError as error:
+            with suppress(dist.DistError):  # the store is gone with the first rank
+                self._check()
+            told = str(error).partition("\n")[0][:200]
+            raise PeerError(
+                f"rank {self.rank}: {what} did not end; another rank is gone, or did not come within "
+                f"{self._timeout_s:.0f} s (collective_timeout_s): {told}"
+            ) from error
+
+    def _send(self, data: bytes, receiver: int) -> None:
+        dist.send(torch.tensor([len(data)]), receiver, group=self._on_cpu)
+        dist.send(torch.frombuffer(bytearray(data), dtype=torch.uint8), receiver, group=self._on_cpu)
+        self.bytes_sent += len(data)
+
+    def _receive(self, sender: int) -> bytes:
+        size = torch.zeros(1, dtype=torch.long)
+        dist.recv(size, sender, group=self._on_cpu)
+        data = torch.zeros(int(size), dtype=torch.uint8)
+        dist.recv(data, sender, group=self._on_cpu)
+        self.bytes_received += len(data)
+        return bytes(data.numpy())
+
+    def ask_to_stop(self) -> None:
+        self._store.set(_STOP, str(self.rank))
+
+    def stop_asked(self) -> bool:
+        self._check()
+        return bool(self._store.check([_STOP]))
+
+    def fail(self, message: str) -> None:
+        if not self._store.check([_FAILURE]):
+            self._store.set(_FAILURE, f"rank {self.rank}: {message}")
+
+    def _check(self) -> None:
+        if self._store.check([_FAILURE]):
+            raise RunError(f"another rank failed: {self._store.get(_FAILURE).decode()}")

@@ -1,0 +1,202 @@
+"""Checkpoints on disk: whole or not there. Written beside, flushed, listed in a manifest, then renamed into place.
+
+    checkpoints/.saving-checkpoint-8/       being written; cleared at the next start
+    checkpoints/checkpoint-8/manifest.json  written last: every file with its size and sha256
+    checkpoints/damaged-checkpoint-6/       did not verify; passed over, never deleted
+
+Not here: what a checkpoint holds (`roles.checkpoints`, and transformers), and where the folder lies (`paths`).
+"""
+
+import hashlib
+import os
+import shutil
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+from ycore.errors import RunError, RunFolderError
+from ycore.run.files import read_json, sync_file, sync_folder, write_json_atomic
+
+SCHEMA = 1
+FEWEST = 2  # whole checkpoints that are kept, whatever is asked: one may turn out damaged
+
+_MANIFEST = "manifest.json"
+_PREFIX = "checkpoint-"
+_SAVING = ".saving-"
+_DROPPING = ".dropping-"
+_DAMAGED = "damaged-"
+_ASIDE = "aside-"
+
+
+def checkpoint_of(folder: Path, step: int) -> Path:
+    return folder / f"{_PREFIX}{step}"
+
+
+def step_of(checkpoint: Path) -> int:
+    return int(checkpoint.name.removeprefix(_PREFIX))
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Every checkpoint that was published, oldest first; nothing is read of them."""
+    found = [path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit()]
+    return sorted(found, key=step_of)
+
+
+def staging(folder: Path, step: int) -> Path:
+    """The folder beside, under which `checkpoint-STEP` is written."""
+    return folder / f"{_SAVING}{_PREFIX}{step}"
+
+
+def publish(folder: Path, step: int, told: dict[str, Any]) -> Path:
+    """Seal what was staged and give it its name: from here on it exists. `told` is what the manifest says besides.
+
+    A checkpoint of the same step is replaced: the run went back behind it and came here again.
+    """
+    staged, place = staging(folder, step) / f"{_PREFIX}{step}", checkpoint_of(folder, step)
+    files = _files(staged)
+    for path in files:
+        sync_file(path)
+    listed = dict(zip(map(str, (path.relative_to(staged) for path in files)), _fingerprints(files), strict=True))
+    write_json_atomic(staged / _MANIFEST, {"schema": SCHEMA, "step": step, **told, "files": listed})
+    for inner in {path.parent for path in files} | {staged}:
+        sync_folder(inner)
+    if place.is_dir():
+        _drop(place)
+    os.rename(staged, place)
+    sync_folder(folder)
+    staged.parent.rmdir()
+    return place
+
+
+def read_manifest(checkpoint: Path) -> dict[str, Any]:
+    """What the manifest tells; RunFolderError where there is none, or one of another schema."""
+    told = read_json(checkpoint / _MANIFEST)
+    if not isinstance(told, dict) or told.get("schema") != SCHEMA or not isinstance(told.get("files"), dict):
+        raise RunFolderError(f"{checkpoint / _MANIFEST} is not a manifest of schema {SCHEMA}; was another ycore here?")
+    return told
+
+
+def problem_of(checkpoint: Path) -> str | None:
+    """Why a checkpoint does not verify, in a few words; None where every file is there, whole and unchanged."""
+    if not (checkpoint / _MANIFEST).is_file():
+        return "it has no manifest.json, which is written last"
+    try:
+        told = read_manifest(checkpoint)
+    except RunFolderError as error:
+        return str(error)
+    if told.get("step") != step_of(checkpoint):
+        return f"its manifest is of step {told.get('step')}"
+    expected: dict[str, dict[str, Any]] = told["files"]
+    paths = {name: checkpoint / name for name in expected}
+    for name, path in paths.items():
+        if not path.is_file():
+            return f"{name} is missing"
+        if path.stat().st_size != expected[name]["bytes"]:
+            return f"{name} has {path.stat().st_size} bytes, {expected[name]['bytes']} were written"
+    for name, found in zip(paths, _fingerprints(list(paths.values())), strict=True):
+        if found != expected[name]:
+            return f"{name} has changed: its sha256 is not the one that was written"
+    return None
+
+
+def newest_whole(folder: Path, *, say: Callable[[str], None]) -> Path | None:
+    """The latest checkpoint that verifies, None where no checkpoint was ever saved.
+
+    A damaged one is named in a line, moved aside and passed over; RunFolderError where every one of them is damaged.
+    """
+    reasons = []
+    for checkpoint in reversed(checkpoints_in(folder)):
+        problem = problem_of(checkpoint)
+        if problem is None:
+            return checkpoint
+        moved = quarantine(checkpoint)
+        say(f"{checkpoint.name} is damaged ({problem}); passed over, and kept as {moved.name}")
+        reasons.append(f"{checkpoint.name}: {problem}")
+    if reasons:
+        raise RunFolderError(
+            f"no checkpoint in {folder} verifies ({'; '.join(reasons)}); "
+            "begin again with --resume-from 0, or choose another --output"
+        )
+    return None
+
+
+def newest_for(folder: Path, *, world: int, say: Callable[[str], None]) -> Path | None:
+    """The checkpoint that a run of `world` ranks goes on from; clears what a killed save left.
+
+    RunError where it was saved by another number of ranks, as its manifest tells under `world`.
+    """
+    clear_leftovers(folder)
+    newest = newest_whole(folder, say=say)
+    if newest is not None and (saved := read_manifest(newest).get("world")) != world:
+        raise RunError(
+            f"{newest.name} was saved by {saved} ranks, and this run has {world}; every rank has state of its own, "
+            f"so go on with --processes {saved}"
+        )
+    return newest
+
+
+def quarantine(checkpoint: Path) -> Path:
+    """Move a damaged checkpoint out of the way, under a name that nothing reads."""
+    return _move(checkpoint, _DAMAGED)
+
+
+def set_aside_after(folder: Path, step: int) -> list[Path]:
+    """Move the checkpoints of later steps out of the way: the run goes on from this one."""
+    return [_move(checkpoint, _ASIDE) for checkpoint in checkpoints_in(folder) if step_of(checkpoint) > step]
+
+
+def drop_oldest(folder: Path, *, keep: int | None) -> list[Path]:
+    """Remove all but the newest `keep` checkpoints, at least two; None keeps all. Those that are left."""
+    found = checkpoints_in(folder)
+    if keep is not None:
+        for old in found[: -max(keep, FEWEST)]:
+            _drop(old)
+    return checkpoints_in(folder)
+
+
+def clear_leftovers(folder: Path) -> list[str]:
+    """Remove what a save or a removal that was killed has left; the names of it."""
+    left = [path for prefix in (_SAVING, _DROPPING) for path in folder.glob(f"{prefix}*")]
+    for path in left:
+        shutil.rmtree(path)
+    return [path.name for path in left]
+
+
+def size_of(checkpoint: Path) -> int:
+    """Bytes."""
+    return sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
+
+
+def _drop(checkpoint: Path) -> None:
+    """Rename first: half a checkpoint never has a checkpoint's name."""
+    dying = checkpoint.with_name(f"{_DROPPING}{checkpoint.name}")
+    if dying.is_dir():
+        shutil.rmtree(dying)
+    os.rename(checkpoint, dying)
+    shutil.rmtree(dying)
+
+
+def _move(checkpoint: Path, prefix: str) -> Path:
+    place, count = checkpoint.with_name(prefix + checkpoint.name), 1
+    while place.exists():
+        count += 1
+        place = checkpoint.with_name(f"{prefix}{checkpoint.name}-{count}")
+    os.rename(checkpoint, place)
+    sync_folder(checkpoint.parent)
+    return place
+
+
+def _files(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != _MANIFEST)
+
+
+def _fingerprints(files: list[Path]) -> list[dict[str, Any]]:
+    """Size and sha256 of each; hashing releases the interpreter, so several files go at once."""
+    with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
+        return list(pool.map(_fingerprint, files))
+
+
+def _fingerprint(path: Path) -> dict[str, Any]:
+    with path.open("rb") as file:
+        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}

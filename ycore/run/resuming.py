@@ -1,0 +1,128 @@
+"""Settling from where a run goes on, before anything is started: which checkpoint, which rounds, whose settings.
+
+The journal's files by name: which rounds a run has on disk, and dropping those of steps that are to be taken anew.
+
+Not here: the check of the settings themselves (`prepare`), and loading a checkpoint (`roles.checkpoints`).
+"""
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from pydantic import BaseModel
+
+from ycore.errors import RunFolderError
+from ycore.run.checkpoints import (
+    checkpoint_of,
+    checkpoints_in,
+    clear_leftovers,
+    newest_whole,
+    problem_of,
+    set_aside_after,
+    step_of,
+)
+from ycore.run.claim import Claim, Resume, changes, check_claim, in_words, write_description
+from ycore.run.paths import RunFolder
+
+_NAME = re.compile(r"round-(\d+)-rank-(\d+)\.json")
+
+
+def round_file(journal: Path, step: int, rank: int) -> Path:
+    return journal / f"round-{step:06d}-rank-{rank}.json"
+
+
+def rounds_in(journal: Path) -> dict[int, set[int]]:
+    """Step -> the ranks whose part of that step's round is there."""
+    found: dict[int, set[int]] = {}
+    for _, step, rank in _round_files(journal):
+        found.setdefault(step, set()).add(rank)
+    return dict(sorted(found.items()))
+
+
+def drop_rounds(journal: Path, *, before: int = 0, after: int | None = None, rank: int | None = None) -> None:
+    """Remove the rounds of steps below `before` and above `after`, of one rank or of all."""
+    for path, step, its_rank in _round_files(journal):
+        if (step < before or (after is not None and step > after)) and rank in (None, its_rank):
+            path.unlink(missing_ok=True)
+
+
+def check_replay(run: Path, journal: Path) -> None:
+    """RunFolderError unless the journal of `run` goes back to its first step."""
+    rounds = rounds_in(journal)
+    if not rounds:
+        raise RunFolderError(f"--replay needs a run with a journal, and {run} has none; train it with --keep-journal")
+    if 0 not in rounds:
+        raise RunFolderError(
+            f"--replay begins at the first step, and the journal of {run} begins at step {min(rounds)}; older rounds "
+            "go with their checkpoints, unless the run is trained with --keep-journal"
+        )
+
+
+def _round_files(journal: Path) -> list[tuple[Path, int, int]]:
+    matches = ((path, _NAME.fullmatch(path.name)) for path in (journal.iterdir() if journal.is_dir() else ()))
+    return [(path, int(match[1]), int(match[2])) for path, match in matches if match]
+
+
+Say = Callable[[str], None]
+
+
+def parse_checkpoint(asked: str, folder: RunFolder) -> int:
+    """The step that `--resume-from` names: a number, or a checkpoint's folder inside the run."""
+    if asked.isdigit():
+        return int(asked)
+    path = Path(asked).expanduser()
+    if path.resolve().parent != folder.checkpoints.resolve() or not path.name.removeprefix("checkpoint-").isdigit():
+        raise RunFolderError(
+            f"--resume-from takes a step or a folder of {folder.checkpoints}; it is {asked!r}; {_there(folder)}"
+        )
+    return step_of(path)
+
+
+def check_checkpoint(folder: RunFolder, step: int) -> None:
+    """RunFolderError unless the run can go on from the checkpoint of this step; 0 is the beginning."""
+    checkpoint = checkpoint_of(folder.checkpoints, step)
+    if step == 0:
+        return
+    if not checkpoint.is_dir():
+        raise RunFolderError(f"{folder.root} has no checkpoint of step {step}; {_there(folder)}")
+    problem = problem_of(checkpoint)
+    if problem is not None:
+        raise RunFolderError(f"{checkpoint} is damaged ({problem}); {_there(folder)}")
+
+
+def settle(folder: RunFolder, config: BaseModel, how: Resume, *, say: Say) -> None:
+    """Leave in the folder just what the run is to go on from.
+
+    Checkpoints of later steps than `how` names are moved aside. Rounds that were begun after it are taken again as they
+    were, unless changes are accepted: then they are another run's, and are dropped.
+    """
+    held = Claim(folder)
+    try:
+        check_claim(folder, config, resume=True, how=how)
+        clear_leftovers(folder.checkpoints)
+        if how.step is not None:
+            check_checkpoint(folder, how.step)
+            for path in set_aside_after(folder.checkpoints, how.step):
+                say(f"{path.name}: of a later step than {how.step}")
+            folder.summary.unlink(missing_ok=True)
+        newest = newest_whole(folder.checkpoints, say=say)
+        at = 0 if newest is None else step_of(newest)
+        say(f"going on from step {at}" if at else "going on from the first step: no checkpoint was saved yet")
+        if how.accept_changes:
+            _accept(folder, config, at=at, say=say)
+    finally:
+        held.release()
+
+
+def _accept(folder: RunFolder, config: BaseModel, *, at: int, say: Say) -> None:
+    differences = changes(folder, config)
+    if differences:
+        say(f"accepted: {in_words(differences)}")
+    drop_rounds(folder.journal, after=at - 1)
+    folder.identity.unlink(missing_ok=True)
+    write_description(folder, config, resume=True)
+
+
+def _there(folder: RunFolder) -> str:
+    steps = [str(step_of(path)) for path in checkpoints_in(folder.checkpoints)]
+    return f"there are checkpoints of step {', '.join(steps)}" if steps else "no checkpoint was saved yet"

@@ -1,1 +1,0 @@
-"""Which groups can teach, how many more to draw, and who trains on which: pure decisions, no process, no torch."""

@@ -1,0 +1,112 @@
+"""How far the trainer's probabilities are from those the engine sampled with, and the weight that corrects for it.
+
+A round as TRL sees it: one flat sequence a completion, in the order of the groups.
+
+How a round's sequences are dealt into micro-batches: whole groups together, similar lengths together.
+
+Not here: the ratio between policy versions (TRL's loss); the two multiply.
+"""
+
+import math
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ycore.types import Group, Score
+
+
+@dataclass(frozen=True, slots=True)
+class FlatSequence:
+    """One completion with its row, flat, in the order TRL sees."""
+
+    row: dict[str, Any]
+    prompt_ids: list[int]
+    completion_ids: list[int]
+    logprobs: list[float] | None
+    rewards: list[float]
+    greedy_rewards: list[float]
+    policy_version: int
+
+
+def sequences_of(group: Group) -> list[FlatSequence]:
+    """One a completion, in the group's order; NaN where a source gave nothing."""
+    prompt = group.draw.prompt
+    row = {**prompt.columns, "prompt": prompt.content}
+    return [
+        FlatSequence(
+            row=row,
+            prompt_ids=list(group.draw.token_ids),
+            completion_ids=list(completion.token_ids),
+            logprobs=None if completion.logprobs is None else list(completion.logprobs),
+            rewards=_values(scores),
+            greedy_rewards=_values(group.greedy_scores_R or ()),
+            policy_version=completion.policy_version,
+        )
+        for completion, scores in zip(group.completions, group.scores_GR, strict=True)
+    ]
+
+
+def _values(scores: Sequence[Score]) -> list[float]:
+    return [float("nan") if score.value is None else score.value for score in scores]
+
+
+def deal(
+    group_tokens: Sequence[int], *, group_size: int, per_batch: int, num_windows: int, seed: int
+) -> list[list[int]]:
+    """Indices of the sequences of each micro-batch.
+
+    Micro-batches of one optimizer step add up to one gradient, so their order is free: groups are sorted by length
+    inside a step's window, longest first, so that a shortage of memory shows at once. Which window a group falls in
+    is drawn, so that no optimizer step sees only short or only long ones.
+
+    Args:
+        group_tokens: tokens of each group, in the round's order; group g is sequences g * group_size and on.
+        per_batch: sequences in a micro-batch.
+        num_windows: optimizer steps in the round.
+        seed: of the draw.
+    """
+    order = list(range(len(group_tokens)))
+    random.Random(seed).shuffle(order)
+    per_window = len(order) // num_windows
+    sequences: list[int] = []
+    for start in range(0, len(order), per_window):
+        window = sorted(order[start : start + per_window], key=lambda group: -group_tokens[group])
+        sequences += [group * group_size + member for group in window for member in range(group_size)]
+    return [sequences[start : start + per_batch] for start in range(0, len(sequences), per_batch)]
+
+
+def importance_ratio(
+    trainer_logps: torch.Tensor,
+    engine_logps: torch.Tensor,
+    mask: torch.Tensor,
+    *,
+    mode: str,
+    clip_min: float | None,
+    clip_max: float | None,
+) -> torch.Tensor:
+    """Importance weight of the trainer's policy over the engine's (truncated: arXiv 2508.03680; masked: IcePop).
+
+    Args:
+        trainer_logps, engine_logps, mask: (B, T); engine NaNs count as equal.
+        mode: `token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`, as in TRL.
+
+    Returns:
+        (B, T) for token modes, (B, 1) for sequence modes.
+    """
+    gap = torch.nan_to_num((trainer_logps - engine_logps) * mask, nan=0.0)
+    level, _, action = mode.partition("_")
+    ratio = torch.exp(gap.sum(dim=-1, keepdim=True) if level == "sequence" else gap)
+    if action == "truncate":
+        return torch.clamp(ratio, min=clip_min, max=clip_max)
+    low = -math.inf if clip_min is None else clip_min
+    high = math.inf if clip_max is None else clip_max
+    return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
+
+
+def absolute_gap(trainer_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+    """|log p_trainer - log p_engine| of every real token, as a flat tensor; tokens without an engine value left out."""
+    gap = (trainer_logps - engine_logps).abs()
+    return gap[mask.bool() & ~torch.isnan(gap)]

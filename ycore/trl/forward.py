@@ -1,0 +1,252 @@
+"""One micro-batch through the policy: shared prompts once, no padding worth the name, wanted logits only.
+
+`score_completions` takes the padded tensors that TRL builds and answers what TRL's own method would, to rounding.
+`add_compact_head` makes the model score only the wanted positions on devices without Triton.
+
+Which sequences of a micro-batch share a row of the forward pass, so that nothing is computed twice or for padding.
+
+Not here: which sequences share a row (`packing`), the loss and its masks (TRL).
+"""
+
+import functools
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from trl.trainer.utils import FusedCausalLMOutput
+
+from ycore.trl.lm_head import score_tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Cost:
+    """What one row costs, in units of one token through the linear layers."""
+
+    attention_per_pair: float
+    """Cost of one query-key pair over all layers."""
+
+    def of_rows(self, num_rows: int, length: int) -> float:
+        """`num_rows` rows padded to `length` tokens."""
+        return num_rows * length * (1.0 + self.attention_per_pair * length)
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """`members`: indices of the sequences in it, all with the same prompt; `length`: its tokens."""
+
+    members: tuple[int, ...]
+    length: int
+
+
+def plan_rows(
+    prompts: Sequence[tuple[int, ...]], completion_lengths: Sequence[int], *, cost: Cost, share: bool = True
+) -> list[Row]:
+    """The cheapest rows for a micro-batch.
+
+    Args:
+        prompts: token ids of each sequence's prompt; equal prompts may share a row.
+        completion_lengths: tokens of each sequence's completion.
+        share: False gives every sequence its own row.
+    """
+    groups = group_by_prompt(prompts) if share else [[index] for index in range(len(prompts))]
+    plans = [
+        [row for members in groups for row in _split(members, num_parts, prompts, completion_lengths)]
+        for num_parts in _part_counts(max(len(members) for members in groups))
+    ]
+    return min(plans, key=lambda rows: cost.of_rows(len(rows), max(row.length for row in rows)))
+
+
+def group_by_prompt(prompts: Sequence[tuple[int, ...]]) -> list[list[int]]:
+    """Indices with equal prompts, in order of first appearance."""
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for index, prompt in enumerate(prompts):
+        groups.setdefault(prompt, []).append(index)
+    return list(groups.values())
+
+
+def _part_counts(largest_group: int) -> list[int]:
+    counts = []
+    while largest_group > 1:
+        counts.append(largest_group)
+        largest_group = (largest_group + 1) // 2
+    return [*counts, 1]
+
+
+def _split(
+    members: Sequence[int], num_parts: int, prompts: Sequence[tuple[int, ...]], completion_lengths: Sequence[int]
+) -> list[Row]:
+    """One group over at most `num_parts` rows of about equal length: longest first, each to the shortest row."""
+    # A completion's row holds the prompt but for its last token, which every completion repeats as its own first
+    # input: each completion predicts its first token from it.
+    shared = len(prompts[members[0]]) - 1
+    parts: list[list[int]] = [[] for _ in range(min(num_parts, len(members)))]
+    lengths = [shared] * len(parts)
+    for index in sorted(members, key=lambda member: -completion_lengths[member]):
+        shortest = lengths.index(min(lengths))
+        parts[shortest].append(index)
+        lengths[shortest] += completion_lengths[index]
+    # Completions that are masked out have no tokens, and can leave a part with nothing in it.
+    return [Row(tuple(sorted(part)), length) for part, length in zip(parts, lengths, strict=True) if part]
+
+
+IGNORE = -100
+_MASKED_ATTENTION = ("sdpa", "eager")
+_LOGIT_TRANSFORMS = (
+    "final_logit_softcapping",
+    "logit_scale",
+    "logits_scaling",
+    "lm_head_multiplier",
+    "output_multiplier",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class PackedBatch:
+    """The tensors of one packed forward; every field has shape (rows, length) but the mask.
+
+    `attention`: (rows, 1, length, length), True where a query may see a key. `labels` are already shifted: the label
+    at a position is the token it predicts. `source[r][p]` is the flat index, into (B, T), of that token.
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    attention: torch.Tensor
+    labels: torch.Tensor
+    source: torch.Tensor
+
+
+def attention_cost(config: PretrainedConfig) -> Cost:
+    """Relative cost of attention for a decoder of this shape: 4 h flops a pair and layer, over 2 parameters a token."""
+    text = config.get_text_config()
+    hidden, layers = text.hidden_size, text.num_hidden_layers
+    linear = layers * (4 * hidden * hidden + 3 * hidden * text.intermediate_size)
+    return Cost(attention_per_pair=4 * hidden * layers / (2 * linear))
+
+
+def can_pack(config: PretrainedConfig) -> bool:
+    """Whether a custom mask and positions mean the same to this model: plain full attention, text only."""
+    text = config.get_text_config()
+    layer_types = set(text.layer_types) if "layer_types" in text and text.layer_types else {"full_attention"}
+    windowed = "sliding_window" in text and text.sliding_window is not None and layer_types != {"full_attention"}
+    return config._attn_implementation in _MASKED_ATTENTION and layer_types == {"full_attention"} and not windowed
+
+
+def score_completions(
+    model: torch.nn.Module,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    completion_width: int,
+    *,
+    cost: Cost,
+    share: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Per-token log-probabilities and entropies of the completions.
+
+    Args:
+        model: the policy, wrapped or not, with a fused head (`add_compact_head` or TRL's).
+        input_ids, attention_mask: (B, P + T), prompts padded left and completions padded right.
+        completion_width: T.
+
+    Returns:
+        Two (B, T) float32 tensors, zero at padding.
+    """
+    prompts, completions = _unpad(input_ids, attention_mask, completion_width)
+    rows = plan_rows(prompts, [len(completion) for completion in completions], cost=cost, share=share)
+    batch = pack(rows, prompts, completions, completion_width, input_ids.device)
+    outputs = model(
+        input_ids=batch.input_ids,
+        attention_mask=batch.attention,
+        position_ids=batch.position_ids,
+        shift_labels=batch.labels,
+        fused_lm_head=True,
+        use_cache=False,
+    )
+    wanted = batch.labels != IGNORE
+    return (
+        _scatter(outputs.log_probs, wanted, batch.source, input_ids.size(0), completion_width),
+        _scatter(outputs.entropy, wanted, batch.source, input_ids.size(0), completion_width),
+    )
+
+
+def pack(
+    rows: list[Row],
+    prompts: list[tuple[int, ...]],
+    completions: list[tuple[int, ...]],
+    completion_width: int,
+    device: torch.device,
+) -> PackedBatch:
+    """Lay the planned rows out: a prompt without its last token, then that token and a completion but its last."""
+    shape = (len(rows), max(1, *(row.length for row in rows)))
+    ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
+    labels, source = torch.full(shape, IGNORE), torch.zeros(shape, dtype=torch.long)
+    # A padding query sees itself alone: a row of the mask with nothing in it would make softmax divide by zero.
+    attention = torch.eye(shape[1], dtype=torch.bool).repeat(shape[0], 1, 1)
+    causal = torch.ones(shape[1], shape[1], dtype=torch.bool).tril()
+    for r, row in enumerate(rows):
+        prompt = prompts[row.members[0]]
+        shared = len(prompt) - 1
+        ids[r, :shared] = torch.tensor(prompt[:-1], dtype=torch.long)
+        positions[r, :shared] = torch.arange(shared)
+        attention[r, :shared, :shared] = causal[:shared, :shared]
+        start = shared
+        for index in row.members:
+            completion = completions[index]
+            end = start + len(completion)
+            ids[r, start:end] = torch.tensor((prompt[-1], *completion[:-1]))
+            positions[r, start:end] = torch.arange(shared, shared + len(completion))
+            labels[r, start:end] = torch.tensor(completion)
+            source[r, start:end] = index * completion_width + torch.arange(len(completion))
+            attention[r, start:end, :shared] = True
+            attention[r, start:end, start:end] = causal[: len(completion), : len(completion)]
+            start = end
+    tensors = (tensor.to(device) for tensor in (ids, positions, attention.unsqueeze(1), labels, source))
+    return PackedBatch(*tensors)
+
+
+def _unpad(
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_width: int
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+    """Token ids of every prompt and completion, without padding."""
+    split = input_ids.size(1) - completion_width
+    keep, ids = attention_mask.bool().cpu(), input_ids.cpu()
+    prompts = [tuple(row[:split][mask[:split]].tolist()) for row, mask in zip(ids, keep, strict=True)]
+    completions = [tuple(row[split:][mask[split:]].tolist()) for row, mask in zip(ids, keep, strict=True)]
+    return prompts, completions
+
+
+def _scatter(
+    values: torch.Tensor, wanted: torch.Tensor, source: torch.Tensor, num_sequences: int, width: int
+) -> torch.Tensor:
+    flat = torch.zeros(num_sequences * width, dtype=values.dtype, device=values.device)
+    return flat.scatter(0, source[wanted], values[wanted]).view(num_sequences, width)
+
+
+def add_compact_head(model: PreTrainedModel, *, temperature: float) -> None:
+    """Answer `fused_lm_head=True` calls with `lm_head.score_tokens` on the labelled positions.
+
+    For a model that TRL has patched with its fused head; other calls go on to it, and so do models that scale or cap
+    their logits. The patch sits on the innermost model, so it is reached through DDP, DeepSpeed, FSDP and peft alike.
+    """
+    text = model.config.get_text_config().to_dict()
+    if any(text.get(key) is not None for key in _LOGIT_TRANSFORMS):
+        return
+    trl_forward = model.forward
+
+    @functools.wraps(type(model).forward)  # `generate` looks at the signature
+    def forward(self: PreTrainedModel, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
+        if not fused_lm_head or kwargs.get("shift_labels") is None:
+            return trl_forward(*args, fused_lm_head=fused_lm_head, **kwargs)
+        labels = kwargs.pop("shift_labels")
+        hidden = self.base_model(*args, **kwargs).last_hidden_state
+        head = self.get_output_embeddings()
+        wanted = labels != IGNORE
+        logps, entropies = score_tokens(hidden[wanted], head.weight, head.bias, labels[wanted], temperature=temperature)
+        empty = torch.zeros(labels.shape, dtype=logps.dtype, device=logps.device)
+        return FusedCausalLMOutput(
+            log_probs=empty.masked_scatter(wanted, logps), entropy=empty.masked_scatter(wanted, entropies)
+        )
+
+    model.forward = types.MethodType(forward, model)

@@ -1,0 +1,232 @@
+"""What a run does at this moment: its slots' lanes, its queues, the phase of its step. From trace.json and two marks.
+
+A file's time tells when a step began (`step_began`) and when the last one was over (`metrics.jsonl`).
+
+Not here: what the trainer writes (`trace`, `controller.depths`), and what is drawn (`lanes`, `live`).
+"""
+
+import math
+import threading
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ycore.run.trace import FULL, IN_FLIGHT, ROUND, SWAP, SYNC, WAITING, Event, Levels, Mark, Span, TraceFollower
+from ycore.view.lanes import Lane, Place, as_duration, in_order
+
+TRAIN = "train"
+PHASES: Mapping[str, str] = {SYNC: "sending weights", ROUND: "generating and scoring", TRAIN: "training"}
+"""In the order of a step."""
+
+_LOOK_EVERY_S = 0.5
+_DOES = {"rollout": "generating", "judge": "judging", "reward_model": "scoring by model"}
+_LONG_S = 10.0
+_MOST_SWAPS = 1000
+_CLOCK_S = 0.05  # a file's time is a few milliseconds behind the clock
+
+
+@dataclass(slots=True)
+class Activity:
+    """Events in; lanes and queues out. Pure."""
+
+    lanes: dict[Place, Lane] = field(default_factory=dict)
+    newest: float = 0.0
+    is_full: bool = False
+    _waiting: dict[int, Levels] = field(default_factory=dict)
+    _in_flight: dict[int, Levels] = field(default_factory=dict)
+    _phases: dict[int, tuple[str, float]] = field(default_factory=dict)
+
+    def add(self, events: list[Event]) -> None:
+        """Events in the order they were written."""
+        turns: dict[tuple[Place, str], list[tuple[float, float]]] = {}
+        for event in events:
+            if isinstance(event, Span) and event.name not in (SWAP, ROUND):
+                turns.setdefault(((event.rank, event.slot), event.name), []).append((event.began, event.seconds))
+                self.newest = max(self.newest, event.began + event.seconds)
+            else:
+                self._add_other(event)
+        for (place, role), stretches in turns.items():
+            self.lanes.setdefault(place, Lane()).add(role, stretches)
+
+    def _add_other(self, event: Event) -> None:
+        match event:
+            case Span(name=name) if name == ROUND:
+                self._phases[event.rank] = (TRAIN, event.began + event.seconds)
+            case Span():
+                swaps = self.lanes.setdefault((event.rank, event.slot), Lane()).swaps
+                swaps.append((event.began, event.seconds, str(event.told.get("awake", ""))))
+                del swaps[:-_MOST_SWAPS]
+            case Mark(name=name) if name == FULL:
+                self.is_full = True
+            case Mark():
+                self._phases[event.rank] = (event.name, event.at)
+            case Levels(name=name) if name == WAITING:
+                self._waiting[event.rank] = event
+            case Levels(name=name) if name == IN_FLIGHT:
+                self._in_flight[event.rank] = event
+                self.newest = max(self.newest, event.at)
+                for key in event.values:
+                    self.lanes.setdefault((event.rank, _role_and_slot(key)[1]), Lane())
+
+    def queues(self, since: float) -> dict[str, tuple[int, int]]:
+        """By role: requests in flight and requests that wait, over all ranks; nothing where no one ever told.
+
+        What was told before `since` was of another step, whose requests are gone: it counts as none.
+        """
+        found: dict[str, tuple[int, int]] = {}
+        for levels in self._in_flight.values():
+            for key, count in levels.values.items():
+                role, _ = _role_and_slot(key)
+                found[role] = (found.get(role, (0, 0))[0] + (count if _is_of(levels, since) else 0), 0)
+        for levels in self._waiting.values():
+            for role, count in levels.values.items():
+                flying, waiting = found.get(role, (0, 0))
+                found[role] = (flying, waiting + (count if _is_of(levels, since) else 0))
+        return {role: found[role] for role in in_order(found)}
+
+    def flying(self, place: Place, since: float) -> int:
+        """Requests in flight on a slot, whatever their role."""
+        levels = self._in_flight.get(place[0])
+        counts = levels.values.items() if levels and _is_of(levels, since) else ()
+        return sum(count for key, count in counts if _role_and_slot(key)[1] == place[1])
+
+    def open_since(self, place: Place, since: float) -> dict[str, float]:
+        """By role: since when the oldest request that is in flight on a slot is there."""
+        levels = self._in_flight.get(place[0])
+        if levels is None or not _is_of(levels, since):
+            return {}
+        told = ((*_role_and_slot(key), seconds) for key, seconds in levels.oldest_s.items())
+        return {role: levels.at - seconds for role, slot, seconds in told if slot == place[1]}
+
+    def phase(self, step_began: float) -> tuple[str, float, str]:
+        """(phase, since, which rank) of the rank that is least far in this step; an empty phase where none is known."""
+        here = {rank: told for rank, told in self._phases.items() if told[1] >= step_began - _CLOCK_S}
+        order = [*PHASES]
+        known = {rank: told for rank, told in here.items() if told[0] in order}
+        if not known:
+            return "", step_began, ""
+        rank, (phase, since) = min(known.items(), key=lambda item: (order.index(item[1][0]), -item[1][1]))
+        alike = all(told[0] == phase for told in known.values())
+        return phase, since, "" if alike else f"rank {rank}: "
+
+
+@dataclass(frozen=True, slots=True)
+class Scene:
+    """A moment of a run, as it is drawn. `until` is now, or where the run is over, when it last did something."""
+
+    activity: Activity
+    until: float
+    is_over: bool
+    step_began: float | None
+    step_ended: float | None
+
+    @property
+    def has_begun(self) -> bool:
+        """Whether there is anything to show."""
+        return self.step_began is not None or bool(self.activity.lanes)
+
+    @property
+    def shows_lanes(self) -> bool:
+        return bool(self.activity.lanes) and not self.activity.is_full
+
+    @property
+    def _since(self) -> float:
+        return math.inf if self.is_over or self.step_began is None else self.step_began
+
+    def open_since(self, place: Place) -> dict[str, float]:
+        return self.activity.open_since(place, self._since)
+
+    def flying(self, place: Place) -> int:
+        return self.activity.flying(place, self._since)
+
+    def queues(self) -> dict[str, tuple[int, int]]:
+        return self.activity.queues(self._since)
+
+    def now(self) -> str:
+        """`training for 12 s, 28 s into the step`."""
+        if self.step_began is None:
+            return "starting"
+        if self.step_ended is not None and self.step_ended >= self.step_began:
+            return f"between steps for {self._for(self.step_ended)}"
+        phase, since, who = self.activity.phase(self.step_began)
+        into = f"{self._for(self.step_began)} into the step"
+        if not phase:
+            return into
+        if phase != ROUND:
+            return f"{who}{PHASES[phase]} for {self._for(since)}, {into}"
+        return f"{who}{self._in_round()} for {self._for(since)}, {self._oldest() or into}"
+
+    def in_words(self) -> str:
+        """What it is at, and its queues, on one line: `generating for 58 s; rollout 3 in flight, 0 waiting`."""
+        return "; ".join([self.now(), *self.queue_words()])
+
+    def queue_words(self) -> list[str]:
+        return [
+            f"{role.replace('_', ' ')} {flying} in flight, {waiting} waiting"
+            for role, (flying, waiting) in self.queues().items()
+        ]
+
+    def _in_round(self) -> str:
+        """Whom a round waits for: with nothing in flight and nothing waiting it is the rules."""
+        queues = self.queues()
+        busy = [_DOES.get(role, role) for role, counts in queues.items() if any(counts)]
+        return ", ".join(busy) or ("scoring" if queues else PHASES[ROUND])
+
+    def _oldest(self) -> str:
+        since = [began for place in self.activity.lanes for began in self.open_since(place).values()]
+        is_long = since and self.until - min(since) >= _LONG_S
+        return f"one request for {self._for(min(since))}" if is_long else ""
+
+    def _for(self, since: float) -> str:
+        return as_duration(max(0.0, self.until - since))
+
+
+class RunActivity:
+    """Example: `RunActivity(Path("runs/first")).look()`; files are read twice a second at most, by any thread.
+
+    `goes_on` tells whether the run does; unless told, it does until its summary is there.
+    """
+
+    def __init__(self, root: Path, *, goes_on: Callable[[], bool] | None = None) -> None:
+        self._root = root
+        self._goes_on = goes_on or (lambda: not (root / "summary.json").is_file())
+        self._follower = TraceFollower(root / "trace.json")
+        self._activity = Activity()
+        self._lock = threading.Lock()
+        self._scene: Scene | None = None
+        self._looked = 0.0
+
+    def look(self) -> Scene:
+        """The run at this moment, as far as its files tell."""
+        with self._lock:
+            moment = time.monotonic()
+            if self._scene is None or moment - self._looked >= _LOOK_EVERY_S:
+                self._scene, self._looked = self._look(), moment
+            return self._scene
+
+    def _look(self) -> Scene:
+        is_over = not self._goes_on()  # before reading: what was written last is then read too
+        try:
+            self._activity.add(self._follower.read())
+        except OSError:  # a view is not worth a run
+            self._activity.is_full = True
+        until = self._activity.newest if is_over else time.time()
+        began, ended = (_touched(self._root / name) for name in ("step_began", "metrics.jsonl"))
+        return Scene(self._activity, until, is_over, began, ended)
+
+
+def _is_of(levels: Levels, since: float) -> bool:
+    return levels.at >= since - _CLOCK_S
+
+
+def _role_and_slot(key: str) -> tuple[str, int]:
+    role, _, slot = key.rpartition(" ")
+    return role, int(slot)
+
+
+def _touched(file: Path) -> float | None:
+    try:
+        return file.stat().st_mtime
+    except OSError:
+        return None

@@ -1,0 +1,172 @@
+"""A lane a slot: the last while as cells, coloured by the role that had work, swaps marked. Pure drawing.
+
+Where a cell begins does not depend on when it is drawn, so the picture moves by whole cells and does not shimmer.
+
+Time as a person reads it: durations, and what is left of a run.
+
+Not here: where the stretches come from (`activity`), and the same as a picture file (`timeline`).
+"""
+
+import math
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import groupby
+from typing import Any
+
+from rich.text import Text
+
+from ycore.run.trace import joined
+
+
+class TimeLeft:
+    """An estimate from the last steps' own times."""
+
+    def __init__(self, num_steps: int | None) -> None:
+        self._num_steps = num_steps
+        self._seconds: deque[float] = deque(maxlen=20)
+
+    def after(self, row: Mapping[str, Any]) -> str:
+        """`3 min 20 s left`, or nothing where no step has told its time, and after the last."""
+        seconds, left = row.get("ycore/time/step"), (self._num_steps or 0) - int(row["step"])
+        if isinstance(seconds, int | float):
+            self._seconds.append(float(seconds))
+        if not self._seconds or left <= 0:
+            return ""
+        return f"{as_duration(left * sum(self._seconds) / len(self._seconds))} left"
+
+
+def as_duration(seconds: float) -> str:
+    """`45 s`, `3 min 20 s`, `2 h 05 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
+
+
+MOST_LANES = 8
+MOST_CELLS = 60
+
+# Names of the terminal's own palette where it has a fit one: they are readable on a dark ground and on a light one.
+COLOURS: Mapping[str, str] = {"rollout": "bright_blue", "judge": "dark_orange", "reward_model": "green"}
+_OTHER = "magenta"
+_HEIGHTS = "▁▂▃▄▅▆▇"
+_IDLE, _SWAP = "·", "┃"
+_CELL_S = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
+
+Stretch = tuple[float, float]
+"""(began, seconds); began is in seconds since the epoch."""
+
+Place = tuple[int, int]
+"""(rank, slot)"""
+
+
+@dataclass(slots=True)
+class Lane:
+    """What one slot did: by role the stretches with requests in flight; its swaps, with the role then awake."""
+
+    busy: dict[str, list[Stretch]] = field(default_factory=dict)
+    swaps: list[tuple[float, float, str]] = field(default_factory=list)
+
+    def add(self, role: str, stretches: Sequence[Stretch]) -> None:
+        """Stretches may come in any order; only those that reach into what is there cost more than themselves."""
+        if not stretches:
+            return
+        there = self.busy.setdefault(role, [])
+        first, touched = min(began for began, _ in stretches), list(stretches)
+        while there and sum(there[-1]) >= first:
+            touched.append(there.pop())
+        there += joined(touched)
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """The time that the cells show; the last of them may have only begun when `until` is."""
+
+    until: float
+    cell_s: float
+    num_cells: int
+
+    @property
+    def since(self) -> float:
+        return (math.floor(self.until / self.cell_s) + 1 - self.num_cells) * self.cell_s
+
+    @property
+    def seconds(self) -> float:
+        return self.cell_s * self.num_cells
+
+    def shares(self, stretches: Sequence[Stretch]) -> list[float]:
+        """Of each cell the share that the stretches cover; `stretches` are in order and do not overlap."""
+        covered, since = [0.0] * self.num_cells, self.since
+        for began, seconds in reversed(stretches):
+            if began + seconds < since:
+                break
+            left, right = max(0.0, began - since), min(self.until, began + seconds) - since
+            for cell in range(int(left // self.cell_s), min(self.num_cells, int(right // self.cell_s) + 1)):
+                covered[cell] += max(0.0, min(right, (cell + 1) * self.cell_s) - max(left, cell * self.cell_s))
+        lengths = [self.cell_s] * (self.num_cells - 1) + [self.until - since - self.cell_s * (self.num_cells - 1)]
+        return [min(1.0, part / length) if length > 0 else 0.0 for part, length in zip(covered, lengths, strict=True)]
+
+
+def cell_seconds(at_least_s: float, *, num_cells: int = MOST_CELLS) -> float:
+    """How long a cell is, so that all of them together show a minute, and no less than `at_least_s`."""
+    wanted = max(at_least_s, 60.0) / num_cells
+    return float(next((one for one in _CELL_S if one >= wanted), _CELL_S[-1]))
+
+
+def draw_lane(lane: Lane, window: Window, *, open_since: Mapping[str, float] | None = None) -> Text:
+    """One character a cell. `open_since`: since when a role's oldest request, not yet over, is in flight."""
+    shares = {}
+    for role in sorted({*lane.busy, *(open_since or {})}):  # where roles share a slot, the judge shows
+        stretches, began = lane.busy.get(role, []), (open_since or {}).get(role)
+        shares[role] = window.shares(stretches if began is None else joined([*stretches, (began, math.inf)]))
+    swapped, cells = _swapped(lane, window), []
+    for cell in range(window.num_cells):
+        role, share = max(((role, own[cell]) for role, own in shares.items()), key=lambda one: one[1], default=("", 0))
+        if cell in swapped:
+            cells.append((_SWAP, colour(swapped[cell])))
+        elif share > 0:
+            cells.append((_HEIGHTS[min(len(_HEIGHTS) - 1, int(share * len(_HEIGHTS)))], colour(role)))
+        else:
+            cells.append((_IDLE, "bright_black"))
+    alike = groupby(cells, key=lambda cell: cell[1])  # one change of colour where one is enough
+    return Text.assemble(*(("".join(sign for sign, _ in own), style) for style, own in alike))
+
+
+def _swapped(lane: Lane, window: Window) -> dict[int, str]:
+    """The cells in which a swap was under way, and the role that was awake after the last one."""
+    found: dict[int, str] = {}
+    for began, seconds, awake in lane.swaps:
+        if began + seconds >= window.since:
+            first = math.floor((began - window.since) / window.cell_s)
+            last = math.floor((began + seconds - window.since) / window.cell_s)
+            found |= dict.fromkeys(range(max(0, first), min(window.num_cells, last + 1)), awake)
+    return found
+
+
+def draw_legend(roles: Iterable[str], window: Window, *, swaps: bool) -> Text:
+    """`the last 60 s: ▇ rollout  ▇ judge  · idle  ┃ swap`."""
+    seconds = window.seconds
+    drawn = Text(f"the last {seconds:.0f} s: " if seconds <= 120 else f"the last {seconds / 60:.0f} min: ")
+    for role in in_order(roles):
+        drawn.append(_HEIGHTS[-1], colour(role)).append(f" {role.replace('_', ' ')}  ")
+    drawn.append(_IDLE, "bright_black").append(" idle")
+    return drawn.append(f"  {_SWAP} swap") if swaps else drawn
+
+
+def lane_names(places: Sequence[Place]) -> list[str]:
+    """`slot 3`, or with several ranks `rank 1, 3`."""
+    ranks = {rank for rank, _ in places}
+    return [f"slot {slot}" if len(ranks) < 2 else f"rank {rank}, {slot}" for rank, slot in places]
+
+
+def in_order(roles: Iterable[str]) -> list[str]:
+    """The roles that have a colour of their own first."""
+    known = list(COLOURS)
+    return sorted(set(roles), key=lambda role: (known.index(role) if role in known else len(known), role))
+
+
+def colour(role: str) -> str:
+    return COLOURS.get(role, _OTHER)

@@ -44,7 +44,7 @@ def selftest(
     from pathlib import Path
 
     from ycore.errors import ConfigError
-    from ycore.run_folder.files import write_json_atomic
+    from ycore.run.files import write_json_atomic
     from ycore.selftest.scorecard import chaos as all_rows
     from ycore.selftest.scorecard import planned, tiers_of
     from ycore.selftest.scorecard import quick as few_rows

@@ -24,7 +24,7 @@ from peft import LoraConfig, get_peft_model
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from transformers import AutoModelForCausalLM
-from ycore.algorithms.weights import write_weights
+from ycore.engine.weights import write_weights
 
 model_folder, output, kind = sys.argv[1], Path(sys.argv[2]), sys.argv[3]
 dist.init_process_group("gloo")

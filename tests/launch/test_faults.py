@@ -48,9 +48,9 @@ COMPILE = "subprocess.Popen(['sleep', '1.5'])"
 WORKER = """
 import http.client, os, signal, socket, sys, time
 from pathlib import Path
-from ycore.roles.stacks import tell_stacks
-from ycore.run_folder.paths import RunFolder
-from ycore.telemetry.metrics import MetricsWriter
+from ycore.run.reports import tell_stacks
+from ycore.run.paths import RunFolder
+from ycore.run.metrics import MetricsWriter
 tell_stacks()
 root = Path(sys.argv[1])
 metrics = MetricsWriter(root / "metrics.jsonl")

@@ -24,10 +24,10 @@ LAUNCHER = """
 import os, signal, subprocess, sys, time
 signal.signal(signal.SIGHUP, signal.SIG_DFL)  # tests that run under nohup inherit that it is ignored
 from pathlib import Path
-from ycore.launch.guarding import guarded
+from ycore.launch.guardian import guarded
 from ycore.launch.processes import ManagedProcess
-from ycore.run_folder.paths import RunFolder
-from ycore.run_folder.prepare import Claim
+from ycore.run.paths import RunFolder
+from ycore.run.claim import Claim
 
 folder = RunFolder(Path(sys.argv[1]))
 held = Claim(folder)

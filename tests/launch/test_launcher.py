@@ -30,7 +30,7 @@ WITHIN_S = 30.0
 STEPS = """
     import json, os, subprocess, sys, time
     from pathlib import Path
-    from ycore.telemetry.metrics import MetricsWriter
+    from ycore.run.metrics import MetricsWriter
     root = Path(sys.argv[1])
     metrics = MetricsWriter(root / "metrics.jsonl")
     for step in range(1, 4):
@@ -177,7 +177,7 @@ def test_an_engine_that_is_never_ready_is_named(
 
 LAUNCH = """
 import json, sys
-from ycore.config.run import RunConfig
+from ycore.config.schema import RunConfig
 from ycore.errors import YcoreError
 from ycore.launch.launcher import Worker, run_worker
 config = RunConfig(**json.loads(sys.argv[1]))

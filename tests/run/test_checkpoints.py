@@ -152,7 +152,7 @@ import sys
 from pathlib import Path
 sys.path.insert(0, {tests!r})
 from test_checkpoints import save
-from ycore.run_folder.checkpoints import drop_oldest
+from ycore.run.checkpoints import drop_oldest
 first = int(sys.argv[2]) + 1
 for step in itertools.count(first):
     save(Path(sys.argv[1]), step)

@@ -1,16 +1,189 @@
-"""The two kinds of run, as resolving sees them: which model validates, which of TRL's classes has the other fields.
+"""The table of algorithms: a row says what is true of one algorithm, and the commands and trainers are made from it.
 
-Not here: resolving itself (`overrides`), and the two configurations (`run`, `tune`).
+A new algorithm costs one file in `ycore/trl` and one row here. The table imports nothing heavy, because
+`ycore --help` lists it.
 """
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Generic, TypeVar
+from types import MappingProxyType
+from typing import Any, Generic, Literal, TypeVar
 
 from pydantic import BaseModel
 
 from ycore.config import schema as owned
 from ycore.config.schema import METHODS, TRL_CLASS, TUNE_ALIASES, RunConfig, TuneConfig, tune_own_value, tune_refusal
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Algorithm:
+    """What differs from one algorithm to the next."""
+
+    name: str
+    """The command, and the value of `algorithm` in run.json."""
+
+    summary: str
+    """The first line of `--help`."""
+
+    help: str
+    """What `--help` says next: the columns it reads, and an example of a field of TRL's."""
+
+    examples: tuple[str, ...]
+    """Command lines for `--help`, without `ycore NAME`."""
+
+    learns_from: Literal["rollouts", "examples"]
+
+    trl_config: str
+    """TRL's config class, whose fields are options."""
+
+    module: str
+    """The file in `ycore/trl` that builds its trainer."""
+
+    dataset: str
+    """An example of `--dataset`, for messages."""
+
+    learning_rate: float
+    """The default for every weight; TRL's own default serves one of the two kinds of weights only."""
+
+    lora_learning_rate: float
+    """The default for adapters, which start at zero and need larger steps."""
+
+    preset: str | None = None
+    """The preset that its name stands for."""
+
+    rows: Literal["answers", "pairs", "labelled"] | None = None
+    """What an example is: an answer, a better and a worse answer, or an answer with a label."""
+
+    sequences_per_row: int = 1
+    """Sequences that the trainer runs for one row."""
+
+    min_micro_batch: int = 1
+    """The fewest rows in a micro-batch."""
+
+    trains_reward_model: bool = False
+    """Whether the result is a reward model instead of a policy."""
+
+    @property
+    def config(self) -> type[RunConfig] | type[TuneConfig]:
+        """The class that validates its runs."""
+        return RunConfig if self.learns_from == "rollouts" else TuneConfig
+
+
+_ROWS = (
+    Algorithm(
+        name="grpo",
+        summary="Train a model on a reward with GRPO.",
+        help="Any field of TRL's GRPOConfig is an option too, e.g. --learning-rate 1e-5; see docs/options.md.",
+        examples=(
+            "--recipe quickstart",
+            "--model Qwen/Qwen2.5-0.5B-Instruct --dataset train.jsonl \\\n"
+            "           --reward rewards.py:score --output runs/first --steps 200",
+        ),
+        learns_from="rollouts",
+        trl_config="GRPOConfig",
+        module="ycore.trl.grpo",
+        dataset="'task:addition?digits=1'",
+        learning_rate=1e-6,
+        lora_learning_rate=2e-5,
+    ),
+    Algorithm(
+        name="rloo",
+        summary="Train a model on a reward with RLOO.",
+        help=(
+            "It is `ycore grpo --preset rloo`, and takes every field of TRL's GRPOConfig; what differs from\n"
+            "`trl rloo` is in docs/algorithms.md."
+        ),
+        examples=(
+            "--recipe quickstart",
+            "--model Qwen/Qwen2.5-0.5B-Instruct --dataset train.jsonl \\\n"
+            "           --reward rewards.py:score --output runs/first --steps 200",
+        ),
+        learns_from="rollouts",
+        trl_config="GRPOConfig",
+        module="ycore.trl.grpo",
+        dataset="'task:addition?digits=1'",
+        learning_rate=1e-6,
+        lora_learning_rate=2e-5,
+        preset="rloo",
+    ),
+    Algorithm(
+        name="sft",
+        summary="Fine-tune a model on given answers.",
+        help=(
+            "Columns: messages; or prompt and completion (question and answer, instruction and output);\n"
+            "or text. Any field of TRL's SFTConfig is an option too, e.g. --max-length 2048."
+        ),
+        examples=("--recipe sft-chat", "--model smollm2-135m --dataset chats.jsonl --output runs/sft"),
+        learns_from="examples",
+        trl_config="SFTConfig",
+        module="ycore.trl.sft",
+        dataset="chats.jsonl",
+        learning_rate=2e-5,
+        lora_learning_rate=2e-4,
+        rows="answers",
+    ),
+    Algorithm(
+        name="reward",
+        summary="Train a reward model on pairs of answers, the better one known.",
+        help=(
+            "Columns: chosen and rejected, with or without prompt. Dialogues written as one text,\n"
+            "Human: ... Assistant: ..., are split into turns. The summary has the accuracy on held-out pairs.\n"
+            "Any field of TRL's RewardConfig is an option too, e.g. --center-rewards-coefficient 0.01."
+        ),
+        examples=("--recipe hh-reward", "--model smollm2-135m --dataset pairs.jsonl --output runs/rm"),
+        learns_from="examples",
+        trl_config="RewardConfig",
+        module="ycore.trl.reward",
+        dataset="pairs.jsonl",
+        learning_rate=1e-5,  # TRL's 1e-4 on every weight of a reward model makes it forget its pretraining
+        lora_learning_rate=1e-4,
+        rows="pairs",
+        sequences_per_row=2,
+        trains_reward_model=True,
+    ),
+    Algorithm(
+        name="dpo",
+        summary="Train a model on pairs of answers, the better one known, without a reward model.",
+        help=(
+            "Columns: chosen and rejected, with or without prompt. Dialogues written as one text,\n"
+            "Human: ... Assistant: ..., are split into turns.\n"
+            "Any field of TRL's DPOConfig is an option too, e.g. --loss-type ipo, --beta 0.05."
+        ),
+        examples=("--recipe hh-dpo", "--model runs/sft/model --dataset pairs.jsonl --output runs/dpo"),
+        learns_from="examples",
+        trl_config="DPOConfig",
+        module="ycore.trl.dpo",
+        dataset="pairs.jsonl",
+        learning_rate=1e-6,
+        lora_learning_rate=2e-5,
+        rows="pairs",
+        sequences_per_row=2,
+    ),
+    Algorithm(
+        name="kto",
+        summary="Train a model on answers that are labelled good or bad.",
+        help=(
+            "Columns: prompt, completion and label (true or false); or those of pairs, which are split in two.\n"
+            "Any field of TRL's KTOConfig is an option too, e.g. --undesirable-weight 1.5."
+        ),
+        examples=(
+            "--model smollm2-135m --dataset labelled.jsonl --output runs/kto",
+            "--model runs/sft/model --dataset pairs.jsonl --dry-run",
+        ),
+        learns_from="examples",
+        trl_config="KTOConfig",
+        module="ycore.trl.kto",
+        dataset="labelled.jsonl",
+        learning_rate=1e-6,
+        lora_learning_rate=2e-5,
+        rows="labelled",
+        sequences_per_row=2,  # the answer, and another row's answer for the KL term
+        min_micro_batch=2,  # the KL term pairs every prompt with another row's answer
+    ),
+)
+
+ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType({row.name: row for row in _ROWS})
+
 
 AnyConfig = RunConfig | TuneConfig
 C = TypeVar("C", bound=BaseModel)

@@ -24,11 +24,11 @@ from ycore.errors import EngineError, TrainerError
 from ycore.launch import launcher
 from ycore.launch.engine_watch import LiveEngine, is_healthy
 from ycore.launch.launcher import Worker, run_worker
-from ycore.launch.processes import kill_session
 from ycore.launch.scoring_models import EngineProcess, engine_processes
 from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
+from ycore.run.process_tree import kill_tree
 from ycore.run.reports import RUN_MARKER
 
 ENGINE = """
@@ -50,6 +50,7 @@ import http.client, os, signal, socket, sys, time
 from pathlib import Path
 from ycore.run.reports import tell_stacks
 from ycore.run.paths import RunFolder
+from ycore.run.process_tree import kill_tree
 from ycore.run.metrics import MetricsWriter
 tell_stacks()
 root = Path(sys.argv[1])
@@ -210,7 +211,7 @@ def test_a_compiler_that_an_engine_starts_for_its_first_request_is_none_of_its_p
             time.sleep(2.0)
             assert engine.trouble() is None
         finally:
-            kill_session(engine.processes()[0].pid, engine.processes())
+            kill_tree(engine.processes()[0].pid, also=engine.processes(), wait_s=10)
 
 
 def wait_for(happens: Callable[[], bool]) -> None:

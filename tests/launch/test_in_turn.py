@@ -18,10 +18,10 @@ import pytest
 from ycore.engine.sleeping import asleep_file, note_asleep
 from ycore.errors import EngineError
 from ycore.launch.engine_watch import EngineWatch, LiveEngine, start_in_turn, turns
-from ycore.launch.processes import kill_session
 from ycore.launch.scoring_models import EngineProcess
 from ycore.placement.learning import DROP, KEEP
 from ycore.run.paths import RunFolder
+from ycore.run.process_tree import kill_tree
 
 ENGINE = """
 import http.server, socketserver, sys, time
@@ -65,7 +65,7 @@ def live(tmp_path: Path) -> partial[LiveEngine]:
 def end(engines: list[LiveEngine]) -> None:
     for engine in engines:
         if engine.processes():
-            kill_session(engine.processes()[0].pid, engine.processes())
+            kill_tree(engine.processes()[0].pid, also=engine.processes(), wait_s=10)
 
 
 def test_a_turn_has_one_engine_of_each_device(sockets: Path) -> None:

@@ -22,11 +22,12 @@ import psutil
 
 from ycore.engine.sleeping import SLEEP, asleep_file, note_asleep
 from ycore.errors import EngineError
-from ycore.launch.processes import ManagedProcess, StopWatch, is_alive, is_stopped, kill_session
+from ycore.launch.processes import ManagedProcess, StopWatch, is_stopped
 from ycore.launch.scoring_models import EngineProcess
 from ycore.placement.learning import DROP, KEEP
 from ycore.placement.placement import ROLLOUT
 from ycore.run.paths import RunFolder
+from ycore.run.process_tree import is_alive, kill_tree
 
 
 class _UnixConnection(http.client.HTTPConnection):
@@ -60,6 +61,7 @@ def says_ok(path: Path, method: str, route: str, *, timeout_s: float) -> bool:
 
 _ASK_STARTING_EVERY_S = 1.0
 _ASK_READY_EVERY_S = 5.0
+_GONE_WITHIN_S = 10.0
 
 
 class Trouble(NamedTuple):
@@ -159,7 +161,7 @@ class LiveEngine:
 
     def restart(self) -> None:
         """Kill what is left of it, and start it anew."""
-        kill_session(self._process.pid, self.processes())
+        kill_tree(self._process.pid, also=self.processes(), wait_s=_GONE_WITHIN_S)
         self._process.wait(timeout_s=5.0)
         self._parts = {}
         self._stopped = StopWatch(self._health_timeout_s)

@@ -23,10 +23,10 @@ from pathlib import Path
 
 import psutil
 
-from ycore.launch.processes import is_alive
 from ycore.run.claim import Claim
 from ycore.run.files import temporary_folder
 from ycore.run.paths import RunFolder
+from ycore.run.process_tree import descendants, is_alive
 from ycore.run.reports import RUN_MARKER
 
 _SHARED_MEMORY = Path("/dev/shm")
@@ -47,8 +47,8 @@ class RunWatch:
         for process in psutil.process_iter():
             if self._is_marked(process):
                 self._remember(process)
-        for process in list(self._known.values()):
-            for child in _children(process):
+        for process in [process for process in self._known.values() if is_alive(process)]:
+            for child in descendants(process.pid):
                 self._remember(child)
         self._known = {key: process for key, process in self._known.items() if is_alive(process)}
         for process in self._known.values():
@@ -115,14 +115,6 @@ def remove_leftovers(folder: RunFolder) -> None:
     for path in (folder.sockets, temporary_folder(folder), folder.shared_memory):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
-
-
-def _children(process: psutil.Process) -> list[psutil.Process]:
-    try:
-        children: list[psutil.Process] = process.children(recursive=True)
-    except psutil.Error:
-        return []
-    return children
 
 
 def _last_resort(process: psutil.Process, *, late: bool) -> signal.Signals | None:

@@ -12,17 +12,16 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
-from contextlib import suppress
 from pathlib import Path
 
 import psutil
 
 from ycore.errors import Interrupted
 from ycore.run.paths import RunFolder
+from ycore.run.process_tree import descendants, is_alive
 from ycore.run.reports import RUN_MARKER, Report, read_report
 
 _TAIL_BYTES = 64 * 1024
-_GONE_WITHIN_S = 10.0
 _LOOKS_AT_LEAST_EVERY_S = 10.0  # a launcher that was stopped itself does not hold it against the others
 _PREFIX = re.compile(
     r"^(?:\([A-Za-z_]+(?:[-_ ]?\w+)*(?: pid=\d+)?\)\s*)?"  # (EngineCore pid=12)
@@ -120,8 +119,7 @@ class ManagedProcess:
     def children(self) -> dict[str, psutil.Process]:
         """Every process below this one, now, by a name and number for a sentence."""
         try:
-            below: list[psutil.Process] = psutil.Process(self.pid).children(recursive=True)
-            return {f"{process.name()} ({process.pid})": process for process in below}
+            return {f"{process.name()} ({process.pid})": process for process in descendants(self.pid)}
         except psutil.Error:
             return {}
 
@@ -170,18 +168,6 @@ def is_stopped(pid: int) -> bool:
     return status.rpartition(")")[2].split()[0] == "T"
 
 
-def kill_session(leader: int, others: Sequence[psutil.Process]) -> None:
-    """SIGKILL a process that was started in a session of its own, its group, and these others; wait for the others."""
-    with suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)
-    for process in others:
-        with suppress(psutil.Error):
-            process.kill()
-    deadline = time.monotonic() + _GONE_WITHIN_S
-    while any(is_alive(process) for process in others) and time.monotonic() < deadline:
-        time.sleep(0.02)
-
-
 def meaningful_line(lines: Sequence[str]) -> str:
     """The line of a log that says what went wrong, without prefixes of loggers; empty when there is none."""
     plain = [_PREFIX.sub("", line).rstrip() for line in lines]
@@ -189,14 +175,6 @@ def meaningful_line(lines: Sequence[str]) -> str:
     errors = [line for line in kept if _ERROR.match(line.strip())]
     chosen = errors[-1] if errors else (kept[-1] if kept else "")
     return chosen.strip()[:500]
-
-
-def is_alive(process: psutil.Process) -> bool:
-    """Whether it still runs; one that has ended and waits to be asked for its exit status does not."""
-    try:
-        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
-    except psutil.Error:
-        return False
 
 
 def _pin(pid: int, cores: Sequence[int]) -> None:

@@ -7,8 +7,9 @@ import os
 
 from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError
-from ycore.rewards.child import Channel, adopt_orphans, end_with_parent, kill_below
+from ycore.rewards.child import Channel, adopt_orphans, end_with_parent
 from ycore.rewards.loading import check_here
+from ycore.run.process_tree import kill_descendants
 
 
 def main() -> None:
@@ -24,7 +25,7 @@ def main() -> None:
     else:
         channel.reply({"error": None})
     finally:
-        kill_below(os.getpid())
+        kill_descendants(os.getpid())
 
 
 if __name__ == "__main__":

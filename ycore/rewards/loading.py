@@ -24,8 +24,9 @@ from typing import Any
 from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError, nearest
 from ycore.rewards.builtin import BUILTIN, LIBRARIES, Reward
-from ycore.rewards.child import kill_group_and_below, reward_environment
+from ycore.rewards.child import reward_environment
 from ycore.rewards.reference import REFERENCE, check_reference, is_reference
+from ycore.run.process_tree import kill_tree
 
 SUPPLIED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """What every call offers beside the dataset's columns; TRL's names."""
@@ -303,5 +304,5 @@ def _check_apart(spec: RewardConfig, columns: list[str], deadline_s: float) -> N
 
 def _kill_group(process: "subprocess.Popen[str]") -> None:
     """Also what the imported code started."""
-    kill_group_and_below(process.pid)
+    kill_tree(process.pid)
     process.wait()

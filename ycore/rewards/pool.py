@@ -19,8 +19,9 @@ from typing import Any, Literal, Self, TypeVar
 
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.errors import RewardError
-from ycore.rewards.child import kill_group_and_below, reward_environment
+from ycore.rewards.child import reward_environment
 from ycore.rewards.loading import Inputs, reward_names
+from ycore.run.process_tree import kill_tree
 from ycore.types import Content, Score
 
 START_TIMEOUT_S = 120.0
@@ -158,7 +159,7 @@ class WorkerProcess:
     def _kill(self) -> None:
         if self._process is None:
             return
-        kill_group_and_below(self._process.pid)
+        kill_tree(self._process.pid)
         self._process, self._killed = None, self._process
 
     async def _reap(self) -> None:

@@ -18,9 +18,9 @@ from pathlib import Path
 import psutil
 
 from ycore.errors import Interrupted
-from ycore.launch.processes import is_alive
 from ycore.run.files import temporary_folder
 from ycore.run.paths import RunFolder
+from ycore.run.process_tree import is_alive
 from ycore.run.reports import RUN_MARKER
 from ycore.selftest.command import ENGINE_MODULE
 from ycore.selftest.phases import Glimpse, count_rows, glimpse

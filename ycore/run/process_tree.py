@@ -1,0 +1,56 @@
+"""A process and everything below it: which of it is alive, and how to end all of it at once."""
+
+import os
+import signal
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+
+import psutil
+
+_POLL_S = 0.02
+
+
+def is_alive(process: psutil.Process) -> bool:
+    """Whether it still runs. A zombie, which only waits for its exit status to be read, does not."""
+    try:
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
+    except psutil.Error:
+        return False
+
+
+def descendants(pid: int) -> list[psutil.Process]:
+    """Every process below `pid` now, at any depth; none when `pid` has ended."""
+    try:
+        return list(psutil.Process(pid).children(recursive=True))
+    except psutil.Error:
+        return []
+
+
+def kill_tree(leader: int, *, also: Iterable[psutil.Process] = (), wait_s: float = 0.0) -> None:
+    """Send SIGKILL to a process group, to everything below its leader, and to `also`.
+
+    Args:
+        leader: process id of the group's leader. The group is killed even when the leader has ended already.
+        also: processes that may have left the tree, such as an engine's worker whose parent died.
+        wait_s: how long to wait until all of them but the leader are gone; the caller reaps the leader.
+    """
+    others = [*descendants(leader), *also]
+    with suppress(ProcessLookupError):
+        os.killpg(leader, signal.SIGKILL)
+    _kill(others)
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline and any(is_alive(process) for process in others):
+        time.sleep(_POLL_S)
+
+
+def kill_descendants(pid: int) -> None:
+    """Send SIGKILL to everything below `pid`, which itself goes on; twice, for what was being started meanwhile."""
+    for _ in range(2):
+        _kill(descendants(pid))
+
+
+def _kill(processes: Iterable[psutil.Process]) -> None:
+    for process in processes:
+        with suppress(psutil.Error):
+            process.kill()

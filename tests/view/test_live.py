@@ -69,6 +69,15 @@ def test_what_a_row_has_not_is_not_shown() -> None:
     assert shown(view).split() == ["prompt", "1"]
 
 
+HOSTILE = "raised ValueError: no number in '[/INST] 7' \x1b[2J :boom:\nand [bold]more"
+
+
+def test_what_a_reward_wrote_is_shown_as_it_is() -> None:
+    view = RunView(10)
+    view.add({**ROW, "ycore/reward_problems": {HOSTILE: 1}})
+    assert r"1 x raised ValueError: no number in '[/INST] 7' \x1b[2J :boom:\nand [bold]more" in shown(view, width=200)
+
+
 def test_slots_have_a_lane_each_under_what_the_step_waits_for() -> None:
     view = RunView(10, look=lambda: scene(2))
     view.add(ROW)

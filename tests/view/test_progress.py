@@ -55,6 +55,20 @@ def test_a_terminal_gets_a_bar_with_the_last_step(monkeypatch: pytest.MonkeyPatc
     assert "1 min 10 s left" in shown
 
 
+@pytest.mark.parametrize("kind", [io.StringIO, Terminal])
+def test_what_others_wrote_is_data_in_a_pipe_and_in_a_terminal(
+    kind: type[io.StringIO], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "200")
+    stream = kind()
+    progress = open_progress(10, stream=stream)
+    progress.say("the trainer failed: ValueError: '[/INST] \x1b]0;title\x07 :smile:'")
+    progress.step(ROW | {"ycore/reward_problems": {"raised ValueError: no number in '[/INST] 7'\x1b[2J": 2}})
+    progress.close()
+    assert r"ValueError: '[/INST] \x1b]0;title\x07 :smile:'" in stream.getvalue()
+    assert r"2 x raised ValueError: no number in '[/INST] 7'\x1b[2J" in stream.getvalue()
+
+
 @pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")])
 def test_durations_read_well(seconds: float, text: str) -> None:
     assert as_duration(seconds) == text

@@ -17,6 +17,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from ycore.run.text import printable
 from ycore.view.activity import PHASES, Scene
 from ycore.view.lanes import MOST_CELLS, MOST_LANES, TimeLeft, Window, cell_seconds, draw_lane, draw_legend, lane_names
 
@@ -71,7 +72,7 @@ class RunView:
         table.add_column(no_wrap=True, overflow="ellipsis")
         shown = [*self._lines(), *([] if scene is None else self._scene_lines(scene, options.max_width))]
         for name, text in shown:
-            table.add_row(name, text)
+            table.add_row(name, text if isinstance(text, Text) else Text(text))
         yield self._head()
         yield table
 
@@ -92,9 +93,8 @@ class RunView:
         slowest = slowest_part(row)
         if slowest:
             lines.append(("slowest", slowest))
-        problems = row.get("ycore/reward_problems", {})
         if self._has_masked:
-            lines.append(("masked", ", ".join(f"{count} x {problem}" for problem, count in problems.items()) or "none"))
+            lines.append(("masked", ", ".join(reward_problems(row)) or "none"))
         restarted = restarted_workers(row)
         if restarted:
             lines.append(("workers", restarted))
@@ -138,6 +138,12 @@ def sparkline(values: Sequence[float], *, width: int) -> str:
     if high == low:
         return _BARS[3] * len(values)
     return "".join(_BARS[round((value - low) / (high - low) * (len(_BARS) - 1))] for value in values)
+
+
+def reward_problems(row: Row) -> list[str]:
+    """`3 x raised KeyError: 'answer'`, by problem: a reward's own words, safe to print, each on one line."""
+    problems = row.get("ycore/reward_problems", {})
+    return [f"{count} x {printable(problem, one_line=True)}" for problem, count in problems.items()]
 
 
 def restarted_workers(row: Row) -> str:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ycore.run.files import write_json_atomic
+from ycore.run.text import printable
 from ycore.view.figures import COLOURS, as_png, as_svg, curves, over_seconds, seconds_went
 from ycore.view.progress import as_duration
 from ycore.view.record import PARTS, Reached, RunRecord, Spent, Written, as_text, at_equal_seconds, reward_curve, spent
@@ -91,7 +92,7 @@ def as_page(report: Report) -> str:
     from jinja2 import Environment
 
     source = files("ycore.view").joinpath("page.html.j2").read_text(encoding="utf-8")
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True)
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_shown)
     drawn, compared = curves(report.runs), over_seconds(report.runs) if len(report.runs) > 1 else None
     return environment.from_string(source).render(
         title=" and ".join(report.spent),
@@ -107,6 +108,11 @@ def as_page(report: Report) -> str:
             if any(one.seconds[part] for one in report.spent.values())
         ],
     )
+
+
+def _shown(value: Any) -> Any:
+    """Text as data; the pictures, which are markup, are ours."""
+    return printable(value) if type(value) is str else value
 
 
 def _lead(runs: Sequence[RunRecord]) -> str:

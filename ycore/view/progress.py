@@ -13,15 +13,17 @@ from typing import Any, Protocol, TextIO
 
 from rich.console import Console, RenderableType
 from rich.live import Live
+from rich.text import Text
 
 from ycore.errors import RunFolderError
 from ycore.run.claim import is_held
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
+from ycore.run.text import printable
 from ycore.run.trace import MetricsFollower
 from ycore.view.activity import RunActivity
 from ycore.view.lanes import TimeLeft, as_duration
-from ycore.view.live import Look, RunView, restarted_workers
+from ycore.view.live import Look, RunView, restarted_workers, reward_problems
 
 __all__ = ["BarProgress", "PlainProgress", "RunProgress", "as_duration", "describe_step", "open_progress"]
 
@@ -62,7 +64,7 @@ class PlainProgress:
         self._clock = TimeLeft(num_steps)
 
     def say(self, line: str) -> None:
-        print(line, file=self._stream, flush=True)
+        print(printable(line), file=self._stream, flush=True)
 
     def step(self, row: Mapping[str, Any]) -> None:
         if "step" in row:
@@ -85,7 +87,7 @@ class BarProgress:
         return self._view if self._view.has_begun else ""
 
     def say(self, line: str) -> None:
-        self._live.console.print(line, highlight=False, markup=False, soft_wrap=True)
+        self._live.console.print(Text(printable(line)), soft_wrap=True)
 
     def step(self, row: Mapping[str, Any]) -> None:
         self._view.add(row)
@@ -107,7 +109,7 @@ def describe_step(row: Mapping[str, Any]) -> list[str]:
         _part(row, "ycore/time/train", "train {:.1f} s"),
         _part(row, "ycore/tokens_per_s", "{:.0f} tok/s"),
         _part(row, "ycore/logprob_gap", "gap {:.4f}"),
-        *(f"{count} x {problem}" for problem, count in row.get("ycore/reward_problems", {}).items()),
+        *reward_problems(row),
         restarted_workers(row),
     ]
     return [part for part in parts if part]

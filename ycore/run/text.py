@@ -1,0 +1,24 @@
+"""Text for a person: what a model, a dataset or a reward wrote is shown as data, and can do nothing to a terminal."""
+
+import re
+
+# Control characters but newline and tab, Unicode's separators and its switches of direction, and lone surrogates,
+# which cannot be encoded at all.
+_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
+def printable(text: str, *, one_line: bool = False) -> str:
+    r"""Make text of unknown origin safe to print: a control character is shown as its escape, such as `\x1b`.
+
+    rich reads `[bold]` and `:smile:` as markup in a plain `str`: pass it `Text(printable(...))`.
+
+    Args:
+        text: What a model, a dataset or a reward wrote.
+        one_line: Show newlines and tabs as `\n` and `\t` too.
+    """
+    text = _UNPRINTABLE.sub(_escape, text)
+    return text.replace("\n", r"\n").replace("\t", r"\t") if one_line else text
+
+
+def _escape(match: re.Match[str]) -> str:
+    return match[0].encode("unicode_escape").decode()

@@ -13,7 +13,7 @@ WITHOUT = """
 import sys
 sys.modules["reasoning_gym"] = None
 sys.modules["reasoning_gym.factory"] = None
-from ycore.data.gym import gym_table
+from ycore.data.generated import gym_table
 from ycore.errors import DataError
 try:
     gym_table("gym:chain_sum", split="train", seed=0)

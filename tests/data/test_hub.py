@@ -17,7 +17,7 @@ import pytest
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
 ASK = """
 import sys
-from ycore.config.run import RunConfig
+from ycore.config.schema import RunConfig
 from ycore.data.prompts import load_prompts
 from ycore.errors import DataError
 name, split, limit = sys.argv[1:]

@@ -17,7 +17,7 @@ from ycore.errors import DataError
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 COLD = """
 import sys, time
-from ycore.config.run import RunConfig
+from ycore.config.schema import RunConfig
 from ycore.data.prompts import check_dataset
 begin = time.monotonic()
 found = check_dataset(RunConfig(model="m", dataset=sys.argv[1], rewards=[{"reward": "r"}], output="o"))

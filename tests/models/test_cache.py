@@ -13,7 +13,7 @@ from ycore.models.hub import build_once, cache_dir
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from ycore.models.cache import build_once
+from ycore.models.hub import build_once
 
 def build(folder):
     (folder / "half").write_text("half")
@@ -24,7 +24,7 @@ build_once(Path(sys.argv[1]), build)
 COUNTED = """
 import sys, time
 from pathlib import Path
-from ycore.models.cache import build_once
+from ycore.models.hub import build_once
 
 def build(folder):
     with open(sys.argv[2], "a") as log:

@@ -22,7 +22,7 @@ ASK = """
 import sys
 from ycore.errors import ModelError
 from ycore.models.fetch import fetch_model
-from ycore.models.plan import resolve_model
+from ycore.models.names import resolve_model
 try:
     plan = resolve_model(sys.argv[1])
     print(plan.kind, plan.ready, plan.has_chat_template, plan.note, sep="|")

@@ -16,7 +16,7 @@ needs_root = pytest.mark.skipif(sys.platform != "linux" or not ROOT, reason="onl
 PROBES = """
 import json, os, resource, signal, subprocess, sys
 from pathlib import Path
-from ycore.rewards.privileges import drop_root, python_files
+from ycore.rewards.child import drop_root, python_files
 folder, drops, closed = Path(sys.argv[1]), sys.argv[2] == "drop", sys.argv[3] == "closed"
 told = drop_root("run-1", [folder / "private" / "secret"] if closed else []) if drops else "kept"
 

@@ -114,7 +114,7 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelPlan:
     """What `name` means; a ModelError where it cannot work. Loads and downloads nothing; three seconds at most."""
     path = Path(os.path.expanduser(name))
     if name.strip() == "":
-        raise ModelError(f"--model is empty; {_WAY_OUT}")
+        raise ModelError(f"--model is empty; {_PLAN_WAY_OUT}")
     if name in BUILTIN and not os.path.isdir(path):
         return _builtin(name, trust_remote_code)
     if path.suffix.lower() == ".gguf":
@@ -250,7 +250,7 @@ def _hub(name: str, trust_remote_code: bool) -> ModelPlan:
         what = f"no model folder and no hub model {name!r} to be had: {answer.problem}"
     else:
         what = f"no model folder {name!r}, and the hub cannot be asked for a model of that name: {answer.problem}"
-    raise ModelError(what + (alike or f"; {_WAY_OUT}"))
+    raise ModelError(what + (alike or f"; {_PLAN_WAY_OUT}"))
 
 
 def _hub_plan(name: str, info: Any, trust_remote_code: bool) -> ModelPlan:

@@ -169,7 +169,7 @@ loss.backward()
 _REWARD = """
 import asyncio, sys
 from pathlib import Path
-from ycore.config.run import RewardConfig, RewardSettings
+from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.rewards.pool import RewardPool
 async def score():
     specs, settings = [RewardConfig(reward="exact_answer")], RewardSettings(workers=1)

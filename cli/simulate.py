@@ -30,7 +30,7 @@ def print_results(played: Played) -> None:
     for result in sorted(played.results, key=lambda result: result.seconds):
         marked = "  <- use this" if result is best else ""
         table.add_row(
-            f"{result.wanted}{marked}",
+            f"{result.placement}{marked}",
             f"{result.seconds:.1f} s",
             f"{result.idle_share:.0%}",
             f"{result.bound_ratio:.2f}",
@@ -38,7 +38,7 @@ def print_results(played: Played) -> None:
             f"{result.swap_s:.1f} s",
         )
     Console().print(table)
-    print(f"use --placement {best.wanted}: {_why(best, played)}")
+    print(f"use --placement {best.placement}: {_why(best, played)}")
 
 
 def _why(best: Result, played: Played) -> str:
@@ -48,8 +48,8 @@ def _why(best: Result, played: Played) -> str:
     near = min(others, key=lambda result: result.seconds)
     share = near.seconds / best.seconds - 1
     if share < 0:
-        return f"{near.wanted} is {-share:.1%} shorter here, but must be chosen anew when lengths drift"
-    return f"{near.wanted}, the next, takes {share:.1%} longer"
+        return f"{near.placement} is {-share:.1%} shorter here, but must be chosen anew when lengths drift"
+    return f"{near.placement}, the next, takes {share:.1%} longer"
 
 
 def as_json(played: Played) -> dict[str, Any]:
@@ -57,10 +57,10 @@ def as_json(played: Played) -> dict[str, Any]:
     return {
         "note": played.note,
         "recorded_s": played.recorded_s,
-        "use": str(recommend(played.results).wanted),
+        "use": str(recommend(played.results).placement),
         "placements": [
             {
-                "placement": str(result.wanted),
+                "placement": str(result.placement),
                 "round_s": result.seconds,
                 "idle_share": result.idle_share,
                 "bound_ratio": result.bound_ratio,
@@ -79,7 +79,7 @@ def draw(played: Played, path: Path) -> None:
 
     panels = [
         (
-            f"{result.wanted}: {result.rounds[-1].usage.seconds:.1f} s",
+            f"{result.placement}: {result.rounds[-1].usage.seconds:.1f} s",
             [Span(lane.name, 0, lane.slot, lane.began, lane.seconds) for lane in result.rounds[-1].lanes],
         )
         for result in sorted(played.results, key=lambda result: result.seconds)

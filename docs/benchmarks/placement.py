@@ -37,7 +37,7 @@ from placement_engines import Engines, SeededEngine, engines_running
 from placement_speeds import Measured, mean_of, measure
 
 from ycore.placement.allocator import Allocator
-from ycore.placement.placement import JUDGE, ROLLOUT, Hall, parse_placement
+from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
 from ycore.plan.comparison import Question, play_recorded, simulate
 from ycore.plan.recording import requests_of
 from ycore.plan.simulation import Demand, Machine, SimulatedGroup
@@ -115,8 +115,8 @@ class Contestant:
         self.words = words
         self.trace = folder / f"{words.replace(':', '-')}.json"
         self._job = job
-        self.hall = Hall(2, ROLES, dict.fromkeys(ROLES, job.max_num_seqs))
-        self.allocator = Allocator(self.hall, parse_placement(words))
+        self.pool = SlotPool(2, ROLES, dict.fromkeys(ROLES, job.max_num_seqs))
+        self.allocator = Allocator(self.pool, parse_placement(words))
         self._slots = Slots(2, allocator=self.allocator, trace=TraceWriter(self.trace))
         rules = Rules(group_size=job.group_size, seed=0, reward_weights=(1.0,), dynamic=True)
         scoring = Scoring([((0,), LengthJudge(engines.judges, job))])
@@ -132,7 +132,7 @@ class Contestant:
     async def play(self, number: int) -> dict[str, Any]:
         """A round from position `number * APART` on."""
         self._draws.cursor = number * APART
-        division, manner = dict(self.allocator.division), self.allocator.manner
+        division, manner = dict(self.allocator.division), self.allocator.mode
         self._slots.begin_round()
         began = time.perf_counter()
         landed, stats = await self._round.run(self._draws.draw, need=self._job.need, ready=0, step=number)
@@ -153,11 +153,11 @@ def simulated_group(position: int, job: argparse.Namespace) -> SimulatedGroup:
 
 def predict(words: str, measured: Sequence[dict[str, Measured]], job: argparse.Namespace) -> list[float]:
     """The simulator's seconds for the counted rounds of a placement."""
-    hall = Hall(2, ROLES, dict.fromkeys(ROLES, job.max_num_seqs))
+    pool = SlotPool(2, ROLES, dict.fromkeys(ROLES, job.max_num_seqs))
     mean = {role: mean_of([told[role] for told in measured]) for role in ROLES}
     result = simulate(
         parse_placement(words),
-        hall,
+        pool,
         Machine({role: told.speed for role, told in mean.items()}, {}, {r: told.reading_s for r, told in mean.items()}),
         lambda number: lambda position: simulated_group(position, job),
         Demand(job.need, dynamic=True),
@@ -187,7 +187,7 @@ def replay(trace: Path, job: argparse.Namespace) -> dict[str, float]:
         seed=0,
     )
     rounds = requests_of(list(read_trace(trace)))[-job.rounds :]
-    told = {str(result.wanted): result.seconds for result in play_recorded(rounds, question).results}
+    told = {str(result.placement): result.seconds for result in play_recorded(rounds, question).results}
     return {words: told[words] for words in PLACEMENTS}
 
 

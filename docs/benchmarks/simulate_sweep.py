@@ -35,7 +35,7 @@ from typing import Any
 from sweep_picture import draw, table
 
 from ycore.placement.load import Speed
-from ycore.placement.placement import DYNAMIC, JUDGE, ROLLOUT, Hall, Wanted
+from ycore.placement.placement import DYNAMIC, JUDGE, ROLLOUT, Placement, SlotPool
 from ycore.plan.comparison import Result, simulate
 from ycore.plan.simulation import Assumed, Demand, GroupAt, Lengths, Machine, SimulatedGroup
 from ycore.round.sampling import Yield
@@ -46,7 +46,7 @@ MODELS = {
     "8B": (Speed(0.012, 0.0001), {"level 1": 12.8, "level 2": 6.8}),
     "0.6B": (Speed(0.003, 0.00003), {"level 1": 1.4, "level 2": 1.9}),
 }
-COLOCATED = Wanted("colocated")
+COLOCATED = Placement("colocated")
 CAPACITY = 256
 TEACH_SHARE = 0.7
 APART = 10**6
@@ -100,13 +100,13 @@ class Course:
         self._steps = steps
         self._warm_up = job.warm_up
 
-    def play(self, wanted: Wanted, swap_s: float = 0.0) -> Result:
+    def play(self, wanted: Placement, swap_s: float = 0.0) -> Result:
         """The counted steps; one that learns plays some before each stretch, which are not counted."""
         before = self._warm_up if wanted.kind == "dynamic" else 0
         told = [(step, step in run) for run in self._steps for step in range(run[0] - before, run[-1] + 1)]
         result = simulate(
             wanted,
-            Hall(self.num_slots, ROLES, dict.fromkeys(ROLES, CAPACITY), exclusive=True, first_swap_s=swap_s),
+            SlotPool(self.num_slots, ROLES, dict.fromkeys(ROLES, CAPACITY), exclusive=True, swap_s=swap_s),
             Machine(dict.fromkeys(ROLES, self._speed), dict.fromkeys(ROLES, swap_s)),
             lambda number: self._groups(told[number][0]),
             self._demand,
@@ -125,7 +125,7 @@ class Course:
         def look(rollouts: Sequence[int]) -> None:
             for rollout in rollouts:
                 if 0 < rollout < slots and rollout not in found:
-                    found[rollout] = self.play(Wanted("split", (rollout, slots - rollout)))
+                    found[rollout] = self.play(Placement("split", (rollout, slots - rollout)))
 
         if slots <= 8:
             look(range(1, slots))
@@ -162,7 +162,7 @@ def point(course: Course, swaps: dict[str, float]) -> dict[str, Any]:
     static = course.static_splits()
     best = best_of(static)
     return {
-        "best_split": str(best.wanted),
+        "best_split": str(best.placement),
         "best_split_s": best.seconds,
         "splits_s": {str(rollout): result.seconds for rollout, result in sorted(static.items())},
         "swaps": {level: against(course, best, swap_s) for level, swap_s in swaps.items()},
@@ -177,7 +177,7 @@ def break_even(num_slots: int, per_slot: int, judge_work: float, job: Any) -> di
     for row in rows:
         row["gain"] = 1 - row["dynamic_s"] / min(best.seconds, row["colocated_s"])
     pays = [row["ratio"] for row in rows if row["dynamic_over_split"] <= 0.99]
-    told = {"slots": num_slots, "per_slot": per_slot, "judge_work": judge_work, "best_split": str(best.wanted)}
+    told = {"slots": num_slots, "per_slot": per_slot, "judge_work": judge_work, "best_split": str(best.placement)}
     return told | {"best_split_s": best.seconds, "pays_from": min(pays, default=None), "rows": rows}
 
 

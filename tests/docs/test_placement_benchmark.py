@@ -72,11 +72,11 @@ def test_prompts_that_do_not_teach_are_replaced_one_for_one(script: Any, job: ar
         teachers += script.teaches(position, job)
         position += 1
     from ycore.placement.allocator import Allocator
-    from ycore.placement.placement import Hall, parse_placement
+    from ycore.placement.placement import SlotPool, parse_placement
     from ycore.plan.simulation import Demand, Machine, SimulatedRound
 
     for words in script.PLACEMENTS:
-        allocator = Allocator(Hall(2, script.ROLES, dict.fromkeys(script.ROLES, 8)), parse_placement(words))
+        allocator = Allocator(SlotPool(2, script.ROLES, dict.fromkeys(script.ROLES, 8)), parse_placement(words))
         outcome = SimulatedRound(
             allocator,
             Machine(dict.fromkeys(script.ROLES, Speed(0.01, 0.001)), {}),

@@ -12,22 +12,21 @@ from ycore.placement.moves import Backlog
 from ycore.placement.placement import (
     DYNAMIC,
     JUDGE,
-    MANNERS,
+    MODES,
     ROLLOUT,
     Action,
-    Hall,
+    SlotPool,
     Start,
     Swap,
     parse_placement,
-    placement_of,
 )
 from ycore.plan.simulation import Assumed, Demand, Lengths, Machine, SimulatedRound
 
 ROLES = (ROLLOUT, JUDGE)
 
 
-def hall(num_slots: int = 2, capacity: int = 4, *, exclusive: bool = True, swap_s: float = 1.0) -> Hall:
-    return Hall(num_slots, ROLES, dict.fromkeys(ROLES, capacity), exclusive=exclusive, first_swap_s=swap_s)
+def pool(num_slots: int = 2, capacity: int = 4, *, exclusive: bool = True, swap_s: float = 1.0) -> SlotPool:
+    return SlotPool(num_slots, ROLES, dict.fromkeys(ROLES, capacity), exclusive=exclusive, swap_s=swap_s)
 
 
 class Play:
@@ -53,13 +52,13 @@ class Play:
         for action in self.allocator.decide(self.now):
             self.actions.append(action)
             if isinstance(action, Swap):
-                if self.allocator.hall.exclusive:
+                if self.allocator.pool.exclusive:
                     assert all(slot != action.slot for _, slot in self.flying.values()), "swapped with work in flight"
                 self.swapping.append((self.now + self._swap_s, action.slot))
             else:
                 assert action.slot not in [slot for _, slot in self.swapping], "asked while it swaps"
                 role = self.roles[action.request]
-                assert self.allocator.manner == "shared" or self.allocator.placement.awake[action.slot] == role
+                assert self.allocator.mode == "shared" or self.allocator.awake[action.slot] == role
                 self.flying[action.request] = (role, action.slot)
 
     def step(self, source: random.Random) -> None:
@@ -99,7 +98,7 @@ def test_every_request_is_answered_whatever_the_placement(
 ) -> None:
     wanted = parse_placement(words)
     slots = sum(wanted.shares) or random.Random(seed).randrange(1, 5)
-    allocator = Allocator(hall(slots, exclusive=exclusive, swap_s=swap_s), wanted)
+    allocator = Allocator(pool(slots, exclusive=exclusive, swap_s=swap_s), wanted)
     source = random.Random(seed)
     play = Play(allocator, swap_s=swap_s)
     for _ in range(3):
@@ -120,7 +119,7 @@ def test_every_request_is_answered_whatever_the_placement(
 def test_no_slot_is_idle_while_a_backlog_is_worth_a_swap(
     num_slots: int, rollouts: int, swap_s: float, seed: int
 ) -> None:
-    allocator = Allocator(hall(num_slots, swap_s=swap_s))
+    allocator = Allocator(pool(num_slots, swap_s=swap_s))
     source = random.Random(seed)
     play = Play(allocator, swap_s=swap_s)
     for number in range(3):
@@ -129,14 +128,14 @@ def test_no_slot_is_idle_while_a_backlog_is_worth_a_swap(
             play.ask(ROLLOUT)
         while not (allocator.is_idle and not play.swapping):
             play.step(source)
-            if number and allocator.manner in ("divided", "together"):
+            if number and allocator.mode in ("divided", "together"):
                 assert_nobody_wastes(allocator, play)
         allocator.learn(allocator.numbers())
 
 
 def assert_nobody_wastes(allocator: Allocator, play: Play) -> None:
     """By hand: a slot with nothing to do, whose role has nothing to come either, leaves no share worth a swap."""
-    flying, awake = [role for role, _ in play.flying.values()], allocator.placement.awake
+    flying, awake = [role for role, _ in play.flying.values()], allocator.awake
     started = {action.request for action in play.actions if isinstance(action, Start)}
     waiting = {role: sum(kind == role and n not in started for n, kind in play.roles.items()) for role in ROLES}
     swapping = {slot for _, slot in play.swapping}
@@ -158,7 +157,7 @@ def assert_nobody_wastes(allocator: Allocator, play: Play) -> None:
 @given(st.integers(2, 5), st.lists(st.integers(1, 30), min_size=2, max_size=4), st.integers(0, 10**6))
 def test_controllers_that_know_the_same_numbers_start_alike(num_slots: int, rollouts: list[int], seed: int) -> None:
     """Each has had its own events; the sums decide, and all of them get the same sums."""
-    controllers = [Allocator(hall(num_slots)) for _ in rollouts]
+    controllers = [Allocator(pool(num_slots)) for _ in rollouts]
     for _ in range(3):
         for index, (allocator, amount) in enumerate(zip(controllers, rollouts, strict=True)):
             play = Play(allocator)
@@ -173,7 +172,7 @@ def test_controllers_that_know_the_same_numbers_start_alike(num_slots: int, roll
 
 
 def test_the_same_load_again_and_again_settles() -> None:
-    allocator = Allocator(hall(6, 8))
+    allocator = Allocator(pool(6, 8))
     divisions = []
     for number in range(8):
         play = Play(allocator)
@@ -187,7 +186,7 @@ def test_the_same_load_again_and_again_settles() -> None:
 
 
 def test_rollouts_alone_go_to_the_slot_with_the_fewest() -> None:
-    allocator = Allocator(Hall(3))
+    allocator = Allocator(SlotPool(3))
     for number in range(9):
         allocator.ask(number, ROLLOUT)
     starts = [action for action in allocator.decide(0.0) if isinstance(action, Start)]
@@ -198,7 +197,7 @@ def test_rollouts_alone_go_to_the_slot_with_the_fewest() -> None:
 
 
 def test_colocated_changes_phase_when_nothing_is_left() -> None:
-    play = Play(Allocator(hall(2), parse_placement("colocated")))
+    play = Play(Allocator(pool(2), parse_placement("colocated")))
     for _ in range(3):
         play.ask(ROLLOUT)
     play.run_out(random.Random(1))
@@ -206,18 +205,18 @@ def test_colocated_changes_phase_when_nothing_is_left() -> None:
     assert kinds == [ROLLOUT] * 3 + ["swap"] * 2 + [JUDGE] * 3
 
 
-@pytest.mark.parametrize(("manner", "swaps"), [("held", 0), ("phases", 2)])
-def test_a_learned_plan_says_how_slots_change(manner: str, swaps: int) -> None:
+@pytest.mark.parametrize(("mode", "swaps"), [("held", 0), ("phases", 2)])
+def test_a_learned_plan_says_how_slots_change(mode: str, swaps: int) -> None:
     """As a split, or as colocated."""
-    first = Allocator(hall(2))
+    first = Allocator(pool(2))
     play = Play(first)
     for _ in range(8):
         play.ask(ROLLOUT)
     play.run_out(random.Random(1))
     first.learn(first.numbers())
-    division = {ROLLOUT: 1, JUDGE: 1} if manner == "held" else {ROLLOUT: 2, JUDGE: 0}
-    second = Allocator(hall(2))
-    second.restore({**first.state(), "manner": manner, "division": division})
+    division = {ROLLOUT: 1, JUDGE: 1} if mode == "held" else {ROLLOUT: 2, JUDGE: 0}
+    second = Allocator(pool(2))
+    second.restore({**first.state(), "manner": mode, "division": division})
     again = Play(second)
     second.begin_round(0.0)
     for _ in range(8):
@@ -225,26 +224,26 @@ def test_a_learned_plan_says_how_slots_change(manner: str, swaps: int) -> None:
     again.run_out(random.Random(1))
     kinds = ["swap" if isinstance(action, Swap) else again.roles[action.request] for action in again.actions]
     assert kinds.count("swap") == swaps
-    if manner == "phases":
+    if mode == "phases":
         assert kinds == [ROLLOUT] * 8 + ["swap"] * 2 + [JUDGE] * 8
     else:
         assert kinds.index(JUDGE) < len(kinds) - 1 - kinds[::-1].index(ROLLOUT), "side by side"
 
 
-def learned(manner: str, one: Allocator) -> Allocator:
-    """As if it had learned to go in this manner, all slots rolling out at first."""
+def learned(mode: str, one: Allocator) -> Allocator:
+    """As if it had learned to go in this mode, all slots rolling out at first."""
     play = Play(one)
     for _ in range(16):
         play.ask(ROLLOUT)
     play.run_out(random.Random(1))
     one.learn(one.numbers())
-    one.restore({**one.state(), "manner": manner, "division": {ROLLOUT: one.hall.num_slots, JUDGE: 0}})
+    one.restore({**one.state(), "manner": mode, "division": {ROLLOUT: one.pool.num_slots, JUDGE: 0}})
     one.begin_round(0.0)
     return one
 
 
 def test_shared_slots_take_a_verdict_at_once_beside_what_is_being_written() -> None:
-    allocator = learned("shared", Allocator(hall(2, 8, exclusive=False, swap_s=0.0)))
+    allocator = learned("shared", Allocator(pool(2, 8, exclusive=False, swap_s=0.0)))
     for number in range(8):
         allocator.ask(number, ROLLOUT)
     assert {start.slot for start in allocator.decide(0.0) if isinstance(start, Start)} == {0, 1}
@@ -257,7 +256,7 @@ def test_shared_slots_take_a_verdict_at_once_beside_what_is_being_written() -> N
 
 
 def test_a_shared_slot_holds_no_more_of_a_role_than_its_engine_can() -> None:
-    allocator = learned("shared", Allocator(hall(1, 2, exclusive=False, swap_s=0.0)))
+    allocator = learned("shared", Allocator(pool(1, 2, exclusive=False, swap_s=0.0)))
     for number, role in enumerate([ROLLOUT] * 3 + [JUDGE] * 3):
         allocator.ask(number, role)
     assert [action.request for action in allocator.decide(0.0) if isinstance(action, Start)] == [0, 1, 3, 4]
@@ -268,11 +267,11 @@ def test_a_shared_slot_holds_no_more_of_a_role_than_its_engine_can() -> None:
 def test_speeds_of_engines_that_shared_a_slot_are_learned_as_they_are_alone() -> None:
     speed = Speed(0.02, 0.002)
     work = Assumed(Lengths(120, 0.7, 600), {JUDGE: 40.0}, group_size=4)
-    allocator = learned("shared", Allocator(hall(1, 64, exclusive=False, swap_s=0.0)))
+    allocator = learned("shared", Allocator(pool(1, 64, exclusive=False, swap_s=0.0)))
     for number in range(6):
         one = SimulatedRound(allocator, Machine(dict.fromkeys(ROLES, speed), {}), work.group_at, Demand(6))
         one.position = 10 * number
-        assert allocator.manner == "shared" and one.run().usage.swaps == 0
+        assert allocator.mode == "shared" and one.run().usage.swaps == 0
         allocator.learn(allocator.numbers())
         allocator.restore({**allocator.state(), "manner": "shared", "division": {ROLLOUT: 1, JUDGE: 0}})
     for role in ROLES:
@@ -280,13 +279,13 @@ def test_speeds_of_engines_that_shared_a_slot_are_learned_as_they_are_alone() ->
 
 
 def test_verdicts_are_gathered_where_slots_are_shared() -> None:
-    for manner in MANNERS:
-        allocator = learned(manner, Allocator(hall(2, 8, exclusive=False, swap_s=0.0)))
-        assert allocator.gathers == (manner == "shared")
+    for mode in MODES:
+        allocator = learned(mode, Allocator(pool(2, 8, exclusive=False, swap_s=0.0)))
+        assert allocator.gathers == (mode == "shared")
 
 
 def test_side_by_side_a_slot_that_is_nearly_empty_helps_at_once() -> None:
-    allocator = Allocator(hall(1, 8, exclusive=False, swap_s=0.0))
+    allocator = Allocator(pool(1, 8, exclusive=False, swap_s=0.0))
     for number in range(2):
         allocator.ask(number, ROLLOUT)
     allocator.decide(0.0)
@@ -299,7 +298,7 @@ def test_side_by_side_a_slot_that_is_nearly_empty_helps_at_once() -> None:
 
 
 def test_who_gives_up_leaves_nothing_behind() -> None:
-    allocator = Allocator(hall(1, 1), DYNAMIC)
+    allocator = Allocator(pool(1, 1), DYNAMIC)
     for number in range(3):
         allocator.ask(number, ROLLOUT)
     assert allocator.decide(0.0) == [Start(0, 0)]
@@ -312,5 +311,6 @@ def test_who_gives_up_leaves_nothing_behind() -> None:
 
 
 def test_a_division_becomes_slots_in_order() -> None:
-    assert placement_of({ROLLOUT: 2, JUDGE: 1}).awake == (ROLLOUT, ROLLOUT, JUDGE)
-    assert placement_of({ROLLOUT: 2, JUDGE: 1}).count(JUDGE) == 1
+    awake = Allocator(pool(3), parse_placement("split:2:1")).awake
+    assert awake == (ROLLOUT, ROLLOUT, JUDGE)
+    assert awake.count(JUDGE) == 1

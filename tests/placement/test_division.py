@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 from ycore.placement.forecast import COHORTS, Setting, bringing, forecast_s, lengths
 from ycore.placement.learning import ONE_AWAKE
 from ycore.placement.load import Load, Speed
-from ycore.placement.moves import AS_GOOD, best_division, divide, next_plan, shares
-from ycore.placement.placement import Plan
+from ycore.placement.moves import AS_GOOD, best_division, divide, next_schedule, shares
+from ycore.placement.placement import Schedule
 
 SPEED = Speed(0.012, 0.0006)
 
@@ -34,9 +34,9 @@ LOADS = st.fixed_dictionaries(
 
 
 def choose(
-    current: Plan | None, loads: dict[str, Load], where: Setting, factors: dict[str, float] | None = None
-) -> Plan:
-    return next_plan(current, loads, where, {**ONE_AWAKE.factors, **(factors or {})})  # type: ignore[dict-item]
+    current: Schedule | None, loads: dict[str, Load], where: Setting, factors: dict[str, float] | None = None
+) -> Schedule:
+    return next_schedule(current, loads, where, {**ONE_AWAKE.factors, **(factors or {})})  # type: ignore[dict-item]
 
 
 @settings(max_examples=60, deadline=None)
@@ -47,11 +47,12 @@ def test_constant_load_changes_the_plan_once_at_most(loads: dict[str, Load], num
     assert sum(chosen.division.values()) == num_slots
     assert chosen.division["rollout"] >= 1 and min(chosen.division.values()) >= 0
     assert choose(chosen, loads, where) == chosen
-    elsewhere = Plan(divide(1, loads, where), "divided")
+    elsewhere = Schedule(divide(1, loads, where), "divided")
     second = choose(elsewhere, loads, where)
     assert choose(second, loads, where) == second
     before_s, after_s = (
-        ONE_AWAKE.factors[plan.manner] * forecast_s(loads, plan.division, where) for plan in (elsewhere, second)
+        ONE_AWAKE.factors[schedule.mode] * forecast_s(loads, schedule.division, where)
+        for schedule in (elsewhere, second)
     )
     assert after_s <= before_s
 
@@ -75,8 +76,8 @@ def test_short_verdicts_share_the_slots_where_all_engines_stay_up() -> None:
     """A label's worth of judging is not worth a slot of its own, and a round that waits for it has idle slots."""
     loads = {"rollout": replace(load(80, 96), deviation=80, longest=512, num_late=24), "judge": load(80, 1)}
     one_awake = setting(2, 0.0)
-    assert choose(None, loads, replace(one_awake, exclusive=False)).manner == "shared"
-    assert choose(None, loads, one_awake).manner != "shared"
+    assert choose(None, loads, replace(one_awake, exclusive=False)).mode == "shared"
+    assert choose(None, loads, one_awake).mode != "shared"
 
 
 def test_two_roles_at_once_on_a_slot_do_all_their_work_and_no_more() -> None:
@@ -93,14 +94,14 @@ def test_a_manner_is_taken_as_long_as_its_rounds_keep_what_was_promised() -> Non
     """Where engines gain much from deep batches, phases promise more than a division with one long request a slot."""
     loads = {"rollout": load(400, 400), "judge": load(400, 1200)}
     where = setting(2, 0.1)
-    assert choose(None, loads, where).manner == "phases"
-    assert choose(None, loads, where, {"phases": 2.0, "together": 2.0}).manner == "divided"
-    assert choose(None, loads, where, {"phases": 2.0, "together": 0.9}).manner == "together"
+    assert choose(None, loads, where).mode == "phases"
+    assert choose(None, loads, where, {"phases": 2.0, "together": 2.0}).mode == "divided"
+    assert choose(None, loads, where, {"phases": 2.0, "together": 0.9}).mode == "together"
 
 
 def test_one_slot_takes_its_roles_in_turn() -> None:
     loads = {"rollout": load(64, 400), "judge": load(64, 200)}
-    assert choose(None, loads, setting(1)) == Plan({"rollout": 1, "judge": 0}, "together")
+    assert choose(None, loads, setting(1)) == Schedule({"rollout": 1, "judge": 0}, "together")
 
 
 def test_a_forecast_is_the_arithmetic_where_that_is_simple() -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed
-from ycore.placement.placement import JUDGE, ROLLOUT, Hall, parse_placement
+from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
 from ycore.plan.simulation import Assumed, Demand, Lengths, Machine, Outcome, SimulatedRound
 
 ROLES = (ROLLOUT, JUDGE)
@@ -17,7 +17,7 @@ APART = 1000
 
 def allocator(words: str = "dynamic", num_slots: int = 4) -> Allocator:
     capacity = dict.fromkeys(ROLES, 64)
-    return Allocator(Hall(num_slots, ROLES, capacity, exclusive=True, first_swap_s=1.0), parse_placement(words))
+    return Allocator(SlotPool(num_slots, ROLES, capacity, exclusive=True, swap_s=1.0), parse_placement(words))
 
 
 def play(one: Allocator, number: int) -> Outcome:

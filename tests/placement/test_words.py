@@ -7,7 +7,7 @@ from ycore.placement.placement import (
     JUDGE,
     REWARD_MODEL,
     ROLLOUT,
-    Wanted,
+    Placement,
     check_placement,
     in_order,
     parse_placement,
@@ -20,7 +20,7 @@ TWO = (ROLLOUT, JUDGE)
 def test_words_are_read_and_said_alike() -> None:
     for text in ("colocated", "dynamic", "split:3:1", "split:5:2:1"):
         assert str(parse_placement(text)) == text
-    assert parse_placement("split:3:1") == Wanted("split", (3, 1))
+    assert parse_placement("split:3:1") == Placement("split", (3, 1))
     assert split_division(parse_placement("split:3:1"), TWO) == {ROLLOUT: 3, JUDGE: 1}
 
 

@@ -7,7 +7,7 @@ import pytest
 from ycore.errors import DataError
 from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed
-from ycore.placement.placement import JUDGE, ROLLOUT, Hall, Wanted, parse_placement
+from ycore.placement.placement import JUDGE, ROLLOUT, Placement, SlotPool, parse_placement
 from ycore.plan.comparison import Question, play_recorded
 from ycore.plan.recording import Request, recorded
 from ycore.plan.simulation import Assumed, Demand, Lengths, Machine, SimulatedRound
@@ -20,7 +20,7 @@ QUESTION = Question(2, 0.0, 8, 2, 4, 6, False, 4, 600, 120.0, 0.3, (0.02, 0.002)
 
 def record(words: str, *, tokens: bool = True) -> list[list[Request]]:
     """What a run would have written down, from rounds whose truth is known."""
-    allocator = Allocator(Hall(2, ROLES, dict.fromkeys(ROLES, 64)), parse_placement(words))
+    allocator = Allocator(SlotPool(2, ROLES, dict.fromkeys(ROLES, 64)), parse_placement(words))
     rounds = []
     for number in range(4):
         one = SimulatedRound(allocator, Machine(dict.fromkeys(ROLES, SPEED), {}), WORK.group_at, Demand(6))
@@ -70,7 +70,7 @@ def test_speeds_are_found_again() -> None:
 @pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "no tokens"])
 def test_the_recorded_placement_takes_as_long_as_it_took(tokens: bool) -> None:
     played = play_recorded(record("split:1:1", tokens=tokens), QUESTION)
-    (again,) = [result for result in played.results if result.wanted == Wanted("split", (1, 1))]
+    (again,) = [result for result in played.results if result.placement == Placement("split", (1, 1))]
     assert played.recorded_s is not None
     assert again.seconds == pytest.approx(played.recorded_s, rel=0.1)
 

@@ -6,7 +6,7 @@ import pytest
 
 from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed
-from ycore.placement.placement import DYNAMIC, JUDGE, ROLLOUT, Hall, Wanted, parse_placement
+from ycore.placement.placement import DYNAMIC, JUDGE, ROLLOUT, Placement, SlotPool, parse_placement
 from ycore.plan.comparison import candidates, recommend, simulate, splits
 from ycore.plan.simulation import Assumed, Demand, Lengths, Machine, SimulatedGroup, SimulatedRound, VirtualSlot
 
@@ -15,8 +15,8 @@ SPEED = Speed(0.01, 0.001)
 MACHINE = Machine({ROLLOUT: SPEED, JUDGE: SPEED}, {ROLLOUT: 4.0, JUDGE: 2.0})
 
 
-def hall(num_slots: int, *, exclusive: bool = True) -> Hall:
-    return Hall(num_slots, ROLES, {ROLLOUT: 64, JUDGE: 64}, exclusive=exclusive, first_swap_s=3.0)
+def pool(num_slots: int, *, exclusive: bool = True) -> SlotPool:
+    return SlotPool(num_slots, ROLES, {ROLLOUT: 64, JUDGE: 64}, exclusive=exclusive, swap_s=3.0)
 
 
 def alike(rollout: float, judge: float, *, group_size: int = 2) -> SimulatedGroup:
@@ -60,7 +60,7 @@ def test_engines_of_two_roles_share_a_slot() -> None:
 
 
 def test_one_slot_colocated_is_write_swap_judge() -> None:
-    allocator = Allocator(hall(1), Wanted("colocated"))
+    allocator = Allocator(pool(1), Placement("colocated"))
     outcome = SimulatedRound(allocator, MACHINE, lambda position: alike(100, 50), Demand(4)).run()
     written, judged = 100 * SPEED.step_s(8), 50 * SPEED.step_s(8)
     assert outcome.written_s == pytest.approx(written)
@@ -71,7 +71,7 @@ def test_one_slot_colocated_is_write_swap_judge() -> None:
 
 def test_a_split_overlaps_and_never_swaps() -> None:
     outcome = SimulatedRound(
-        Allocator(hall(2), parse_placement("split:1:1")), MACHINE, lambda position: alike(100, 50), Demand(4)
+        Allocator(pool(2), parse_placement("split:1:1")), MACHINE, lambda position: alike(100, 50), Demand(4)
     ).run()
     assert outcome.usage.swaps == 0
     assert outcome.usage.seconds == pytest.approx(100 * SPEED.step_s(8) + 50 * SPEED.step_s(8))
@@ -86,10 +86,10 @@ def test_groups_that_cannot_teach_are_replaced_by_the_live_rules() -> None:
         asked.append(position)
         return SimulatedGroup(({ROLLOUT: 10.0, JUDGE: 1.0},) * 2, teaches=told.get(position, True))
 
-    outcome = SimulatedRound(Allocator(hall(2)), MACHINE, group_at, Demand(3, dynamic=True)).run()
+    outcome = SimulatedRound(Allocator(pool(2)), MACHINE, group_at, Demand(3, dynamic=True)).run()
     assert outcome.drawn == len(asked) >= 4 and asked == list(range(len(asked)))
     never = SimulatedRound(
-        Allocator(hall(2)),
+        Allocator(pool(2)),
         MACHINE,
         lambda position: SimulatedGroup(({ROLLOUT: 10.0, JUDGE: 1.0},) * 2, teaches=False),
         Demand(3, dynamic=True, max_tries=2),
@@ -100,7 +100,7 @@ def test_groups_that_cannot_teach_are_replaced_by_the_live_rules() -> None:
 def test_the_same_rounds_under_the_same_placement_are_the_same() -> None:
     work = Assumed(Lengths(200, 0.8, 1000), {JUDGE: 80}, group_size=4, teach_share=0.7, seed=3)
     twice = [
-        simulate(DYNAMIC, hall(3), MACHINE, lambda number: work.group_at, Demand(6, dynamic=True), num_rounds=3)
+        simulate(DYNAMIC, pool(3), MACHINE, lambda number: work.group_at, Demand(6, dynamic=True), num_rounds=3)
         for _ in range(2)
     ]
     assert [one.usage for one in twice[0].rounds] == [one.usage for one in twice[1].rounds]
@@ -114,7 +114,7 @@ def test_dynamic_is_never_far_behind_and_often_ahead() -> None:
         results = {
             str(wanted): simulate(
                 wanted,
-                hall(4),
+                pool(4),
                 MACHINE,
                 lambda number, work=work: work.group_at,  # type: ignore[misc]
                 Demand(32),
@@ -137,7 +137,7 @@ def test_where_no_split_fits_dynamic_learns_to_go_in_phases() -> None:
     results = {
         words: simulate(
             parse_placement(words),
-            hall(2),
+            pool(2),
             machine,
             lambda number: work.group_at,
             Demand(16, dynamic=True),
@@ -159,7 +159,7 @@ def test_where_verdicts_are_short_and_all_engines_stay_up_dynamic_learns_to_shar
     results = [
         simulate(
             parse_placement(words),
-            hall(2, exclusive=False),
+            pool(2, exclusive=False),
             machine,
             lambda number: work.group_at,
             Demand(8, dynamic=True),

@@ -9,7 +9,7 @@ import pytest
 
 from ycore.errors import EngineError
 from ycore.placement.allocator import Allocator
-from ycore.placement.placement import JUDGE, Hall, parse_placement
+from ycore.placement.placement import JUDGE, SlotPool, parse_placement
 from ycore.round import slots as depths
 from ycore.round.slots import ROLLOUT, Slots, usage_metrics
 from ycore.run.trace import ROUND, SWAP, SYNC, Levels, Mark, TraceWriter, parse_event, read_trace
@@ -22,8 +22,8 @@ def run(work: Coroutine[Any, Any, Any]) -> Any:
 
 
 def placed(words: str, *, num_slots: int = 2, capacity: int = 2, exclusive: bool = False) -> Allocator:
-    hall = Hall(num_slots, ROLES, dict.fromkeys(ROLES, capacity), exclusive=exclusive)
-    return Allocator(hall, parse_placement(words))
+    pool = SlotPool(num_slots, ROLES, dict.fromkeys(ROLES, capacity), exclusive=exclusive)
+    return Allocator(pool, parse_placement(words))
 
 
 class Log:

@@ -16,7 +16,7 @@ from ycore.judge.question import Question, Questioner
 from ycore.judge.sources import RewardModel, judge_of
 from ycore.judge.verdict import Reply
 from ycore.placement.allocator import Allocator
-from ycore.placement.placement import Hall
+from ycore.placement.placement import SlotPool
 from ycore.round.judge_scorer import JudgeScorer
 from ycore.round.peers import Alone
 from ycore.round.round import Round, RoundStats, Rules
@@ -124,7 +124,7 @@ def test_a_judge_is_asked_as_each_completion_ends() -> None:
 
 def test_where_slots_are_shared_a_judge_is_asked_once_the_whole_group_is_written() -> None:
     """The short completion's verdict waits for the long one, and both are asked at one moment."""
-    allocator = Allocator(Hall(1, ("rollout", "judge"), {"rollout": 8, "judge": 8}, exclusive=False))
+    allocator = Allocator(SlotPool(1, ("rollout", "judge"), {"rollout": 8, "judge": 8}, exclusive=False))
     written: list[str] = []
     seen: list[tuple[str, ...]] = []
 
@@ -137,8 +137,8 @@ def test_where_slots_are_shared_a_judge_is_asked_once_the_whole_group_is_written
         seen.append(tuple(written))
         return "<score>1</score>"
 
-    async def work(manner: str) -> list[list[Score]]:
-        allocator.restore({**allocator.state(), "manner": manner, "division": {"rollout": 1, "judge": 0}})
+    async def work(mode: str) -> list[list[Score]]:
+        allocator.restore({**allocator.state(), "manner": mode, "division": {"rollout": 1, "judge": 0}})
         allocator.begin_round(0.0)
         tasks = [asyncio.create_task(write(text, seconds)) for text, seconds in (("short", 0.0), ("long", 0.05))]
         writing = Writing(Draw(0, Prompt(0, "What?"), (1,)), tasks, 0, Slots(1, allocator=allocator))

@@ -6,7 +6,7 @@ from typing import Any
 
 from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed
-from ycore.placement.placement import JUDGE, ROLLOUT, Hall
+from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool
 from ycore.plan.simulation import Assumed, Demand, Lengths, Machine, SimulatedRound
 from ycore.round.journal import controller_state, restore_controller
 from ycore.round.sampling import Yield
@@ -16,7 +16,7 @@ ROLES = (ROLLOUT, JUDGE)
 
 def controller() -> Any:
     """Only what its state is told from."""
-    slots = SimpleNamespace(allocator=Allocator(Hall(4, ROLES, dict.fromkeys(ROLES, 64))))
+    slots = SimpleNamespace(allocator=Allocator(SlotPool(4, ROLES, dict.fromkeys(ROLES, 64))))
     return SimpleNamespace(
         draws=SimpleNamespace(cursor=0),
         surplus=SimpleNamespace(waiting=[]),

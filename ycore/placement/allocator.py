@@ -21,13 +21,11 @@ from ycore.placement.placement import (
     ROLLOUT,
     Action,
     Division,
-    Hall,
-    Manner,
+    Mode,
     Placement,
+    SlotPool,
     Start,
     Swap,
-    Wanted,
-    placement_of,
 )
 
 _SPARE = 4
@@ -46,14 +44,14 @@ class _Flying:
 class Allocator:
     """Example: `allocator.ask(7, "judge", now)`, then carry out `allocator.decide(now)`."""
 
-    def __init__(self, hall: Hall, wanted: Wanted = DYNAMIC) -> None:
-        self.hall = hall
-        wanted = wanted if len(hall.roles) > 1 else Wanted("split", (hall.num_slots,))
-        capacity = {role: hall.capacity_of(role) for role in hall.roles}
-        self._learned = Learning(hall.num_slots, capacity, wanted, exclusive=hall.exclusive)
+    def __init__(self, pool: SlotPool, placement: Placement = DYNAMIC) -> None:
+        self.pool = pool
+        placement = placement if len(pool.roles) > 1 else Placement("split", (pool.num_slots,))
+        capacity = {role: pool.capacity_of(role) for role in pool.roles}
+        self._learned = Learning(pool.num_slots, capacity, placement, exclusive=pool.exclusive)
         self._swap_cost = MovingAverage()
         self._flying: dict[int, _Flying] = {}
-        self._waiting: dict[str, deque[int]] = {role: deque() for role in hall.roles}
+        self._waiting: dict[str, deque[int]] = {role: deque() for role in pool.roles}
         self.begin_round(0.0)
 
     # -- events ----------------------------------------------------------------------------------------------------
@@ -65,15 +63,15 @@ class Allocator:
         self._seconds = 0.0
         self._swaps = 0
         self._verdict_given = self._news = False
-        self._asked = dict.fromkeys(self.hall.roles, 0)
-        self._round: dict[str, Sums] = {role: Sums(rounds=1.0) for role in self.hall.roles}
-        self._awake = list(placement_of(self._learned.plan.division).awake)
+        self._asked = dict.fromkeys(self.pool.roles, 0)
+        self._round: dict[str, Sums] = {role: Sums(rounds=1.0) for role in self.pool.roles}
+        self._awake = [role for role, count in self.division.items() for _ in range(count)]
         self._clocks = [SlotClock(self._engine_clocks(), since=now) for _ in self._awake]
-        self._free: dict[str, list[tuple[int, int]]] = {role: [] for role in self.hall.roles}
-        self._spare: dict[str, set[int]] = {role: set() for role in self.hall.roles}
-        self._arriving = dict.fromkeys(self.hall.roles, 0)
-        self._num_slots = {role: self._awake.count(role) for role in self.hall.roles}
-        for slot in range(self.hall.num_slots):
+        self._free: dict[str, list[tuple[int, int]]] = {role: [] for role in self.pool.roles}
+        self._spare: dict[str, set[int]] = {role: set() for role in self.pool.roles}
+        self._arriving = dict.fromkeys(self.pool.roles, 0)
+        self._num_slots = {role: self._awake.count(role) for role in self.pool.roles}
+        for slot in range(self.pool.num_slots):
             self._note(slot)
 
     def ask(self, request: int, role: str) -> None:
@@ -81,7 +79,7 @@ class Allocator:
         self._waiting[role].append(request)
         self._asked[role] += 1
         if role == ROLLOUT and self._verdict_given:
-            verdicts = sum(self._round[other].num for other in self.hall.roles[1:]) / (len(self.hall.roles) - 1)
+            verdicts = sum(self._round[other].num for other in self.pool.roles[1:]) / (len(self.pool.roles) - 1)
             self._round[ROLLOUT].observe_late(verdicts / self._asked[ROLLOUT], is_first=self._news)
             self._news = False
 
@@ -125,7 +123,7 @@ class Allocator:
 
     def numbers(self) -> list[float]:
         """What this controller learned in the round, to be added to the others'."""
-        return [*as_numbers(self._round, self.hall.roles), self.swap_s, self._seconds, 1.0]
+        return [*as_numbers(self._round, self.pool.roles), self.swap_s, self._seconds, 1.0]
 
     def learn(self, added: Sequence[float]) -> None:
         """The sum of all controllers' numbers: they all come to the same plan for the next round."""
@@ -147,14 +145,14 @@ class Allocator:
         return self._learned.loads
 
     @property
-    def placement(self) -> Placement:
-        """Who is awake now; on a slot that swaps, who is waking."""
-        return Placement(tuple(self._awake))
+    def awake(self) -> tuple[str, ...]:
+        """The role that is awake on each slot; during a swap, the role that is waking."""
+        return tuple(self._awake)
 
     @property
-    def manner(self) -> Manner:
+    def mode(self) -> Mode:
         """How slots change their role in the next round."""
-        return self._learned.plan.manner
+        return self._learned.schedule.mode
 
     @property
     def gathers(self) -> bool:
@@ -163,17 +161,17 @@ class Allocator:
         On a shared slot a judge's step for one short verdict takes nearly as long as that for several, and it takes it
         from the rollouts; a group is of use only with its last verdict.
         """
-        return self.manner == "shared"
+        return self.mode == "shared"
 
     @property
     def division(self) -> Division:
         """What the next round starts with."""
-        return self._learned.plan.division
+        return self._learned.schedule.division
 
     @property
     def swap_s(self) -> float:
         """What a swap costs: measured, or assumed until then."""
-        return self.hall.first_swap_s if self._swap_cost.value is None else self._swap_cost.value
+        return self.pool.swap_s if self._swap_cost.value is None else self._swap_cost.value
 
     def waiting(self) -> dict[str, int]:
         """Requests of each role that no slot has taken yet."""
@@ -198,11 +196,11 @@ class Allocator:
         if not any(self._waiting.values()):
             return []
         actions: list[Action] = []
-        for role in self.hall.roles:
+        for role in self.pool.roles:
             self._start_waiting(role, now, actions)
-        if self.manner == "phases":
+        if self.mode == "phases":
             self._next_phase(now, actions)
-        elif self.manner in ("divided", "together"):
+        elif self.mode in ("divided", "together"):
             self._move_spare(now, actions)
         return actions
 
@@ -216,7 +214,7 @@ class Allocator:
 
     def _pick(self, role: str) -> int | None:
         """The slot with the fewest in flight."""
-        if self.manner == "shared":
+        if self.mode == "shared":
             return self._pick_shared(role)
         depth = self._depth_now(role)
         free = self._free[role]
@@ -232,7 +230,7 @@ class Allocator:
     def _pick_shared(self, role: str) -> int | None:
         """The slot with the fewest of this role, then the fewest of all."""
         held = [(clock.engines[role].in_flight, clock.in_flight) for clock in self._clocks]
-        slot = min(range(self.hall.num_slots), key=held.__getitem__)
+        slot = min(range(self.pool.num_slots), key=held.__getitem__)
         return slot if held[slot][0] < self._learned.depth[role] else None
 
     def _depth_now(self, role: str) -> int:
@@ -241,7 +239,7 @@ class Allocator:
         if not self._arriving[role]:
             return depth
         there_is = self._asked[role] - self._round[role].num
-        soon = sum(self._soon_free(other) for other in self.hall.roles if other != role)
+        soon = sum(self._soon_free(other) for other in self.pool.roles if other != role)
         return min(depth, max(1, math.ceil(there_is / (self._num_slots[role] + soon))))
 
     def _soon_free(self, role: str) -> float:
@@ -254,10 +252,10 @@ class Allocator:
 
     def _move_spare(self, now: float, actions: list[Action]) -> None:
         """Slots with nothing left in their role go where the backlog is worth it, one by one."""
-        for role in self.hall.roles:
+        for role in self.pool.roles:
             spare = self._spare[role]
             while spare and not self._waiting[role]:
-                others = {other: self._backlog(other) for other in self.hall.roles if other != role}
+                others = {other: self._backlog(other) for other in self.pool.roles if other != role}
                 target = best_move(self._backlog(role), others, Cost(self.swap_s, self._late_s(role)))
                 if target is None:
                     break
@@ -291,8 +289,8 @@ class Allocator:
         role = self._awake[0]
         if self._waiting[role] or self._flying or any(clock.swap_began is not None for clock in self._clocks):
             return
-        target = max(self.hall.roles, key=lambda other: len(self._waiting[other]))
-        for slot in range(self.hall.num_slots):
+        target = max(self.pool.roles, key=lambda other: len(self._waiting[other]))
+        for slot in range(self.pool.num_slots):
             self._swap(slot, target, now, actions)
 
     def _swap(self, slot: int, target: str, now: float, actions: list[Action]) -> None:
@@ -309,7 +307,7 @@ class Allocator:
     def _engine_clocks(self) -> dict[str, EngineClock]:
         """As fast as learned so far; before that, every step is taken to be as long as any other."""
         loads = self._learned.loads
-        return {role: EngineClock(loads[role].speed if role in loads else UNKNOWN) for role in self.hall.roles}
+        return {role: EngineClock(loads[role].speed if role in loads else UNKNOWN) for role in self.pool.roles}
 
     def _leave(self, flying: _Flying, now: float) -> Reading:
         reading = self._clocks[flying.slot].end(flying.role, now)
@@ -322,7 +320,7 @@ class Allocator:
         if clock.swap_began is not None:
             return
         heapq.heappush(self._free[role], (clock.in_flight, slot))
-        if clock.in_flight <= (0 if self.hall.exclusive else self._learned.depth[role] // _SPARE):
+        if clock.in_flight <= (0 if self.pool.exclusive else self._learned.depth[role] // _SPARE):
             self._spare[role].add(slot)
         else:
             self._spare[role].discard(slot)

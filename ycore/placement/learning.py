@@ -5,7 +5,7 @@ a run that goes on divides its slots as it would have.
 
 How deep an engine sleeps: level 1 keeps its weights in host memory, level 2 drops them.
 
-What rounds took over what was forecast for them, by manner: a forecast is believed as far as it held.
+What rounds took over what was forecast for them, by mode: a forecast is believed as far as it held.
 
 Not here: what happens within a round (`allocator`).
 """
@@ -16,8 +16,8 @@ from typing import Any
 
 from ycore.placement.forecast import Setting, forecast_s
 from ycore.placement.load import Load, Sums, as_late_as, faded, from_numbers
-from ycore.placement.moves import next_plan
-from ycore.placement.placement import MANNERS, ROLLOUT, Factors, Manner, Plan, Wanted, split_division
+from ycore.placement.moves import next_schedule
+from ycore.placement.placement import MODES, ROLLOUT, Factors, Mode, Placement, Schedule, split_division
 
 _SECONDS_MEMORY = 0.5
 KEEP, DROP = 1, 2
@@ -51,7 +51,7 @@ class SleepLevels:
 
 
 FORECAST_MEMORY = 0.97
-"""Weight that a round keeps when the next one comes, of whichever manner: about the last 33 count."""
+"""Weight that a round keeps when the next one comes, of whichever mode: about the last 33 count."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +67,7 @@ ONE_AWAKE = Assumed({"divided": 1.0, "held": 1.02, "phases": 1.1, "together": 1.
 leave early. From simulated rounds of 1 to 8 slots."""
 
 ALL_UP = Assumed({"divided": 1.0, "held": 1.1, "phases": 1.35, "together": 1.3, "shared": 1.2}, weight=2.0)
-"""Where the engines of all roles stay up: there, slots move for nothing, which batches pay for. What each manner took
+"""Where the engines of all roles stay up: there, slots move for nothing, which batches pay for. What each mode took
 over its forecast on the mean of 12 loads, in simulated rounds of 2 slots that are as fast as two cores."""
 
 _LEAST, _MOST = 0.6, 1.5
@@ -76,38 +76,40 @@ _LEAST, _MOST = 0.6, 1.5
 
 @dataclass(slots=True)
 class Experience:
-    """By manner, how many rounds count and the sum of their ratios."""
+    """By mode, how many rounds count and the sum of their ratios."""
 
     assumed: Assumed = ONE_AWAKE
-    weights: dict[Manner, float] = field(default_factory=lambda: dict.fromkeys(MANNERS, 0.0))
-    sums: dict[Manner, float] = field(default_factory=lambda: dict.fromkeys(MANNERS, 0.0))
+    weights: dict[Mode, float] = field(default_factory=lambda: dict.fromkeys(MODES, 0.0))
+    sums: dict[Mode, float] = field(default_factory=lambda: dict.fromkeys(MODES, 0.0))
 
-    def observe(self, manner: Manner, *, seconds: float, forecast_s: float) -> None:
-        """A round of this manner took so long, and this is its forecast from its own requests."""
-        for one in MANNERS:
+    def observe(self, mode: Mode, *, seconds: float, forecast_s: float) -> None:
+        """A round of this mode took so long, and this is its forecast from its own requests."""
+        for one in MODES:
             self.weights[one] *= FORECAST_MEMORY
             self.sums[one] *= FORECAST_MEMORY
-        self.weights[manner] += 1.0
-        self.sums[manner] += min(_MOST, max(_LEAST, seconds / forecast_s))
+        self.weights[mode] += 1.0
+        self.sums[mode] += min(_MOST, max(_LEAST, seconds / forecast_s))
 
     @property
     def factors(self) -> Factors:
         first, weight = self.assumed.factors, self.assumed.weight
-        return {one: (weight * first[one] + self.sums[one]) / (weight + self.weights[one]) for one in MANNERS}
+        return {one: (weight * first[one] + self.sums[one]) / (weight + self.weights[one]) for one in MODES}
 
     def state(self) -> dict[str, list[float]]:
         """Plain JSON values."""
-        return {one: [self.weights[one], self.sums[one]] for one in MANNERS}
+        return {one: [self.weights[one], self.sums[one]] for one in MODES}
 
     def restore(self, state: Mapping[str, list[float]]) -> None:
-        for one in MANNERS:
+        for one in MODES:
             self.weights[one], self.sums[one] = state.get(one, (0.0, 0.0))
 
 
 class Learning:
     """`capacity`: what one slot may hold of each role. `plan` is what the next round starts with."""
 
-    def __init__(self, num_slots: int, capacity: Mapping[str, int], wanted: Wanted, *, exclusive: bool = True) -> None:
+    def __init__(
+        self, num_slots: int, capacity: Mapping[str, int], placement: Placement, *, exclusive: bool = True
+    ) -> None:
         self.loads: dict[str, Load] = {}
         self.depth = dict(capacity)
         """Requests that a slot should hold of each role."""
@@ -116,12 +118,12 @@ class Learning:
         self._capacity = capacity
         self._exclusive = exclusive
         self._roles = tuple(capacity)
-        self._plans = wanted.kind == "dynamic"
+        self._plans = placement.kind == "dynamic"
         everywhere = {role: num_slots if role == ROLLOUT else 0 for role in self._roles}
-        manner: Manner = "phases" if wanted.kind == "colocated" else "together"
-        self.plan = Plan(everywhere, manner)
-        if wanted.kind == "split":
-            self.plan = Plan(split_division(wanted, self._roles), "held")
+        mode: Mode = "phases" if placement.kind == "colocated" else "together"
+        self.schedule = Schedule(everywhere, mode)
+        if placement.kind == "split":
+            self.schedule = Schedule(split_division(placement, self._roles), "held")
         self._chosen = False
         self._sums: dict[str, Sums] = {}
         self._experience = Experience(ONE_AWAKE if exclusive else ALL_UP)
@@ -130,8 +132,8 @@ class Learning:
         """All controllers' sums of a round (`load.as_numbers`), and the means of their swap's and round's seconds."""
         now = from_numbers(numbers, self._roles)
         before = self._sums.get(ROLLOUT)
-        if before is not None and self.plan.manner in ("phases", "together"):
-            # There verdicts come late by the manner itself; that must not make the other manners look worse.
+        if before is not None and self.schedule.mode in ("phases", "together"):
+            # There verdicts come late by the mode itself; that must not make the other modes look worse.
             now[ROLLOUT] = as_late_as(before, now[ROLLOUT])
         self._sums = {role: faded(self._sums.get(role, Sums()), now[role]) for role in self._roles}
         self._follow()
@@ -139,7 +141,9 @@ class Learning:
             return
         setting = Setting(self._num_slots, self.depth, swap_s, self._exclusive)
         self._look_back(now, setting, round_s)
-        self.plan = next_plan(self.plan if self._chosen else None, self.loads, setting, self._experience.factors)
+        self.schedule = next_schedule(
+            self.schedule if self._chosen else None, self.loads, setting, self._experience.factors
+        )
         self._chosen = True
 
     def _follow(self) -> None:
@@ -151,8 +155,8 @@ class Learning:
         """What the round took, against the forecast that its own requests give."""
         own = {role: load for role, sums in now.items() if (load := sums.load()) is not None}
         if len(own) == len(self._roles) and round_s > 0:
-            told_s = forecast_s(own, self.plan.division, setting, shared=self.plan.manner == "shared")
-            self._experience.observe(self.plan.manner, seconds=round_s, forecast_s=told_s)
+            told_s = forecast_s(own, self.schedule.division, setting, shared=self.schedule.mode == "shared")
+            self._experience.observe(self.schedule.mode, seconds=round_s, forecast_s=told_s)
 
     # -- checkpoints -----------------------------------------------------------------------------------------------
 
@@ -161,8 +165,8 @@ class Learning:
         return {
             "sums": {role: list(astuple(sums)) for role, sums in self._sums.items()},
             "experience": self._experience.state(),
-            "division": dict(self.plan.division),
-            "manner": self.plan.manner,
+            "division": dict(self.schedule.division),
+            "manner": self.schedule.mode,
             "chosen": self._chosen,
         }
 
@@ -173,4 +177,4 @@ class Learning:
         division = {role: state["division"].get(role, 0) for role in self._roles}
         if self._plans and set(state["division"]) == set(self._roles) and sum(division.values()) == self._num_slots:
             self._experience.restore(state["experience"])
-            self.plan, self._chosen = Plan(division, state["manner"]), state["chosen"]
+            self.schedule, self._chosen = Schedule(division, state["manner"]), state["chosen"]

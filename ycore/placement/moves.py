@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from ycore.placement.forecast import Setting, forecast_s
 from ycore.placement.load import Load
-from ycore.placement.placement import ROLLOUT, Division, Factors, Plan
+from ycore.placement.placement import ROLLOUT, Division, Factors, Schedule
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,16 +92,16 @@ _MOST = 24
 """Divisions that are looked at."""
 
 
-def next_plan(current: Plan | None, loads: Mapping[str, Load], setting: Setting, factors: Factors) -> Plan:
+def next_schedule(current: Schedule | None, loads: Mapping[str, Load], setting: Setting, factors: Factors) -> Schedule:
     """The current one, unless another promises a round that is shorter by more than the margin and its swaps.
 
     With None nothing was chosen yet, and the best is taken as it is. A pure function: controllers that know the same
     numbers come to the same plan.
     """
 
-    def promised_s(plan: Plan) -> float:
-        shared = plan.manner == "shared"
-        return factors[plan.manner] * forecast_s(loads, plan.division, setting, shared=shared)
+    def promised_s(schedule: Schedule) -> float:
+        shared = schedule.mode == "shared"
+        return factors[schedule.mode] * forecast_s(loads, schedule.division, setting, shared=shared)
 
     best = min(_plans(loads, setting), key=promised_s)
     if current is None:
@@ -110,15 +110,21 @@ def next_plan(current: Plan | None, loads: Mapping[str, Load], setting: Setting,
     return best if now_s - best_s > MARGIN * best_s + setting.swap_s / HORIZON else current
 
 
-def _plans(loads: Mapping[str, Load], setting: Setting) -> list[Plan]:
-    """The best of each manner. On one slot phases come by themselves."""
+def _plans(loads: Mapping[str, Load], setting: Setting) -> list[Schedule]:
+    """The best of each mode. On one slot phases come by themselves."""
     everywhere = divide(setting.num_slots, loads, setting)
-    shared = [] if setting.exclusive else [Plan(everywhere, "shared")]
+    shared = [] if setting.exclusive else [Schedule(everywhere, "shared")]
     if setting.num_slots == 1:
-        return [Plan(everywhere, "together"), *shared]
+        return [Schedule(everywhere, "together"), *shared]
     divided = best_division(loads, setting)
-    held = [Plan(divided, "held")] if min(divided.values()) > 0 else []  # a role without a slot needs a move
-    return [Plan(divided, "divided"), *held, Plan(everywhere, "phases"), Plan(everywhere, "together"), *shared]
+    held = [Schedule(divided, "held")] if min(divided.values()) > 0 else []  # a role without a slot needs a move
+    return [
+        Schedule(divided, "divided"),
+        *held,
+        Schedule(everywhere, "phases"),
+        Schedule(everywhere, "together"),
+        *shared,
+    ]
 
 
 def best_division(loads: Mapping[str, Load], setting: Setting) -> Division:

@@ -2,9 +2,9 @@
 
 Placement: which role is awake on each slot, as a frozen value.
 
-How a round is to go: the division it starts with, and the manner in which slots change their role afterwards.
+How a round is to go: the division it starts with, and the mode in which slots change their role afterwards.
 
-What there is to allocate, and what the allocator answers: the hall of slots, and the two things to do in it.
+What there is to allocate, and what the allocator answers: the pool of slots, and the two things to do in it.
 
 Not here: what follows from them (`allocator`).
 """
@@ -24,32 +24,13 @@ Division = Mapping[str, int]
 """How many slots each role has; which ones does not matter, since slots are alike."""
 
 
-@dataclass(frozen=True, slots=True)
-class Placement:
-    """Example: `Placement(("rollout", "rollout", "judge"))`: slots 0 and 1 roll out, slot 2 judges."""
-
-    awake: tuple[str, ...]
-
-    @property
-    def num_slots(self) -> int:
-        return len(self.awake)
-
-    def count(self, role: str) -> int:
-        return self.awake.count(role)
-
-
-def placement_of(division: Division) -> Placement:
-    """The first slots for the first role, and so on."""
-    return Placement(tuple(role for role, count in division.items() for _ in range(count)))
-
-
 Kind = Literal["colocated", "split", "dynamic"]
 _KINDS: tuple[Kind, ...] = ("colocated", "split", "dynamic")
 _RULE = "placement must be colocated, dynamic, or split with slots for each role, e.g. split:3:1"
 
 
 @dataclass(frozen=True, slots=True)
-class Wanted:
+class Placement:
     """A placement as it was asked for; `shares` are a split's slots for each role, in the order of the roles."""
 
     kind: Kind
@@ -59,11 +40,11 @@ class Wanted:
         return ":".join([self.kind, *map(str, self.shares)])
 
 
-DYNAMIC = Wanted("dynamic")
+DYNAMIC = Placement("dynamic")
 
 
-def parse_placement(text: str) -> Wanted:
-    """Example: `parse_placement("split:3:1") == Wanted("split", (3, 1))`. ConfigError on anything else."""
+def parse_placement(text: str) -> Placement:
+    """Example: `parse_placement("split:3:1") == Placement("split", (3, 1))`. ConfigError on anything else."""
     name, *shares = text.split(":")
     kind = next((kind for kind in _KINDS if kind == name), None)
     if kind is None:
@@ -72,20 +53,23 @@ def parse_placement(text: str) -> Wanted:
         raise ConfigError(f"{_RULE}; it is {text!r}")
     if not all(share.isascii() and share.isdigit() and int(share) > 0 for share in shares):
         raise ConfigError(f"{_RULE}, each share a whole number of 1 or more; it is {text!r}")
-    return Wanted(kind, tuple(map(int, shares)))
+    return Placement(kind, tuple(map(int, shares)))
 
 
-def check_placement(wanted: Wanted, *, roles: Sequence[str], num_slots: int) -> None:
+def check_placement(placement: Placement, *, roles: Sequence[str], num_slots: int) -> None:
     """Whether these roles can be placed so on so many slots; ConfigError with a placement that can."""
-    if wanted.kind != "split":
+    if placement.kind != "split":
         return
     here = f"this run has {len(roles)} ({', '.join(roles)})"
-    if len(wanted.shares) != len(roles):
-        raise ConfigError(f"placement {wanted} names {len(wanted.shares)} roles, and {here}{_way(roles, num_slots)}")
-    if sum(wanted.shares) != num_slots:
+    if len(placement.shares) != len(roles):
+        raise ConfigError(
+            f"placement {placement} names {len(placement.shares)} roles, and {here}{_way(roles, num_slots)}"
+        )
+    if sum(placement.shares) != num_slots:
         slots = "1 slot" if num_slots == 1 else f"{num_slots} slots"
         raise ConfigError(
-            f"placement {wanted} divides {sum(wanted.shares)} slots, and here are {slots}" + _way(roles, num_slots)
+            f"placement {placement} divides {sum(placement.shares)} slots, and here are {slots}"
+            + _way(roles, num_slots)
         )
 
 
@@ -98,9 +82,9 @@ def _way(roles: Sequence[str], num_slots: int) -> str:
     return f"; e.g. --placement split:{':'.join(map(str, [first, *[1] * (len(roles) - 1)]))}"
 
 
-def split_division(wanted: Wanted, roles: Sequence[str]) -> Division:
+def split_division(placement: Placement, roles: Sequence[str]) -> Division:
     """A checked split as slots by role."""
-    return dict(zip(roles, wanted.shares, strict=True))
+    return dict(zip(roles, placement.shares, strict=True))
 
 
 def in_order(roles: Sequence[str]) -> tuple[str, ...]:
@@ -108,7 +92,7 @@ def in_order(roles: Sequence[str]) -> tuple[str, ...]:
     return tuple(sorted(set(roles), key=ROLES.index))
 
 
-Manner = Literal["divided", "held", "phases", "together", "shared"]
+Mode = Literal["divided", "held", "phases", "together", "shared"]
 """
 divided: roles have slots of their own from the start, and single slots move when they run dry and it pays.
 held: the same without moves, as a split.
@@ -117,26 +101,26 @@ together: all roll out, and single slots leave as they run dry.
 shared: every slot does every role's work at once, as it comes; only where the engines of all roles stay up.
 """
 
-MANNERS: tuple[Manner, ...] = ("divided", "held", "phases", "together", "shared")
+MODES: tuple[Mode, ...] = ("divided", "held", "phases", "together", "shared")
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """Example: `Plan({"rollout": 3, "judge": 1}, "divided")`."""
+class Schedule:
+    """Example: `Schedule({"rollout": 3, "judge": 1}, "divided")`."""
 
     division: Division
-    manner: Manner
+    mode: Mode
 
 
-Factors = Mapping[Manner, float]
-"""By manner: what a round takes, over its forecast."""
+Factors = Mapping[Mode, float]
+"""By mode: what a round takes, over its forecast."""
 
 
 UNLIMITED = 10**9
 
 
 @dataclass(frozen=True, slots=True)
-class Hall:
+class SlotPool:
     """What there is to allocate: slots, roles (the rollout first), and what one slot may hold of each.
 
     `exclusive`: one engine of a slot is awake at a time, and is emptied before it sleeps. Else the engines of all
@@ -147,7 +131,7 @@ class Hall:
     roles: tuple[str, ...] = (ROLLOUT,)
     capacity: Mapping[str, int] | None = None
     exclusive: bool = False
-    first_swap_s: float = 0.0
+    swap_s: float = 0.0
     """Assumed until one was measured."""
 
     def capacity_of(self, role: str) -> int:

@@ -11,7 +11,7 @@ from statistics import fmean
 
 from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed
-from ycore.placement.placement import DYNAMIC, JUDGE, ROLLOUT, Hall, Wanted, in_order
+from ycore.placement.placement import DYNAMIC, JUDGE, ROLLOUT, Placement, SlotPool, in_order
 from ycore.plan.recording import Recorded, Request, recorded
 from ycore.plan.simulation import Assumed, Demand, GroupAt, Lengths, Machine, Outcome, SimulatedRound
 from ycore.round.sampling import Yield
@@ -24,7 +24,7 @@ GOOD_ENOUGH = 1.02
 class Result:
     """One placement over all rounds; the first `warm_up` of them, in which it learns, are not counted."""
 
-    wanted: Wanted
+    placement: Placement
     rounds: tuple[Outcome, ...]
 
     @property
@@ -49,8 +49,8 @@ class Result:
 
 
 def simulate(
-    wanted: Wanted,
-    hall: Hall,
+    placement: Placement,
+    pool: SlotPool,
     machine: Machine,
     group_at: Callable[[int], GroupAt],
     demand: Demand,
@@ -61,7 +61,7 @@ def simulate(
     yields: Yield | None = None,
 ) -> Result:
     """That many counted rounds. `group_at(round)`: the groups of that round, which may drift."""
-    allocator, yields = Allocator(hall, wanted), yields or Yield()
+    allocator, yields = Allocator(pool, placement), yields or Yield()
     outcomes, position = [], 0
     for number in range(warm_up + num_rounds):
         start = position if position_of is None else position_of(number)
@@ -69,10 +69,10 @@ def simulate(
         outcomes.append(one.run())
         allocator.learn(allocator.numbers())
         position = one.position
-    return Result(wanted, tuple(outcomes[warm_up:]))
+    return Result(placement, tuple(outcomes[warm_up:]))
 
 
-def splits(roles: Sequence[str], num_slots: int, *, most: int = 9) -> list[Wanted]:
+def splits(roles: Sequence[str], num_slots: int, *, most: int = 9) -> list[Placement]:
     """Static splits from one end to the other, `most` of them at most; further roles share what rollouts leave."""
     others = len(roles) - 1
     if others == 0 or num_slots <= others:
@@ -81,25 +81,25 @@ def splits(roles: Sequence[str], num_slots: int, *, most: int = 9) -> list[Wante
     chosen = (
         rollouts if len(rollouts) <= most else [rollouts[i * (len(rollouts) - 1) // (most - 1)] for i in range(most)]
     )
-    return [Wanted("split", (first, *_even(num_slots - first, others))) for first in chosen]
+    return [Placement("split", (first, *_even(num_slots - first, others))) for first in chosen]
 
 
 def _even(num_slots: int, parts: int) -> tuple[int, ...]:
     return tuple(num_slots // parts + (index < num_slots % parts) for index in range(parts))
 
 
-def candidates(roles: Sequence[str], num_slots: int) -> list[Wanted]:
+def candidates(roles: Sequence[str], num_slots: int) -> list[Placement]:
     """What there is to choose from for these roles."""
     if len(roles) == 1:
-        return [Wanted("split", (num_slots,))]
-    return [DYNAMIC, Wanted("colocated"), *splits(roles, num_slots)]
+        return [Placement("split", (num_slots,))]
+    return [DYNAMIC, Placement("colocated"), *splits(roles, num_slots)]
 
 
 def recommend(results: Sequence[Result]) -> Result:
     """The shortest; but `dynamic` where it is as good, since it needs no choice when lengths drift."""
     best = min(results, key=lambda result: result.seconds)
     for result in results:
-        if result.wanted.kind == "dynamic" and result.seconds <= GOOD_ENOUGH * best.seconds:
+        if result.placement.kind == "dynamic" and result.seconds <= GOOD_ENOUGH * best.seconds:
             return result
     return best
 
@@ -152,7 +152,7 @@ def play_assumed(question: Question) -> Played:
     demand = Demand(question.need, question.dynamic, question.max_tries)
     results = [
         simulate(
-            wanted,
+            placement,
             _hall(question, roles),
             machine,
             lambda number: work.group_at,
@@ -161,7 +161,7 @@ def play_assumed(question: Question) -> Played:
             warm_up=question.warm_up,
             position_of=lambda number: number * _APART,
         )
-        for wanted in candidates(roles, question.num_slots)
+        for placement in candidates(roles, question.num_slots)
     ]
     note = (
         f"assumed: {question.need} prompts x {question.group_size} completions of {question.mean_tokens:.0f} tokens on "
@@ -178,8 +178,10 @@ def play_recorded(rounds: Sequence[Sequence[Request]], question: Question) -> Pl
     machine = Machine(told.speeds, dict.fromkeys(roles, question.swap_s))
     numbers = [*range(min(question.warm_up, len(told.rounds))), *range(len(told.rounds))]
     results = [
-        Result(wanted, tuple(_replay(wanted, told, numbers, machine, _hall(question, roles))[-len(told.rounds) :]))
-        for wanted in candidates(roles, question.num_slots)
+        Result(
+            placement, tuple(_replay(placement, told, numbers, machine, _hall(question, roles))[-len(told.rounds) :])
+        )
+        for placement in candidates(roles, question.num_slots)
     ]
     mean_s = fmean(told.seconds)
     note = (
@@ -188,9 +190,11 @@ def play_recorded(rounds: Sequence[Sequence[Request]], question: Question) -> Pl
     return Played(note, results, recorded_s=mean_s)
 
 
-def _replay(wanted: Wanted, told: Recorded, numbers: Sequence[int], machine: Machine, hall: Hall) -> list[Outcome]:
+def _replay(
+    placement: Placement, told: Recorded, numbers: Sequence[int], machine: Machine, pool: SlotPool
+) -> list[Outcome]:
     """Groups are drawn after as many others as they were then, since whether they could teach was not recorded."""
-    allocator, outcomes = Allocator(hall, wanted), []
+    allocator, outcomes = Allocator(pool, placement), []
     for number in numbers:
         groups = told.rounds[number]
         outcomes.append(SimulatedRound(allocator, machine, groups.__getitem__, Demand(len(groups))).run())
@@ -198,7 +202,7 @@ def _replay(wanted: Wanted, told: Recorded, numbers: Sequence[int], machine: Mac
     return outcomes
 
 
-def _hall(question: Question, roles: tuple[str, ...]) -> Hall:
+def _hall(question: Question, roles: tuple[str, ...]) -> SlotPool:
     exclusive = question.swap_s > 0
     capacity = dict.fromkeys(roles, CAPACITY) if len(roles) > 1 else None
-    return Hall(question.num_slots, roles, capacity, exclusive=exclusive, first_swap_s=question.swap_s)
+    return SlotPool(question.num_slots, roles, capacity, exclusive=exclusive, swap_s=question.swap_s)

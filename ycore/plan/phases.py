@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from ycore.placement.load import Speed
-from ycore.placement.placement import JUDGE, ROLLOUT, Hall, Wanted
+from ycore.placement.placement import JUDGE, ROLLOUT, Placement, SlotPool
 from ycore.plan import memory, timing
 from ycore.plan.comparison import simulate
 from ycore.plan.devices import GIB, Device, Fleet
@@ -48,10 +48,10 @@ def round_s(job: Job, way: Way, device: Device, *, at_once: Mapping[str, int]) -
     )
     exclusive = way.sleeps and not device.on_cpu
     swap = timing.swap_s(job.policy, job, device) if exclusive else 0.0
-    hall = Hall(way.slots, (ROLLOUT, JUDGE), dict(at_once), exclusive=exclusive, first_swap_s=swap)
+    pool = SlotPool(way.slots, (ROLLOUT, JUDGE), dict(at_once), exclusive=exclusive, swap_s=swap)
     result = simulate(
         _wanted(way),
-        hall,
+        pool,
         Machine({ROLLOUT: writing, JUDGE: judging}, {ROLLOUT: swap, JUDGE: swap}),
         lambda number: work.group_at,
         Demand(job.prompts_per_step, dynamic=job.draws > 1.0),
@@ -62,10 +62,10 @@ def round_s(job: Job, way: Way, device: Device, *, at_once: Mapping[str, int]) -
     return result.seconds
 
 
-def _wanted(way: Way) -> Wanted:
+def _wanted(way: Way) -> Placement:
     if way.kind == "split":
-        return Wanted("split", (way.slots - way.judge_slots, way.judge_slots))
-    return Wanted(way.kind)
+        return Placement("split", (way.slots - way.judge_slots, way.judge_slots))
+    return Placement(way.kind)
 
 
 def _speed(facts: ModelFacts, job: Job, device: Device, *, context: int, most: int, wide: int) -> Speed:

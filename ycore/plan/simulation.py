@@ -196,7 +196,7 @@ class SimulatedRound:
         self._group_at = group_at
         self._demand = demand
         self._yields = yields or Yield()
-        self._slots = [VirtualSlot(machine.speeds, machine.reading_s) for _ in range(allocator.hall.num_slots)]
+        self._slots = [VirtualSlot(machine.speeds, machine.reading_s) for _ in range(allocator.pool.num_slots)]
         self._stamps = [0] * len(self._slots)
         self._following: list[tuple[float, int, str] | None] = [None] * len(self._slots)
         self._events: list[tuple[float, int, int, int]] = []  # when, order, slot, the slot's stamp (-1: a swap's end)

@@ -27,7 +27,7 @@ from ycore.engine.vllm_engine import VllmEngine
 from ycore.placement.allocator import Allocator
 from ycore.placement.learning import SleepLevels
 from ycore.placement.load import Usage
-from ycore.placement.placement import ROLLOUT, Hall, Start, Swap, in_order, parse_placement
+from ycore.placement.placement import ROLLOUT, SlotPool, Start, Swap, in_order, parse_placement
 from ycore.round.peers import AddUp
 from ycore.run.paths import RunFolder
 from ycore.run.trace import IN_FLIGHT, ROUND, SWAP, WAITING, Levels, Mark, NullTrace, Span, TraceWriter
@@ -56,8 +56,8 @@ class Depths:
             self._due = None
         now, moment = time.time(), time.perf_counter()
         flying = {f"{role} {slot}": told for (role, slot), told in self._allocator.in_flight().items()}
-        hall = self._allocator.hall
-        counts = {f"{role} {slot}": 0 for role in hall.roles for slot in range(hall.num_slots)}
+        pool = self._allocator.pool
+        counts = {f"{role} {slot}": 0 for role in pool.roles for slot in range(pool.num_slots)}
         counts |= {name: count for name, (count, _) in flying.items()}
         oldest = {name: round(moment - began, 3) for name, (_, began) in flying.items()}
         self._trace.add(Levels(WAITING, self._rank, now, self._allocator.waiting()))
@@ -100,8 +100,8 @@ class Slots:
         trace: NullTrace | None = None,
         rank: int = 0,
     ) -> None:
-        self._allocator = allocator or Allocator(Hall(num_slots))
-        self._roles = self._allocator.hall.roles
+        self._allocator = allocator or Allocator(SlotPool(num_slots))
+        self._roles = self._allocator.pool.roles
         self._sleepers = sleepers
         self._trace = trace or NullTrace()
         self._rank = rank
@@ -112,7 +112,7 @@ class Slots:
         self._is_due = False
         self._began = time.perf_counter()
         self._since_epoch = time.time() - time.perf_counter()
-        assert self._allocator.hall.num_slots == num_slots
+        assert self._allocator.pool.num_slots == num_slots
 
     @asynccontextmanager
     async def turn(self, role: str) -> AsyncIterator[Turn]:
@@ -183,7 +183,7 @@ class Slots:
 
     async def _wake(self, role: str | None) -> None:
         if self._sleepers is not None:
-            placed = enumerate(self._allocator.placement.awake)
+            placed = enumerate(self._allocator.awake)
             await asyncio.gather(*(self._sleepers[role or other][slot].wake() for slot, other in placed))
 
     async def sleep(self) -> None:
@@ -291,8 +291,8 @@ def placed_slots(
     """
     roles = in_order([ROLLOUT, *scorers])
     capacity = None if len(roles) == 1 else dict.fromkeys(roles, max_num_seqs or _AT_ONCE)
-    hall = Hall(num_slots, roles, capacity, exclusive=sleepers is not None)
-    allocator = Allocator(hall, parse_placement(config.placement))
+    pool = SlotPool(num_slots, roles, capacity, exclusive=sleepers is not None)
+    allocator = Allocator(pool, parse_placement(config.placement))
     return Slots(num_slots, allocator=allocator, sleepers=sleepers, trace=TraceWriter(trace), rank=rank)
 
 

@@ -11,11 +11,13 @@ import pytest
 from ycore_cli.main import run as ycore
 
 from ycore.plan.measured import Row
+from ycore.round.journal import Journal
 from ycore.run.trace import Span, TraceWriter
+from ycore.types import Completion, Draw, Group, Prompt, Score
 from ycore.view.page import as_page, chosen, make_report, write_report
 from ycore.view.record import Written, read_run
 
-HOSTILE = "<script>document.title = 'taken'</script> & <b>bold</b>"
+HOSTILE = "<script>document.title = 'taken'</script> & <b>bold</b> \x1b[2J"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
 QUIET = "--headless --no-sandbox --disable-gpu --disable-quic --no-first-run --disable-background-networking"
 
@@ -25,9 +27,9 @@ def run(tmp_path: Path) -> Path:
     return make_run(tmp_path / "first")
 
 
-def make_run(root: Path, *, seconds: float = 10.0, text: str = HOSTILE) -> Path:
+def make_run(root: Path, *, seconds: float = 10.0, text: str = HOSTILE, num_ranks: int = 1) -> Path:
     """A run's folder as ycore writes it: twelve steps, one round in the journal."""
-    (root / "journal").mkdir(parents=True)
+    root.mkdir()
     config = {"algorithm": "grpo", "model": "tiny", "dataset": "task:addition", "prompts_per_step": 4}
     config["rewards"] = [{"reward": "exact_answer", "weight": 2.0}]
     told = {"config": config, "command": ["ycore", "grpo", "--model", "tiny model"], "versions": {"torch": "2.13.0"}}
@@ -38,13 +40,16 @@ def make_run(root: Path, *, seconds: float = 10.0, text: str = HOSTILE) -> Path:
     (root / "summary.json").write_text(
         json.dumps({"status": "finished", "wall_s": 130.0, "reward_first": 0.1, "reward_last": 0.9})
     )
-    asked = {"position": 0, "prompt": {"row": 0, "content": [{"role": "user", "content": "2 + 2?"}]}}
-    wrote = [{"text": f"{text} {n}", "token_ids": [1, 2], "finish_reason": "stop"} for n in range(3)]
-    scores = [[{"value": value, "problem": None}] for value in (1.0, 0.0, None)]
-    (root / "journal" / "round-000012-rank-0.json").write_text(
-        json.dumps({"groups": [{"draw": asked, "completions": wrote, "scores_GR": scores}]})
-    )
+    for rank, group in enumerate((_group(text), _group("from the second rank"))[:num_ranks]):
+        Journal(root / "journal", rank=rank, world=num_ranks).commit(12, [group], state={})
     return root
+
+
+def _group(text: str) -> Group:
+    prompt = Prompt(0, [{"role": "user", "content": "2 + 2?"}], {"answer": "4"})
+    wrote = [Completion((1, 2), (-0.5, -0.5), f"{text} {number}", "stop", 1) for number in range(3)]
+    scores = [(Score(1.0),), (Score(0.0),), (Score(None, "raised ValueError"),)]
+    return Group(Draw(0, prompt, (5, 6)), tuple(wrote), tuple(scores))
 
 
 def _step(number: int, seconds: float) -> dict[str, Any]:
@@ -55,7 +60,7 @@ def _step(number: int, seconds: float) -> dict[str, Any]:
 
 def test_what_a_model_wrote_stays_text(run: Path) -> None:
     page = as_page(make_report([read_run(run)]))
-    assert "<script" not in page and "&lt;script&gt;" in page
+    assert "<script" not in page and "&lt;script&gt;" in page and r"\x1b[2J" in page
     assert "ycore grpo --model &#39;tiny model&#39;" in page
 
 
@@ -68,6 +73,32 @@ def test_the_page_needs_nothing_else(run: Path) -> None:
 
 def test_the_rewards_of_the_last_round_are_weighted_sums(run: Path) -> None:
     assert [one.reward for one in read_run(run).written] == [2.0, 0.0, None]
+
+
+def test_the_last_round_is_that_of_the_journal_and_of_every_rank(tmp_path: Path) -> None:
+    """As the journal itself writes it."""
+    run = make_run(tmp_path / "two", text="7", num_ranks=2)
+    written = read_run(run).written
+    assert [one.completion for one in written] == [
+        *("7 0", "7 1", "7 2"),
+        *("from the second rank 0", "from the second rank 1", "from the second rank 2"),
+    ]
+    assert written[0] == Written("2 + 2?", "7 0", 2.0, 2, "stop")
+    page = as_page(make_report([read_run(run)]))
+    assert "Completions of the last round" in page and "from the second rank 1" in page
+
+
+def test_a_damaged_round_is_named_and_the_rest_is_shown(
+    run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    damage(run / "journal" / "round-000012-rank-0.json")
+    assert ycore(["report", str(run)]) == 0
+    assert "round-000012-rank-0.json is damaged (its sha256" in capsys.readouterr().out
+    assert "round-000012-rank-0.json is damaged (its sha256" in (run / "report.html").read_text()
+
+
+def damage(file: Path) -> None:
+    file.write_bytes(file.read_bytes()[:-20])
 
 
 def test_completions_are_chosen_from_both_ends_and_the_middle() -> None:
@@ -106,7 +137,7 @@ def test_what_judges_took_is_read_from_the_trace(run: Path) -> None:
 def test_a_run_that_is_still_going_has_a_report(run: Path) -> None:
     for name in ("summary.json", "samples.json"):
         (run / name).unlink(missing_ok=True)
-    (run / "journal" / "round-000012-rank-0.json").write_text('{"groups": [{"dra')
+    damage(run / "journal" / "round-000012-rank-0.json")
     report = make_report([read_run(run)])
     assert "still running" in as_page(report)
 

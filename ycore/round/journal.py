@@ -14,7 +14,6 @@ Not here: the files' names (`run_folder.rounds`), the checkpoint that a resumed 
 training from another run's journal (`replay`), and what is done with a round.
 """
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
@@ -25,9 +24,8 @@ from ycore.errors import ConfigError, RunFolderError
 from ycore.round.peers import Peers
 from ycore.round.sampling import Yield
 from ycore.round.step import Record, Rounds
-from ycore.run.files import write_bytes_atomic
 from ycore.run.paths import RunFolder
-from ycore.run.resuming import check_replay, drop_rounds, round_file, rounds_in
+from ycore.run.resuming import check_replay, damaged_round, drop_rounds, read_round, round_file, rounds_in, write_round
 from ycore.types import Completion, Draw, Finished, Group, Prompt, Score
 
 
@@ -92,9 +90,6 @@ def restore_controller(rounds: Rounds, state: dict[str, Any]) -> None:
         rounds.round.slots.allocator.restore(state["placement"])
 
 
-SCHEMA = 1
-
-
 @dataclass(frozen=True, slots=True)
 class Committed:
     """A round of one rank, the controller's state after it, and what the round told of itself."""
@@ -126,22 +121,17 @@ class Journal:
         """Returns once the round is on the disk under its name; `metrics` is what it told of itself."""
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         told = {"groups": [group_to_json(group) for group in groups], "state": state, "metrics": dict(metrics or {})}
-        body = json.dumps(told).encode()
-        head = {"schema": SCHEMA, **self._label(step), "seed": self._seed, "sha256": _sha256(body)}
-        write_bytes_atomic(self.path(step), json.dumps(head).encode() + b"\n" + body + b"\n")
+        write_round(self.path(step), {**self._label(step), "seed": self._seed}, told)
 
     def read(self, step: int) -> Committed | None:
         """The round of that step; None where it was never committed."""
-        try:
-            first, _, body = self.path(step).read_bytes().partition(b"\n")
-        except FileNotFoundError:
+        path, label = self.path(step), self._label(step)
+        if not path.is_file():
             return None
-        problem = self._problem(step, first, body.removesuffix(b"\n"))
-        if problem is not None:
-            raise RunFolderError(
-                f"{self.path(step)} is damaged ({problem}); remove it and resume: its round is generated again"
-            )
-        told = json.loads(body)
+        head, told = read_round(path)
+        found = {name: head.get(name) for name in label}
+        if found != label:
+            raise damaged_round(path, f"it is of {found}, not of {label}")
         groups = [group_from_json(group) for group in told["groups"]]
         return Committed(groups, told["state"], told.get("metrics", {}))
 
@@ -155,18 +145,6 @@ class Journal:
 
     def _label(self, step: int) -> dict[str, int]:
         return {"step": step, "rank": self._rank, "world": self._world}
-
-    def _problem(self, step: int, first: bytes, body: bytes) -> str | None:
-        try:
-            head = json.loads(first)
-        except ValueError:
-            return "its first line is not JSON"
-        if not isinstance(head, dict) or head.get("schema") != SCHEMA:
-            return f"its schema is not {SCHEMA}"
-        if _sha256(body) != head.get("sha256"):
-            return "its sha256 is not the one that was written"
-        found = {name: head.get(name) for name in self._label(step)}
-        return None if found == self._label(step) else f"it is of {found}, not of {self._label(step)}"
 
 
 class JournaledRounds:
@@ -211,10 +189,6 @@ def record_again(committed: Committed, record: Record) -> None:
         if not name.startswith("ycore/time/"):
             record(name, value)
     record("ycore/replayed", 1.0)
-
-
-def _sha256(data: bytes) -> str:
-    return hashlib.sha256(data).hexdigest()
 
 
 class ReplayedRounds:

@@ -5,9 +5,12 @@ The journal's files by name: which rounds a run has on disk, and dropping those 
 Not here: the check of the settings themselves (`prepare`), and loading a checkpoint (`roles.checkpoints`).
 """
 
+import hashlib
+import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 from pydantic import BaseModel
 
@@ -22,13 +25,46 @@ from ycore.run.checkpoints import (
     step_of,
 )
 from ycore.run.claim import Claim, Resume, changes, check_claim, in_words, write_description
+from ycore.run.files import write_bytes_atomic
 from ycore.run.paths import RunFolder
+
+ROUND_SCHEMA = 1
 
 _NAME = re.compile(r"round-(\d+)-rank-(\d+)\.json")
 
 
 def round_file(journal: Path, step: int, rank: int) -> Path:
     return journal / f"round-{step:06d}-rank-{rank}.json"
+
+
+def write_round(path: Path, label: Mapping[str, int], told: Mapping[str, Any]) -> None:
+    """Write a rank's part of a round as two lines of JSON: a header with the sha256 of the second, and the round."""
+    body = json.dumps(told).encode()
+    head = {"schema": ROUND_SCHEMA, **label, "sha256": hashlib.sha256(body).hexdigest()}
+    write_bytes_atomic(path, json.dumps(head).encode() + b"\n" + body + b"\n")
+
+
+def read_round(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The header and the round of a file that `write_round` wrote.
+
+    Raises:
+        RunFolderError: the file is damaged.
+    """
+    first, _, body = path.read_bytes().partition(b"\n")
+    body = body.removesuffix(b"\n")
+    try:
+        head = json.loads(first)
+    except ValueError:
+        raise damaged_round(path, "its first line is not JSON") from None
+    if not isinstance(head, dict) or head.get("schema") != ROUND_SCHEMA:
+        raise damaged_round(path, f"its schema is not {ROUND_SCHEMA}")
+    if hashlib.sha256(body).hexdigest() != head.get("sha256"):
+        raise damaged_round(path, "its sha256 is not the one that was written")
+    return head, json.loads(body)
+
+
+def damaged_round(path: Path, problem: str) -> RunFolderError:
+    return RunFolderError(f"{path} is damaged ({problem}); remove it and resume: its round is generated again")
 
 
 def rounds_in(journal: Path) -> dict[int, set[int]]:

@@ -10,7 +10,6 @@ from ycore.selftest.copies import Edit, Patch
 _DURABLE = "ycore/trl/checkpointing.py"
 _CHECKPOINTS = "ycore/run/checkpoints.py"
 _STATE = "ycore/round/journal.py"
-_JOURNAL = "ycore/round/journal.py"
 _ENGINE = "ycore/engine/vllm_engine.py"
 
 _LOADED = "        super()._load_optimizer_and_scheduler(checkpoint)\n"
@@ -76,7 +75,10 @@ MUTATIONS: tuple[Patch, ...] = (
             ),
         ),
     ),
-    Patch("damaged round accepted", (Edit(_JOURNAL, '_sha256(body) != head.get("sha256")', "head is None"),)),
+    Patch(
+        "damaged round accepted",
+        (Edit("ycore/run/resuming.py", 'hashlib.sha256(body).hexdigest() != head.get("sha256")', "head is None"),),
+    ),
     Patch(
         "a sync skipped",
         (

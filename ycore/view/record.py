@@ -7,7 +7,6 @@ Several runs at equal device seconds: the reward that each had reached by then, 
 Not here: what is made of it (`spent`, `compare`, `figures`, `page`).
 """
 
-import json
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -20,6 +19,7 @@ from ycore.errors import RunFolderError
 from ycore.run.files import read_json
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
+from ycore.run.resuming import read_round, round_file, rounds_in
 from ycore.run.trace import ROUND, SWAP, Span, busy_stretches, read_trace
 
 Row = Mapping[str, Any]
@@ -55,6 +55,8 @@ class RunRecord:
     """The share of its engines' busy seconds that judges and reward models took (`spent.judging_share`)."""
 
     timeline: Path | None
+    problems: Sequence[str] = ()
+    """Files of the run that are damaged, so that what they held is missing here."""
 
     @property
     def is_finished(self) -> bool:
@@ -71,6 +73,7 @@ def read_run(root: Path) -> RunRecord:
     if not metrics:
         raise RunFolderError(f"{root} has no step yet: {folder.metrics} is missing or empty; wait for the first step")
     timeline = root / "timeline.png"
+    problems: list[str] = []
     return RunRecord(
         root=root,
         name=root.resolve().name,
@@ -81,10 +84,11 @@ def read_run(root: Path) -> RunRecord:
         summary=_optional(folder.summary),
         metrics=metrics,
         samples=_optional(folder.samples),
-        written=_last_written(folder, told.get("config", {})),
+        written=_last_written(folder, told.get("config", {}), problems),
         num_slots=_num_slots(folder),
         judging=judging_share(read_trace(root / "trace.json")),
         timeline=timeline if timeline.is_file() else None,
+        problems=problems,
     )
 
 
@@ -103,17 +107,22 @@ def _num_slots(folder: RunFolder) -> int:
     return max(1, len(rollout))
 
 
-def _last_written(folder: RunFolder, config: Row) -> list[Written]:
-    """The completions of the newest round in the journal; none where none is kept or it cannot be read."""
-    rounds = sorted(folder.journal.glob("round-*.json")) if folder.journal.is_dir() else []
+def _last_written(folder: RunFolder, config: Row, problems: list[str]) -> list[Written]:
+    """The completions of the journal's newest round, of every rank; none where no journal is kept."""
+    rounds = rounds_in(folder.journal)
     if not rounds:
         return []
-    try:
-        groups = json.loads(rounds[-1].read_text(encoding="utf-8"))["groups"]
-        weights = [float(reward.get("weight", 1.0)) for reward in config.get("rewards", [])]
-        return [one for group in groups for one in _of_group(group, weights)]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
+    step = max(rounds)
+    weights = [float(reward.get("weight", 1.0)) for reward in config.get("rewards", [])]
+    written = []
+    for rank in sorted(rounds[step]):
+        try:
+            _, told = read_round(round_file(folder.journal, step, rank))
+        except RunFolderError as error:
+            problems.append(str(error))
+            continue
+        written += [one for group in told["groups"] for one in _of_group(group, weights)]
+    return written
 
 
 def _of_group(group: Row, weights: Sequence[float]) -> list[Written]:

@@ -66,19 +66,15 @@ def unused_folder(output: str) -> str:
 
 
 def stored_config(run: str) -> dict[str, Any]:
-    """The settings of a run's folder; {} where it holds none.
-
-    Secrets are not kept on disk, so they are left out here, to be given again.
-    """
+    """The settings of a run's folder; {} where it holds none. Its secrets are `***`, and must be given again."""
     from ycore.run.claim import held_config
-    from ycore.run.files import HIDDEN
     from ycore.run.paths import RunFolder
+    from ycore.run.secrets import without_hub_token
 
     folder = RunFolder(Path(run).expanduser())
     if not folder.config.is_file():
         return {}
-    config = held_config(folder)
-    return config | {"trl": {name: value for name, value in config.get("trl", {}).items() if value != HIDDEN}}
+    return without_hub_token(held_config(folder))
 
 
 def _stored(options: Mapping[str, Any], *, resume: bool) -> dict[str, Any]:

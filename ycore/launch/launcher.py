@@ -33,6 +33,7 @@ from ycore.run.files import read_json, redact, write_json_atomic
 from ycore.run.metrics import Status, read_metrics, summarise, summarise_losses
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
+from ycore.run.secrets import secrets_environment
 from ycore.run.trace import MetricsFollower
 from ycore.view.activity import RunActivity
 from ycore.view.pictures import draw_curve, draw_loss_curve, finish_trace_and_draw
@@ -154,7 +155,7 @@ def _work(worker: Worker, config: RunConfig, site: Site, progress: RunProgress, 
         say=progress.say,
     )
     supervisor = Supervisor(
-        lambda: start_worker(worker, site),
+        lambda: start_worker(worker, config, site),
         engines,
         folder=folder,
         follower=MetricsFollower(folder.metrics),
@@ -199,12 +200,15 @@ def _write_engines(site: Site, plan: EnginePlan, scorers: Sequence[ScorerPlan], 
     write_json_atomic(site.folder.root / "engines.json", told)
 
 
-def start_worker(worker: Worker, site: Site) -> ManagedProcess | RankedTrainer:
+def start_worker(worker: Worker, config: AnyConfig, site: Site) -> ManagedProcess | RankedTrainer:
     """One process, or as many ranks as the site has."""
-    return _start_worker(worker, site.folder) if site.layout.accelerate is None else _start_ranks(worker, site)
+    environment = worker_environment(config)
+    if site.layout.accelerate is not None:
+        return _start_ranks(worker, site, environment)
+    return _start_worker(worker, site.folder, environment)
 
 
-def _start_ranks(worker: Worker, site: Site) -> RankedTrainer:
+def _start_ranks(worker: Worker, site: Site, environment: Mapping[str, str]) -> RankedTrainer:
     """accelerate's own launcher, with the worker as its module; every rank has its share of the threads."""
     folder = site.folder
     settings = folder.root / "accelerate.yaml"
@@ -214,23 +218,25 @@ def _start_ranks(worker: Worker, site: Site) -> RankedTrainer:
     process = ManagedProcess.start(
         worker.name,
         [*launch, "-m", worker.module, str(folder.root.resolve())],
-        environment={**_worker_environment(), "OMP_NUM_THREADS": str(threads)},
+        environment={**environment, "OMP_NUM_THREADS": str(threads)},
         run_id=folder.run_id,
         log=folder.log(worker.name),
     )
     return RankedTrainer(process, folder, num_ranks=site.layout.local)
 
 
-def _worker_environment() -> dict[str, str]:
+def worker_environment(config: AnyConfig) -> dict[str, str]:
+    """The launcher's own, and what only the worker may know: the secrets that run.json hides."""
+    secrets = secrets_environment(config.model_dump(mode="json"))
     # Threads that wait for each other by spinning take ten times as long where another process wants a core too.
-    return {"GOMP_SPINCOUNT": "10000", **os.environ, "PYTHONUNBUFFERED": "1", "SPT_NOENV": "1"}
+    return {"GOMP_SPINCOUNT": "10000", **os.environ, "PYTHONUNBUFFERED": "1", "SPT_NOENV": "1", **secrets}
 
 
-def _start_worker(worker: Worker, folder: RunFolder) -> ManagedProcess:
+def _start_worker(worker: Worker, folder: RunFolder, environment: Mapping[str, str]) -> ManagedProcess:
     return ManagedProcess.start(
         worker.name,
         [sys.executable, "-m", worker.module, str(folder.root.resolve())],
-        environment=_worker_environment(),
+        environment=environment,
         run_id=folder.run_id,
         log=folder.log(worker.name),
     )
@@ -326,7 +332,7 @@ def _tuning_work(config: TuneConfig, site: Site, progress: RunProgress, stops: S
         }
         write_json_atomic(folder.root / "engines.json", told)
     supervisor = Supervisor(
-        lambda: start_worker(TRAINER, site),
+        lambda: start_worker(TRAINER, config, site),
         EngineWatch(),
         folder=folder,
         follower=MetricsFollower(folder.metrics),

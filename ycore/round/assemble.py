@@ -23,6 +23,7 @@ from ycore.round.scoring import Scoring
 from ycore.round.slots import Sleeper, slot_sleepers
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
+from ycore.run.secrets import load_config
 from ycore.types import Prompt
 
 
@@ -145,7 +146,7 @@ class Assembly:
 def assemble(root: Path) -> Assembly:
     """Read what the launcher wrote, and load tokenizer and prompts."""
     folder = RunFolder(root)
-    config = RunConfig.model_validate(read_json(folder.config)["config"])
+    config = RunConfig.model_validate(load_config(folder))
     started = _started(folder)
     tokenizer = load_tokenizer(started.model, trust_remote_code=config.trust_remote_code)
     prompts = load_prompts(config, as_chat=tokenizer.chat_template is not None)

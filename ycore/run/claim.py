@@ -24,6 +24,7 @@ from pydantic import BaseModel, ValidationError
 from ycore.errors import RunFolderError
 from ycore.run.files import make_private, read_json, redact, redact_command, temporary_folder, write_json_atomic
 from ycore.run.paths import RunFolder
+from ycore.run.secrets import check_secrets
 
 _WHOLE_BYTES = 64 * 2**20  # a larger file is known by its size and by blocks spread over it
 _BLOCK_BYTES = 64 * 2**10
@@ -183,6 +184,7 @@ AS_IT_WAS = Resume()
 
 def check_claim(folder: RunFolder, config: BaseModel, *, resume: bool, how: Resume = AS_IT_WAS) -> None:
     """RunFolderError unless `claim` would accept the folder; nothing is written."""
+    check_secrets(config.model_dump(mode="json"))
     if not os.path.lexists(folder.root):
         _check_parent(folder.root)
     elif not folder.root.is_dir():

@@ -25,6 +25,7 @@ from ycore.run.files import read_json, write_json_atomic
 from ycore.run.metrics import MetricsWriter, wilson_95
 from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
+from ycore.run.secrets import load_config
 from ycore.trainer.callbacks import StepMark
 from ycore.trainer.saved_state import TuningCheckpoints, accept_numbered_cpus, check_contents
 from ycore.trainer.training_run import StopBetweenSteps
@@ -35,7 +36,7 @@ from ycore.trl.reward import give_padding_its_own_token, measure_pairs, save_who
 def open_tuning(root: Path) -> "TuningRun":
     """The run of a folder, as the launcher wrote it down."""
     folder = RunFolder(root)
-    config = TuneConfig.model_validate(read_json(folder.config)["config"])
+    config = TuneConfig.model_validate(load_config(folder))
     started = read_json(folder.root / "engines.json")
     model, home = Path(started["model"]), RunFolder(Path(started["home"]))
     tokenizer = load_tokenizer(model, trust_remote_code=config.trust_remote_code)

@@ -14,6 +14,7 @@ Not here: how a checkpoint becomes whole (`whole_checkpoints`), rounds and losse
 (`run_folder.checkpoints`, `roles.checkpoints`).
 """
 
+import copyreg
 import math
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -24,7 +25,7 @@ import torch
 from safetensors.torch import load_model, save_model
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
-from transformers import Trainer
+from transformers import Trainer, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOTrainer
 
@@ -44,6 +45,10 @@ class WholeCheckpoints(Trainer):
     way_out: ClassVar[str] = "nothing of it is saved; try again with a lower --learning-rate"
     writer: CheckpointWriter | None = None
     _saves_in: Path | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        copyreg.pickle(type(self.args), _without_hub_token)
 
     def save_checkpoint(self) -> None:
         """A checkpoint of the last finished step."""
@@ -77,6 +82,12 @@ class WholeCheckpoints(Trainer):
 
     def _stop(self, what: str) -> NoReturn:
         raise TrainerError(f"{what}; {self.way_out}")
+
+
+def _without_hub_token(arguments: TrainingArguments) -> tuple[Any, ...]:
+    """How arguments are pickled: transformers writes them to `training_args.bin`, beside weights that are shared."""
+    rebuild, kind, state, *_ = tuple(object.__reduce_ex__(arguments, 2))
+    return rebuild, kind, {**state, "hub_token": None}
 
 
 def _here(weight: torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,92 @@
+"""A run's secrets, from the launcher to the process that trains: run.json has `***` in their place.
+
+They cross in one environment variable of that process alone, which it removes when it has read it.
+"""
+
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+from ycore.errors import ConfigError
+from ycore.run.files import HIDDEN, read_json, redact
+from ycore.run.paths import RunFolder
+
+VARIABLE = "YCORE_SECRETS"
+"""JSON: `[[path, value], ...]`, a path being the keys and list indices that lead to the value."""
+
+_URL_WITH_SECRET = f"://{HIDDEN}@"
+
+Path = tuple[str | int, ...]
+
+
+def secrets_environment(config: Mapping[str, Any]) -> dict[str, str]:
+    """The variable that gives a worker's process what run.json hides of these settings; empty if it hides nothing.
+
+    Args:
+        config: the run's settings as JSON values (`model_dump(mode="json")`).
+    """
+    hidden = list(_hidden(config, redact(config)))
+    return {VARIABLE: json.dumps(hidden)} if hidden else {}
+
+
+def load_config(folder: RunFolder) -> dict[str, Any]:
+    """The settings in run.json with their secrets put back, where the launcher passed them to this process."""
+    config: dict[str, Any] = read_json(folder.config)["config"]
+    for path, value in json.loads(os.environ.pop(VARIABLE, "[]")):
+        place: Any = config
+        for key in path[:-1]:
+            place = place[key]
+        place[path[-1]] = value
+    return config
+
+
+def without_hub_token(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of a run.json without their hidden `hub_token`, if the variable HF_TOKEN holds one: the hub reads it."""
+    trl = dict(config.get("trl") or {})
+    if trl.get("hub_token") == HIDDEN and os.environ.get("HF_TOKEN"):
+        del trl["hub_token"]
+    return {**config, "trl": trl}
+
+
+def check_secrets(config: Mapping[str, Any]) -> None:
+    """Refuse settings that were read from a run.json and still have `***` for a secret.
+
+    Raises:
+        ConfigError: names the option to give again.
+    """
+    for path, value in _leaves(config):
+        if value == HIDDEN or (isinstance(value, str) and _URL_WITH_SECRET in value):
+            is_token = path == ("trl", "hub_token")
+            raise ConfigError(
+                f"run.json does not keep {'.'.join(map(str, path))}, a secret; give {_option(path)} again"
+                + (", or set the environment variable HF_TOKEN" if is_token else "")
+            )
+
+
+def _option(path: Path) -> str:
+    named = path[1:] if path[0] == "trl" else path
+    return f"--{str(named[0]).replace('_', '-')}" if len(named) == 1 else f"--set {'.'.join(map(str, path))}=..."
+
+
+def _hidden(real: Any, redacted: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    """Path and value of whatever is not the same in both."""
+    if isinstance(redacted, Mapping):
+        for key in redacted:
+            yield from _hidden(real[key], redacted[key], (*path, key))
+    elif isinstance(redacted, list):
+        for index, item in enumerate(redacted):
+            yield from _hidden(real[index], item, (*path, index))
+    elif real != redacted:
+        yield path, real
+
+
+def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            yield from _leaves(item, (*path, key))
+    elif isinstance(value, Sequence) and not isinstance(value, str):
+        for index, item in enumerate(value):
+            yield from _leaves(item, (*path, index))
+    else:
+        yield path, value

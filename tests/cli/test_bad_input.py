@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from ycore_cli.main import run
 
-from ycore.selftest.command_lines import BAD, GRPO, write_place
+from tests.chaos.command_lines import BAD, GRPO, write_place
 
 
 @pytest.fixture(scope="module")
@@ -45,8 +45,7 @@ def test_one_line_says_the_rule_the_value_and_the_way_out(
         ("recipes --jsn", "no such option: --jsn"),
         ("recipes extra", "extra"),
         ("--verison", "no such option: --verison"),
-        ("selftest --rows kill-trainer", "say ycore selftest --chaos --rows kill-trainer"),
-        ("selftest --chaos --rows nope", "there is no row 'nope'; the rows are kill-launcher"),
+        ("selftest --chaos", "a test command of the repository: python -m tests.chaos --moments 30"),
         ("pipeline nope", "no recipe 'nope'; there are iterative-dpo, rlhf-pipeline"),
         ("grpo --recipe nope.yaml", "no such recipe file: nope.yaml; `ycore recipes` lists"),
         (

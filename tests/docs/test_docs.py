@@ -109,7 +109,18 @@ def test_there_is_something_to_test() -> None:
 
 
 def test_every_command_is_of_a_program_that_is_checked_here() -> None:
-    assert {line.split()[0] for _, line in commands()} <= {"ycore", "make", "pip"}
+    assert {line.split()[0] for _, line in commands()} <= {"ycore", "make", "pip", "python"}
+
+
+@pytest.mark.parametrize(("page", "line"), of_program("python"))
+def test_lines_of_the_scorecard_name_rows_that_are_there(page: Path, line: str) -> None:
+    words = shlex.split(line, comments=True)
+    assert words[:3] == ["python", "-m", "tests.chaos"]
+    done = subprocess.run(
+        [sys.executable, *words[1:], "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert "Nothing was started" in done.stdout
 
 
 @pytest.mark.parametrize(("page", "line"), of_program("ycore"))

@@ -19,7 +19,7 @@ import pytest
 from ycore.launch.engines import is_vllm_installed
 from ycore.models.tiny import write_tiny_model
 
-SCRIPTED = [sys.executable, "-m", "ycore.selftest.command", json.dumps({"--think-s": "0.05"})]
+SCRIPTED = [sys.executable, "-m", "tests.chaos.command", json.dumps({"--think-s": "0.05"})]
 YCORE = [sys.executable, "-c", "import sys; from ycore_cli.main import main; sys.exit(main())"]
 STEPS = 6
 SAME = ("loss", "grad_norm", "reward", "completions/mean_length")

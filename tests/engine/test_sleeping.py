@@ -218,7 +218,7 @@ import sys
 from ycore.launch import engines
 devices = sys.argv.pop(1).split(",")
 engines.this_machine = lambda: engines.Machine(cores=(0,), devices=tuple(devices))
-from ycore.selftest.command import main
+from tests.chaos.command import main
 main()
 """
 SAME = ("loss", "grad_norm", "reward", "completions/mean_length")

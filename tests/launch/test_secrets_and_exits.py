@@ -22,7 +22,7 @@ from ycore.run.files import temporary_folder
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
 
-SCRIPTED = [sys.executable, "-m", "ycore.selftest.command", json.dumps({"--think-s": "0.05"})]
+SCRIPTED = [sys.executable, "-m", "tests.chaos.command", json.dumps({"--think-s": "0.05"})]
 SECRETS = {"HF_TOKEN": "hf_" + "c4n4ry" * 5, "WANDB_API_KEY": "w4ndb" * 8, "MY_SECRET": "s3cr3t-c4n4ry"}
 REWARD = """
 import os, subprocess, sys, time

@@ -1,0 +1,194 @@
+"""What every row of the scorecard works with, and the scorecard as text and as JSON."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from concurrent.futures import Executor
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from tests.chaos.job import Job, Tier
+from tests.chaos.moments import PHASES
+from tests.chaos.results import worst
+from tests.chaos.runs import Setting
+from tests.chaos.trial import Oracle, Outcome, make_oracle
+
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the scorecard: `passed` of `total`, and everything that failed, in words."""
+
+    name: str
+    what: str
+    passed: int
+    total: int
+    failures: tuple[str, ...] = ()
+    phases: Mapping[str, int] = field(default_factory=dict)
+    worst: Mapping[str, float] = field(default_factory=dict)
+    wrong: int = 0
+    """Ends with exit status 0 and another result."""
+
+    left: int = 0
+    """Runs of which something was left behind."""
+
+    more: Mapping[str, Any] = field(default_factory=dict)
+    wants_all: bool = True
+    """False where the row counts rather than judges, as a control does."""
+
+    @property
+    def passes(self) -> bool:
+        return self.total > 0 and self.wrong == 0 and (self.passed == self.total or not self.wants_all)
+
+
+def is_good(outcome: Outcome) -> bool:
+    """Equal, and nothing left: what most rows want."""
+    return outcome.passes
+
+
+@dataclass(slots=True)
+class Bench:
+    """`count` is how many trials a row takes; `pool` has as many threads as runs may go on at a time."""
+
+    job: Job
+    setting: Setting
+    pool: Executor
+    seed: int
+    count: int
+    say: Callable[[str], None]
+    oracle_runs: int = 2
+    """How often a whole run is taken; from the second on, it must repeat the first."""
+
+    began: float = field(default_factory=time.monotonic)
+    _oracles: dict[Job, Oracle] = field(default_factory=dict)
+
+    @property
+    def tier(self) -> Tier:
+        return self.job.tier
+
+    @property
+    def place(self) -> Path:
+        return self.setting.place
+
+    def oracle(self, job: Job | None = None) -> Oracle:
+        """The whole run of a job, made once."""
+        job = job or self.job
+        if job not in self._oracles:
+            self._oracles[job] = make_oracle(
+                job, self.setting, self.pool, name=f"whole-{len(self._oracles)}", times=self.oracle_runs
+            )
+        return self._oracles[job]
+
+    def all(
+        self, work: Callable[[T], Outcome], over: Iterable[T], *, good: Callable[[Outcome], bool] = is_good
+    ) -> list[Outcome]:
+        """The outcomes in order, as many at a time as the pool has threads; each is told as it comes."""
+
+        def told(item: T) -> Outcome:
+            outcome = work(item)
+            self.say(f"  {'ok  ' if good(outcome) else 'FAIL'} {outcome} ({outcome.seconds:.0f} s)")
+            return outcome
+
+        return list(self.pool.map(told, over))
+
+
+def row_of(name: str, what: str, outcomes: Sequence[Outcome], *, good: Callable[[Outcome], bool] = is_good) -> Row:
+    """A row from its trials; `good` says which pass."""
+    failed = [outcome for outcome in outcomes if not good(outcome)]
+    landed = Counter(outcome.phase for outcome in outcomes if outcome.landed and outcome.phase)
+    return Row(
+        name=name,
+        what=what,
+        passed=len(outcomes) - len(failed),
+        total=len(outcomes),
+        failures=tuple(map(str, failed)),
+        phases={phase: landed[phase] for phase in PHASES} if landed else {},
+        worst=worst(outcome.difference for outcome in outcomes if outcome.exits[-1] == 0),
+        wrong=sum(outcome.is_wrong for outcome in outcomes),
+        left=sum(not outcome.is_clean for outcome in outcomes),
+        more={
+            "landed": sum(outcome.landed for outcome in outcomes),
+            "resumed": sum(len(outcome.exits) > 1 for outcome in outcomes),
+            "differ_from_whole_run": sum(outcome.differs_from_whole for outcome in outcomes),
+        },
+    )
+
+
+Tiers = Sequence[tuple[str, Sequence[Row]]]
+_SHOWN_FAILURES = 5
+
+
+def as_lines(tiers: Tiers, *, seed: int) -> list[str]:
+    """A line a row, the two tiers apart; under them the phases, the largest differences, and what failed."""
+    lines: list[str] = []
+    for tier, rows in tiers:
+        width = max((len(row.name) for row in rows), default=0)
+        lines += [f"{tier}, seed {seed}", *(_line(row, width) for row in rows)]
+        lines += _totals(rows)
+        for row in rows:
+            shown = row.failures[:_SHOWN_FAILURES]
+            lines += [f"    {row.name}: {failure}" for failure in shown]
+            if len(row.failures) > len(shown):
+                lines.append(f"    {row.name}: and {len(row.failures) - len(shown)} more, in the JSON")
+    return lines
+
+
+def _line(row: Row, width: int) -> str:
+    return f"  {'ok  ' if row.passes else 'FAIL'} {row.name:<{width}}  {row.passed:>5}/{row.total:<5}  {row.what}"
+
+
+def _totals(rows: Sequence[Row]) -> list[str]:
+    landed = {phase: sum(row.phases.get(phase, 0) for row in rows) for phase in PHASES}
+    lines = []
+    if any(landed.values()):
+        lines.append("  kills landed in: " + ", ".join(f"{phase} {count}" for phase, count in landed.items()))
+    largest = largest_differences(rows)
+    if largest:
+        told = ", ".join(f"{name} {value:g}" for name, value in largest.items())
+        lines.append(f"  largest difference from the whole run: {told}")
+    wrong, left = sum(row.wrong for row in rows), sum(row.left for row in rows)
+    return [*lines, f"  wrong results with exit status 0: {wrong}; runs that left something: {left}"]
+
+
+def largest_differences(rows: Sequence[Row]) -> dict[str, float]:
+    """Over all rows of trials, by name."""
+    found: dict[str, float] = {}
+    for row in rows:
+        for name, value in row.worst.items():
+            found[name] = max(found.get(name, 0.0), value)
+    return found
+
+
+def as_json(tiers: Tiers, *, seed: int, seconds: float) -> dict[str, Any]:
+    """Everything, as JSON values."""
+    told = {tier: [_row_json(row) for row in rows] for tier, rows in tiers}
+    every = [row for _, rows in tiers for row in rows]
+    return {
+        "passes": all(row.passes for row in every) and bool(every),
+        "seed": seed,
+        "seconds": round(seconds, 1),
+        "wrong_with_exit_0": sum(row.wrong for row in every),
+        "runs_that_left_something": sum(row.left for row in every),
+        "tiers": told,
+    }
+
+
+def _row_json(row: Row) -> dict[str, Any]:
+    return {
+        "name": row.name,
+        "what": row.what,
+        "passed": row.passed,
+        "total": row.total,
+        "passes": row.passes,
+        "failures": list(row.failures),
+        "phases": dict(row.phases),
+        "largest_difference": {
+            name: value if math.isfinite(value) else "missing on one side" for name, value in row.worst.items()
+        },
+        "wrong_with_exit_0": row.wrong,
+        "runs_that_left_something": row.left,
+        **({"more": dict(row.more)} if row.more else {}),
+    }

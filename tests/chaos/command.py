@@ -1,0 +1,38 @@
+"""The `ycore` command with the scripted engine in place of vLLM: `python -m tests.chaos.command OPTIONS grpo ...`.
+
+Everything else is what a user starts: the command line, launcher, guardian, trainer and reward workers. Only the
+engine's command is exchanged, here, before the launcher is imported; the product has no option for it.
+"""
+
+import importlib.metadata
+import json
+import sys
+from collections.abc import Mapping
+from typing import Any
+
+ENGINE_MODULE = "tests.chaos.scripted_engine"
+
+
+def engine_words(engine: Any, options: Mapping[str, str]) -> list[str]:
+    """The scripted engine's command line, where vLLM's would be."""
+    own = [word for name, value in options.items() for word in (name, value)]
+    return [sys.executable, "-m", ENGINE_MODULE, "--model", str(engine.model), "--uds", str(engine.socket), *own]
+
+
+def main() -> None:
+    """`OPTIONS` is a JSON object of the scripted engine's own options."""
+    options = json.loads(sys.argv[1])
+    sys.argv = ["ycore", *sys.argv[2:]]
+    from ycore.engine import commands as rollout
+
+    # Whoever imports the function after this line gets ours.
+    rollout.server_command = lambda engine, **_: engine_words(engine, options)
+    from ycore.launch import engines
+
+    engines.is_vllm_installed = lambda: True
+    (command,) = importlib.metadata.entry_points(group="console_scripts", name="ycore")
+    command.load()()
+
+
+if __name__ == "__main__":
+    main()

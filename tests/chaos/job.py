@@ -1,0 +1,126 @@
+"""The run that the scorecard repeats: a tiny model, a few prompts, a reward, and the command line that trains on them.
+
+It is small, but has everything that a resume could lose: dropout, which draws random numbers in training; several
+micro-batches a step; a learning rate that changes at every step; adapters, whose optimizer has a state.
+"""
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+from ycore.models.tiny import write_tiny_model
+
+Tier = Literal["scripted", "vllm"]
+
+_REWARD = '''"""Pure functions of the completion, so that a run repeats."""
+
+import subprocess
+import time
+
+
+def variety(prompts, completions, **columns):
+    """Different characters, of eight; takes a moment, so that a worker can be met at work."""
+    time.sleep(0.02)
+    return [len(set(completion[-1]["content"])) / 8 for completion in completions]
+
+
+def variety_or_dull(prompts, completions, dull, **columns):
+    """As above, but nothing for every completion of a dull prompt, from which then nothing can be learned."""
+    rewards = variety(prompts, completions)
+    return [0.0 if is_dull else reward + number / 64 for number, (reward, is_dull) in enumerate(zip(rewards, dull))]
+
+
+daemons = []
+
+
+def with_daemon(prompts, completions, name, **columns):
+    """As above, and leaves a daemon behind: in a session of its own, with nothing in its environment."""
+    if not daemons:
+        command = ["sh", "-c", "while true; do sleep 1; done", name]
+        daemons.append(subprocess.Popen(command, start_new_session=True, env={"PATH": "/usr/bin:/bin"}))
+    return variety(prompts, completions)
+'''
+
+_JUDGE = """rubric: Is it good?
+verdict: {kind: json, min: 0, max: 1}
+fence: false
+max_model_len: 512
+max_tokens: 64
+"""
+
+DAEMON = "ycore-selftest-daemon-"
+"""How the name of a daemon begins, in its command line."""
+
+
+NUM_ROWS = 64
+
+
+def is_dull(row: int) -> bool:
+    """Whether nothing can be learned from this row, where the reward is `variety_or_dull`."""
+    return row % 3 == 0
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """What is trained; all runs of one scorecard share `inputs`."""
+
+    inputs: Path
+    tier: Tier = "scripted"
+    steps: int = 8
+    checkpoint_every: int = 2
+    seed: int = 0
+    more: tuple[str, ...] = ()
+    """Further words of the command line."""
+
+    think_s: float = 0.01
+    """What the scripted engine waits before each answer."""
+
+    reward: str = "variety"
+    has_judge: bool = False
+    ranks: int = 1
+    """Trainer ranks, each with an engine of its own."""
+
+    def words(self, output: Path) -> list[str]:
+        """The command line after `ycore`."""
+        options: dict[str, object] = {
+            "--model": self.inputs / "model",
+            "--dataset": self.inputs / "train.jsonl",
+            "--reward": f"{self.inputs / 'rewards.py'}:{self.reward}",
+            "--output": output,
+            "--steps": self.steps,
+            "--prompts-per-step": 4,
+            "--group-size": 4,
+            "--max-tokens": 12,
+            "--engine": "vllm",
+            "--learning-rate": 1e-3,
+            "--per-device-train-batch-size": 4 // self.ranks,
+            "--seed": self.seed,
+        }
+        keys = {
+            "checkpoint_every": self.checkpoint_every,
+            "dtype": "float32",
+            "lora.dropout": 0.2,
+            "engine.count": self.ranks,
+            "processes": self.ranks,
+            "engine.max_model_len": 64,
+            "sampling.dynamic": "false",
+        }
+        given = [str(word) for option, value in options.items() for word in (option, value)]
+        sets = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
+        judge = ["--reward", f"judge:{self.inputs / 'judge.yaml'}"] if self.has_judge else []
+        return ["grpo", *given, *judge, *sets, *self.more]
+
+
+def write_inputs(folder: Path) -> Path:
+    """The model, the prompts and the reward that every job of a scorecard reads."""
+    from transformers.utils.logging import disable_progress_bar
+
+    disable_progress_bar()  # a bar for a model of a hundred thousand numbers
+    folder.mkdir(parents=True, exist_ok=True)
+    write_tiny_model(folder / "model")
+    rows = [{"prompt": f"{row} + {row + 1} =", "dull": is_dull(row)} for row in range(NUM_ROWS)]
+    (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    (folder / "rewards.py").write_text(_REWARD, encoding="utf-8")
+    (folder / "judge.yaml").write_text(_JUDGE, encoding="utf-8")
+    return folder

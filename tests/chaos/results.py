@@ -1,0 +1,226 @@
+"""What a run left behind, checked: two runs compared to the bit, prompts accounted for, checkpoints verified.
+
+With dynamic sampling, which prompts are drawn next depends on which group finishes first, so two runs may differ. But
+no prompt may be lost or used twice: each drawn prompt was trained on, waits for a later step, or could teach nothing.
+
+Checkpoints are verified here with other code than the product's, which is what is being tested.
+"""
+
+import hashlib
+import json
+import math
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from tests.chaos.job import NUM_ROWS, is_dull
+from ycore.data.prompts import PromptOrder
+from ycore.run.metrics import read_metrics
+from ycore.run.paths import RunFolder
+
+COMPARED = ("loss", "grad_norm", "reward", "learning_rate", "entropy", "completions/mean_length", "ycore/reward")
+"""Of a step's metrics; the others are times, or tell what became of the process."""
+
+_WHERE_TOLD = ("ycore/reward",)
+"""Of all completions drawn, which a step that is taken again from the journal does not tell."""
+
+WEIGHTS = "weights"
+_INFINITE = math.inf  # of what is missing on one side
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What a run left: its rows in the order written, its weights, and whether they could be read."""
+
+    rows: Sequence[Mapping[str, Any]]
+    weights: Mapping[str, Any]
+    samples: Any = None
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """The largest absolute difference by name; `notes` say what no number can."""
+
+    largest: Mapping[str, float] = field(default_factory=dict)
+    notes: tuple[str, ...] = ()
+
+    @property
+    def is_none(self) -> bool:
+        return not self.notes and all(value == 0 for value in self.largest.values())
+
+    def __str__(self) -> str:
+        told = [f"{name} {value:.3g}" for name, value in self.largest.items() if value != 0]
+        return ", ".join([*self.notes, *told]) or "none"
+
+
+SAME = Difference()
+
+
+def read_result(folder: RunFolder) -> Result:
+    """Rows and weights of a run that has ended; a missing model has no weights."""
+    weights: dict[str, Any] = {}
+    for file in sorted(folder.model.glob("*.safetensors")) if folder.model.is_dir() else []:
+        weights |= load_file(file)
+    samples = folder.samples.read_text(encoding="utf-8") if folder.samples.is_file() else None
+    return Result(read_metrics(folder.metrics), weights, samples)
+
+
+def compare(expected: Result, seen: Result) -> Difference:
+    """How far `seen` is from `expected`; a step that is missing, doubled or out of order is a note."""
+    notes = [*_steps_note(expected, seen)]
+    largest = _differences(expected, seen)
+    largest[WEIGHTS] = _weights(expected.weights, seen.weights)
+    if not seen.weights:
+        notes.append("no model was saved")
+    if expected.samples != seen.samples:
+        notes.append("samples.json differs")
+    return Difference(largest, tuple(notes))
+
+
+def compare_steps(before: Result, after: Result) -> Difference:
+    """How the steps that a run had told of, when it was killed, differ from the same steps at its end."""
+    ended = {row.get("step"): row for row in after.rows}
+    taken = [row for row in before.rows if row.get("step") in ended]
+    again = Result([ended[row["step"]] for row in taken], {})
+    whole = Result(taken, {})
+    notes = [f"steps {[row.get('step') for row in after.rows]}"] if not _is_gapless(after) else []
+    return Difference(
+        _differences(whole, again),
+        (*notes, *([] if after.weights else ["no model was saved"])),
+    )
+
+
+def worst(differences: Iterable[Difference]) -> dict[str, float]:
+    """The largest of several, by name."""
+    found: dict[str, float] = dict.fromkeys((*COMPARED, WEIGHTS), 0.0)
+    for difference in differences:
+        for name, value in difference.largest.items():
+            found[name] = max(found.get(name, 0.0), value)
+    return found
+
+
+def is_lively(result: Result) -> str | None:
+    """Why equality with this run would prove nothing; None where it proves something."""
+    losses, norms, rewards = (_column(result, name) for name in ("loss", "grad_norm", "reward"))
+    if len(set(losses)) < len(losses):
+        return f"losses repeat: {losses}"
+    if not all(norm > 0 for norm in norms):
+        return f"a gradient is zero: {norms}"
+    if len(set(rewards)) < 2:
+        return f"every step has the same reward: {rewards}"
+    return None
+
+
+def _is_gapless(result: Result) -> bool:
+    return [row.get("step") for row in result.rows] == list(range(1, len(result.rows) + 1))
+
+
+def _steps_note(expected: Result, seen: Result) -> list[str]:
+    there, here = ([row.get("step") for row in result.rows] for result in (expected, seen))
+    return [] if there == here else [f"steps {here} for {there}"]
+
+
+def _column(result: Result, name: str) -> list[float]:
+    return [float(row[name]) if row.get(name) is not None else math.nan for row in result.rows]
+
+
+def _largest(expected: Sequence[float], seen: Sequence[float]) -> float:
+    if len(expected) != len(seen):
+        return _INFINITE
+    return max((_apart(one, other) for one, other in zip(expected, seen, strict=True)), default=0.0)
+
+
+def _apart(one: float, other: float) -> float:
+    if math.isnan(one) or math.isnan(other):
+        return 0.0 if math.isnan(one) and math.isnan(other) else _INFINITE
+    return abs(one - other)
+
+
+def _differences(expected: Result, seen: Result) -> dict[str, float]:
+    found = {}
+    for name in COMPARED:
+        one, other = _column(expected, name), _column(seen, name)
+        if name in _WHERE_TOLD and len(one) == len(other):
+            told = [pair for pair in zip(one, other, strict=True) if not any(map(math.isnan, pair))]
+            one, other = [first for first, _ in told], [second for _, second in told]
+        found[name] = _largest(one, other)
+    return found
+
+
+def _weights(expected: Mapping[str, Any], seen: Mapping[str, Any]) -> float:
+    if expected.keys() != seen.keys():
+        return _INFINITE
+    pairs = ((expected[name], seen[name]) for name in expected)
+    return max((_tensor(one, other) for one, other in pairs), default=0.0)
+
+
+def _tensor(one: Any, other: Any) -> float:
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return _INFINITE
+    if np.array_equal(one, other):
+        return 0.0
+    return float(np.max(np.abs(one.astype(np.float64) - other.astype(np.float64))))
+
+
+Rounds = Sequence[Mapping[str, Any]]
+
+
+def read_rounds(journal: Path) -> Rounds:
+    """The rounds of rank 0, in the order of their steps; the first line of each file is its label."""
+    files = sorted(journal.glob("round-*-rank-0.json"))
+    return [json.loads(file.read_bytes().partition(b"\n")[2]) for file in files]
+
+
+def account(rounds: Rounds, *, steps: int, seed: int) -> list[str]:
+    """What is wrong with the rounds of a run that took so many steps; nothing where the account is even. Pure."""
+    if len(rounds) != steps:
+        return [f"{len(rounds)} rounds for {steps} steps"]
+    state, order = rounds[-1]["state"], PromptOrder(seed=seed, num_rows=NUM_ROWS)
+    taken = Counter(_position(group) for told in rounds for group in told["groups"])
+    taken.update(_position(item["group"]) for item in state["surplus"])
+    drawn = range(state["cursor"])
+    lost = [place for place in drawn if place not in taken and not is_dull(order.row_at(place))]
+    twice = sorted(place for place, count in taken.items() if count > 1)
+    unknown = sorted(taken.keys() - set(drawn))
+    told = {"lost": lost, "taken twice": twice, "never drawn": unknown}
+    return [f"prompts {what}, at positions {places}" for what, places in told.items() if places]
+
+
+def _position(group: Mapping[str, Any]) -> int:
+    return int(group["draw"]["position"])
+
+
+_PREFIX = "checkpoint-"
+
+
+def published(checkpoints: Path) -> list[Path]:
+    """Everything that has a checkpoint's name, oldest first."""
+    found = [path for path in checkpoints.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit()]
+    return sorted(found, key=lambda path: int(path.name.removeprefix(_PREFIX)))
+
+
+def newest_problem(checkpoints: Path) -> str | None:
+    """What is wrong with the newest checkpoint; None where all is right, or there is none yet."""
+    found = published(checkpoints)
+    return problem_of(found[-1]) if found else None
+
+
+def problem_of(checkpoint: Path) -> str | None:
+    """The first file that is missing, of another size or of another content than its manifest says."""
+    try:
+        listed = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
+    except (OSError, ValueError, KeyError) as error:
+        return f"{checkpoint.name}: no whole manifest ({type(error).__name__})"
+    for name, told in listed.items():
+        path = checkpoint / name
+        if not path.is_file():
+            return f"{checkpoint.name}: {name} is missing"
+        data = path.read_bytes()
+        if len(data) != told["bytes"] or hashlib.sha256(data).hexdigest() != told["sha256"]:
+            return f"{checkpoint.name}: {name} is not what was written"
+    return None

@@ -25,7 +25,7 @@ import placement_engines
 from machine import describe_machine
 from placement_engines import Engines, SeededEngine, engines_running
 
-from ycore.engine.commands import RolloutEngine
+from ycore.engine.commands import EngineSpec
 
 _TOKENS, _GROUPS, _GROUP_SIZE = 24, 8, 8
 _PROMPTS = (40, 70, 140)
@@ -45,10 +45,10 @@ def changed(
         placement_engines.engine_command, placement_engines.engine_environment, placement_engines._engine,
     )  # fmt: skip
 
-    def with_words(engine: RolloutEngine) -> list[str]:
+    def with_words(engine: EngineSpec) -> list[str]:
         return [*command(engine), *(word for item in (words or {}).items() for word in item)]
 
-    def with_cores(*given: object) -> RolloutEngine:
+    def with_cores(*given: object) -> EngineSpec:
         engine = plan(*given)  # type: ignore[arg-type]
         return replace(engine, cores=cores or engine.cores)
 

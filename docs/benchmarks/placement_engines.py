@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from ycore.engine.commands import RolloutEngine, engine_command, engine_environment
+from ycore.engine.commands import EngineSpec, engine_command, engine_environment
 from ycore.engine.server import Server
 from ycore.launch.engine_watch import is_healthy
 from ycore.launch.guardian import RunWatch, remove_leftovers
@@ -41,9 +41,9 @@ class SeededEngine:
 
     async def write(self, prompt_ids: Sequence[int], seed: int, length: int) -> Completion:
         """`length` tokens."""
-        body = {"model": "policy", "prompt": list(prompt_ids), "n": 1, "seed": seed, "temperature": 1.0, "logprobs": 0}
+        body = {"model": "rollout", "prompt": list(prompt_ids), "n": 1, "seed": seed, "temperature": 1.0, "logprobs": 0}
         body |= {"max_tokens": length, "ignore_eos": True, "return_token_ids": True}
-        answer = await self._server.ask("POST", "/v1/completions", body)
+        answer = await self._server.request("POST", "/v1/completions", body)
         tokens = answer["choices"][0]["token_ids"]
         assert len(tokens) == length
         return Completion(tuple(tokens), None, "", "length", 0)
@@ -94,8 +94,8 @@ def engines_running(job: argparse.Namespace, output: Path, *, length_of: Callabl
         shutil.rmtree(folder.root, ignore_errors=True)
 
 
-def _engine(name: str, model: Path, folder: RunFolder, job: argparse.Namespace, core: int) -> RolloutEngine:
-    return RolloutEngine(
+def _engine(name: str, model: Path, folder: RunFolder, job: argparse.Namespace, core: int) -> EngineSpec:
+    return EngineSpec(
         name=name,
         model=model,
         socket=folder.socket(name),
@@ -109,7 +109,7 @@ def _engine(name: str, model: Path, folder: RunFolder, job: argparse.Namespace, 
     )
 
 
-def _wait(planned: Sequence[RolloutEngine], processes: Sequence[Any], watch: RunWatch) -> None:
+def _wait(planned: Sequence[EngineSpec], processes: Sequence[Any], watch: RunWatch) -> None:
     deadline = time.monotonic() + _START_S
     while not all(is_healthy(engine.socket) for engine in planned):
         watch.look()

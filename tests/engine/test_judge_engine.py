@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from ycore.config.schema import RewardConfig
-from ycore.engine.judge_engine import Patience, Refused, RemoteJudge, chat_request, reply_of
+from ycore.engine import judge_engine
+from ycore.engine.judge_engine import Refused, RemoteJudge, backoff_s, build_chat_request, parse_reply
 from ycore.errors import EngineError
 from ycore.judge.declaration import Judge
 from ycore.judge.sources import judge_of
@@ -17,7 +18,13 @@ from ycore.judge.verdict import Reply
 
 T = TypeVar("T")
 QUESTION = [{"role": "user", "content": "Is it right?"}]
-PATIENCE = Patience(tries=4, first_s=0.001, most_s=0.002)
+
+
+@pytest.fixture(autouse=True)
+def short_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge_engine, "TRIES", 4)
+    monkeypatch.setattr(judge_engine, "FIRST_WAIT_S", 0.001)
+    monkeypatch.setattr(judge_engine, "LONGEST_WAIT_S", 0.002)
 
 
 def make_judge(**declared: Any) -> Judge:
@@ -38,7 +45,7 @@ def run(work: Coroutine[Any, Any, T]) -> T:
 
 def remote(judge: Judge, handle: Callable[[httpx.Request], httpx.Response]) -> RemoteJudge:
     transport = httpx.MockTransport(handle)
-    return RemoteJudge("test", judge, request_timeout_s=5, patience=PATIENCE, transport=transport)
+    return RemoteJudge("test", judge, request_timeout_s=5, transport=transport)
 
 
 def ask(judge: Judge, handle: Callable[[httpx.Request], httpx.Response]) -> Reply:
@@ -123,10 +130,11 @@ def test_one_question_refused_costs_it_and_many_in_a_row_end_the_run() -> None:
         run(work(lambda request: httpx.Response(422, text="too long"), 16))
 
 
-def test_a_wait_grows_and_is_no_shorter_than_the_address_asks() -> None:
-    patience = Patience(first_s=1, most_s=30)
-    assert all(0.5 * 2**attempt <= patience.wait_s(attempt) <= 2**attempt for attempt in range(5))
-    assert patience.wait_s(0, asked_for_s=7) == 7 and patience.wait_s(9) == patience.wait_s(0, asked_for_s=99) == 30
+def test_a_wait_grows_and_is_no_shorter_than_the_address_asks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(judge_engine, "FIRST_WAIT_S", 1)
+    monkeypatch.setattr(judge_engine, "LONGEST_WAIT_S", 30)
+    assert all(0.5 * 2**attempt <= backoff_s(attempt) <= 2**attempt for attempt in range(5))
+    assert backoff_s(0, at_least_s=7) == 7 and backoff_s(9) == backoff_s(0, at_least_s=99) == 30
 
 
 def test_no_more_are_in_flight_than_the_judge_allows() -> None:
@@ -153,21 +161,21 @@ def test_no_more_are_in_flight_than_the_judge_allows() -> None:
 @pytest.mark.parametrize("body", [[], {}, {"choices": []}, {"choices": [{"message": {}}]}, {"choices": [7]}])
 def test_an_answer_that_is_no_completion_is_an_error(body: Any) -> None:
     with pytest.raises(EngineError, match="no chat completion"):
-        reply_of(body, name="test")
+        parse_reply(body, name="test")
 
 
 def test_labels_ask_for_the_first_tokens_probabilities() -> None:
     judge = make_judge(verdict={"kind": "labels", "labels": {"yes": 1, "no": 0}})
-    body = chat_request(judge, QUESTION, model="big", seed=0, again=False)
+    body = build_chat_request(judge, QUESTION, model="big", seed=0, again=False)
     assert (body["max_tokens"], body["logprobs"], body["top_logprobs"]) == (1, True, 20)
     top = [{"token": "yes", "logprob": -0.1}, {"token": "no", "logprob": -2.0}, {"token": "yes", "logprob": -9.0}]
-    reply = reply_of(answer("yes", logprobs={"content": [{"token": "yes", "top_logprobs": top}]}), name="test")
+    reply = parse_reply(answer("yes", logprobs={"content": [{"token": "yes", "top_logprobs": top}]}), name="test")
     assert reply.first_token == {"yes": -0.1, "no": -2.0}
 
 
 def test_json_verdicts_go_with_their_schema() -> None:
     judge = make_judge(verdict={"kind": "json", "reason": True, "min": 1, "max": 5})
-    body = chat_request(judge, QUESTION, model="big", seed=0, again=True)
+    body = build_chat_request(judge, QUESTION, model="big", seed=0, again=True)
     schema = body["response_format"]["json_schema"]["schema"]
     assert schema["required"] == ["reason", "score"] and schema["additionalProperties"] is False
     assert schema["properties"]["score"] == {"type": "number", "minimum": 1.0, "maximum": 5.0}

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.engine import Sampling
-from ycore.engine.commands import RolloutEngine
+from ycore.engine.commands import EngineSpec
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weights import byte_sum, write_manifest
 from ycore.errors import SyncError
@@ -58,7 +58,7 @@ def stored_in(folder: Path) -> dict[str, Any]:
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any) -> Iterator[Path]:
     """The socket of a vLLM server with the tiny model in float32; killed in any case."""
     folder = RunFolder(tmp_path_factory.mktemp("run"))
-    engine = RolloutEngine(
+    engine = EngineSpec(
         name="rollout-0",
         model=model,
         socket=folder.socket("rollout-0"),
@@ -217,7 +217,7 @@ def test_a_sync_that_does_not_arrive_is_an_error_on_that_step(server: Path, mode
             await engine.load_weights(tmp_path, version)
             await engine.complete([9, 8, 7], 1)
             await engine.close()
-            return engine.proved
+            return engine.verified_share
 
         return asyncio.run(work())
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from ycore.engine.commands import RolloutEngine, engine_command, engine_environment, kv_cache_gib
+from ycore.engine.commands import EngineSpec, engine_command, engine_environment, kv_cache_gib
 from ycore.errors import ConfigError
 from ycore.launch.engine_watch import is_healthy
 from ycore.launch.engines import is_vllm_installed
@@ -18,7 +18,7 @@ from ycore.launch.processes import ManagedProcess
 from ycore.run.files import make_private, temporary_folder
 from ycore.run.paths import RunFolder
 
-CPU = RolloutEngine(
+CPU = EngineSpec(
     name="rollout-0",
     model=Path("/models/m"),
     socket=Path("/run/rollout-0.sock"),
@@ -36,7 +36,7 @@ CPU = RolloutEngine(
 def test_the_command_on_cpu() -> None:
     assert engine_command(CPU) == [
         *[sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "/models/m"],
-        *["--served-model-name", "policy", "--uds", "/run/rollout-0.sock", "--dtype", "bfloat16"],
+        *["--served-model-name", "rollout", "--uds", "/run/rollout-0.sock", "--dtype", "bfloat16"],
         *["--max-model-len", "512", "--max-num-seqs", "64", "--seed", "7"],
         *["--generation-config", "vllm", "--uvicorn-log-level", "warning", "--logprobs-mode", "processed_logprobs"],
         *["--worker-extension-cls", "ycore.engine.vllm_extension.PolicyWorker"],
@@ -101,7 +101,7 @@ def test_a_real_engine_starts_answers_and_leaves_nothing(tmp_path: Path) -> None
     from ycore.models.tiny import write_tiny_model
 
     folder = RunFolder(tmp_path / "run")
-    engine = RolloutEngine(
+    engine = EngineSpec(
         name="rollout-0",
         model=write_tiny_model(tmp_path / "model"),
         socket=folder.socket("rollout-0"),

@@ -9,9 +9,10 @@ from typing import Any, TypeVar
 import pytest
 
 from ycore.config.schema import RunConfig
-from ycore.engine.commands import RolloutEngine
-from ycore.engine.judge_engine import LocalJudge, Refused, VllmRewardModel
+from ycore.engine.commands import EngineSpec
+from ycore.engine.judge_engine import Refused, VllmJudge
 from ycore.engine.server import Server
+from ycore.engine.vllm_engine import VllmRewardModel
 from ycore.judge.question import Questioner
 from ycore.judge.sources import judge_of
 from ycore.judge.verdict import Unreadable, read_value
@@ -63,7 +64,7 @@ def config_of(model: Path, classifier: Path) -> RunConfig:
 def servers(model: Path, classifier: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any) -> Iterator[RunFolder]:
     """The folder of a run whose judge and reward model answer; its rollout engine is planned and not started."""
     folder = RunFolder(tmp_path_factory.mktemp("run"))
-    slot = RolloutEngine(
+    slot = EngineSpec(
         name="rollout-0",
         model=model,
         socket=folder.socket("rollout-0"),
@@ -123,7 +124,7 @@ def test_a_judges_label_probabilities_are_the_models_own(servers: RunFolder, mod
     questions = [questioner.pointwise(PROMPT, text, key=text) for text in TEXTS]
 
     async def ask() -> list[dict[str, float]]:
-        engine = LocalJudge(server_of(servers, "judge-0"))
+        engine = VllmJudge(server_of(servers, "judge-0"))
         replies = await asyncio.gather(*(engine.ask(judge, question, seed=1) for question in questions))
         await engine.close()
         return [dict(reply.first_token or {}) for reply in replies]
@@ -149,7 +150,7 @@ def test_structured_output_holds_a_judge_to_its_json(servers: RunFolder, model: 
     )
 
     async def ask() -> list[str]:
-        engine = LocalJudge(server_of(servers, "judge-0"))
+        engine = VllmJudge(server_of(servers, "judge-0"))
         asked = (
             engine.ask(judge, Questioner(judge).pointwise(PROMPT, text, key=text), seed=n)
             for n, text in enumerate(TEXTS)
@@ -173,7 +174,7 @@ def test_a_question_that_is_too_long_is_refused_alone(servers: RunFolder, model:
     judge = judge_of(config_of(model, model).rewards[0])
 
     async def ask() -> None:
-        engine = LocalJudge(server_of(servers, "judge-0"))
+        engine = VllmJudge(server_of(servers, "judge-0"))
         long = Questioner(judge).pointwise(PROMPT, "x" * 2000, key="1")
         with pytest.raises(Refused, match="refused the question"):
             await engine.ask(judge, long, seed=0)

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from ycore.engine import Sampling
-from ycore.engine.sleeping import SleepingEngine, SleepTogether, asleep_file, note_asleep
+from ycore.engine.sleeping import SleepingEngine, SleepTogether, asleep_file, mark_asleep
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weights import write_manifest
 from ycore.models.tiny import write_tiny_model
@@ -32,7 +32,7 @@ class ScriptedServer:
     def __init__(self, calls: list[str] | None = None) -> None:
         self.calls: list[str] = [] if calls is None else calls
 
-    async def ask(self, method: str, path: str, body: object = None) -> Any:
+    async def request(self, method: str, path: str, body: object = None) -> Any:
         self.calls.append(f"{method} {path}")
 
     async def reload(self) -> None:
@@ -71,7 +71,7 @@ def test_kept_weights_are_not_loaded_again_and_each_level_is_measured(tmp_path: 
 @pytest.mark.parametrize(("level", "calls"), [(KEEP, WAKE), (DROP, WITH_RELOAD)])
 def test_whoever_put_it_to_sleep_it_wakes_from_that_level(tmp_path: Path, level: int, calls: list[str]) -> None:
     socket, server, levels = tmp_path / "e.sock", ScriptedServer(), SleepLevels()
-    note_asleep(asleep_file(socket), level)
+    mark_asleep(socket, level)
     engine = SleepingEngine(server, socket, refill=server.reload, levels=levels)
     assert not engine.has_weights
     asyncio.run(engine.wake())
@@ -86,8 +86,8 @@ class KilledAfter(ScriptedServer):
         super().__init__()
         self._left = num_calls
 
-    async def ask(self, method: str, path: str, body: object = None) -> Any:
-        await super().ask(method, path, body)
+    async def request(self, method: str, path: str, body: object = None) -> Any:
+        await super().request(method, path, body)
         self._left -= 1
         if not self._left:
             raise SystemExit
@@ -180,12 +180,12 @@ def test_weights_for_an_engine_that_sleeps_are_sent_between_its_memorys_two_halv
 ) -> None:
     async def work(engine: VllmEngine) -> None:
         assert engine.sleeper is not None
-        note_asleep(asleep_file(Path("e.sock")), DROP)
+        mark_asleep(Path("e.sock"), DROP)
         engine.sleeper.has_weights = False
         await engine.load_weights(tmp_path, 3)
         assert engine.version == 0
         await engine.sleeper.wake()
-        assert (engine.version, engine.proved) == (3, 1.0)
+        assert (engine.version, engine.verified_share) == (3, 1.0)
         await engine.sleeper.sleep()
         await engine.sleeper.wake()
 

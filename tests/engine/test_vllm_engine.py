@@ -101,12 +101,12 @@ def test_an_engine_that_names_another_version_is_a_sync_error(socket: Path, weig
 
 def test_the_version_and_the_sums_read_back_are_taken(socket: Path, weights: Path) -> None:
     engine = sync(socket, weights, lambda path: says_version("3", path))
-    assert (engine.version, engine.proved) == (3, 1.0)
+    assert (engine.version, engine.verified_share) == (3, 1.0)
 
 
 def test_a_tensor_that_the_engine_cannot_tell_of_is_counted(socket: Path, weights: Path) -> None:
     engine = sync(socket, weights, lambda path: says_version("3", path, HELD[1:]))
-    assert engine.proved == pytest.approx(1 / 3)
+    assert engine.verified_share == pytest.approx(1 / 3)
 
 
 @pytest.mark.parametrize(
@@ -114,8 +114,8 @@ def test_a_tensor_that_the_engine_cannot_tell_of_is_counted(socket: Path, weight
     [
         ([[["q_proj.weight", "k_proj.weight"], 5], HELD[1]], r"2 of 3 tensors .*: k_proj.weight, q_proj.weight$"),
         ([HELD[0], [["norm.weight"], -8]], r"1 of 3 tensors .*: norm.weight$"),
-        ([], "named none of the 3 tensors"),
-        ([[["other.weight"], 1]], "named none of the 3 tensors"),
+        ([], "reported none of the 3 tensors"),
+        ([[["other.weight"], 1]], "reported none of the 3 tensors"),
     ],
 )
 def test_sums_that_are_not_the_trainers_are_a_sync_error(socket: Path, weights: Path, held: object, said: str) -> None:
@@ -202,7 +202,7 @@ def test_a_server_that_closes_every_connection_is_given_up_at_the_deadline(socke
     async def work() -> None:
         async with serving(socket, answers):
             engine = engine_at(socket, timeout_s=1.0, restart_timeout_s=60.0)
-            said = r"within 1 s \(engine.request_timeout_s\), asked 2 times; at first: .*/v1/completions failed"
+            said = r"within 1 s \(engine.request_timeout_s\), sent 2 times; first failure: .*/v1/completions failed"
             with pytest.raises(EngineError, match=said):
                 await engine.complete([9, 8], 1)
             await engine.close()

@@ -11,13 +11,13 @@ pytest.importorskip("vllm")
 import torch
 from vllm.v1.sample.ops import topk_topp_sampler as stock
 
-from ycore.engine.vllm_extension import fill_with_exponentials, sample_faster
+from ycore.engine.vllm_extension import fill_with_exponentials, use_faster_sampler
 
 
 @pytest.fixture
 def sampler() -> Iterator[stock.TopKTopPSampler]:
     before = stock.TopKTopPSampler.forward_cpu
-    sample_faster()
+    use_faster_sampler()
     yield stock.TopKTopPSampler("processed_logprobs")
     stock.TopKTopPSampler.forward_cpu = before
 

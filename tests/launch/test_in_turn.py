@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from ycore.engine.sleeping import asleep_file, note_asleep
+from ycore.engine.sleeping import asleep_file, mark_asleep
 from ycore.errors import EngineError
 from ycore.launch.engine_watch import EngineWatch, LiveEngine, start_in_turn, turns
 from ycore.launch.scoring_models import EngineProcess
@@ -122,7 +122,7 @@ def test_one_that_dies_asleep_is_started_again_when_it_is_woken(sockets: Path, t
     watch = EngineWatch([engine], budget=1, start_timeout_s=60, say=said.append)
     try:
         until_ready(watch)
-        note_asleep(asleep_file(one.socket), KEEP)
+        mark_asleep(one.socket, KEEP)
         first = engine.processes()[0].pid
         os.kill(first, signal.SIGKILL)
         deadline = time.monotonic() + 20
@@ -142,7 +142,7 @@ def test_one_that_dies_asleep_is_started_again_when_it_is_woken(sockets: Path, t
 
 def test_a_new_process_is_not_taken_for_one_that_sleeps(sockets: Path, tmp_path: Path) -> None:
     one = planned(sockets, "judge-0", "0")
-    note_asleep(asleep_file(one.socket), DROP)
+    mark_asleep(one.socket, DROP)
     engine = live(tmp_path)(one)
     try:
         assert not asleep_file(one.socket).exists()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ycore.config.schema import RunConfig
-from ycore.engine.commands import RolloutEngine
+from ycore.engine.commands import EngineSpec
 from ycore.errors import UserError
 from ycore.judge.sources import with_declarations
 from ycore.launch.scoring_models import check_scorers, engine_processes, placing_notes, plan_scorers, scoring_models
@@ -30,13 +30,13 @@ def judge(name: str, **declared: Any) -> dict[str, Any]:
     return {"reward": f"judge:{name}", "args": {**SCORE, **declared}}
 
 
-def slots(folder: Path, count: int = 2, **engine: Any) -> list[RolloutEngine]:
+def slots(folder: Path, count: int = 2, **engine: Any) -> list[EngineSpec]:
     common: dict[str, Any] = {
         "model": folder, "temporary": folder, "run_id": "x", "dtype": "bfloat16", "max_model_len": 512,
         "max_num_seqs": 64, "seed": 0, **engine,
     }  # fmt: skip
     where = [{"cores": (slot,)} if "device" not in engine else {} for slot in range(count)]
-    return [RolloutEngine(name=f"rollout-{n}", socket=folder / str(n), **common, **where[n]) for n in range(count)]
+    return [EngineSpec(name=f"rollout-{n}", socket=folder / str(n), **common, **where[n]) for n in range(count)]
 
 
 @pytest.fixture

@@ -45,9 +45,9 @@ def test_what_is_written_says_its_version_last(tmp_path: Path) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path / "model"))
     folder = tmp_path / "weights"
     write_weights(model, folder, dtype=torch.float32, version=4)
-    manifest = read_manifest(folder, version=4)
+    sums = read_manifest(folder, version=4)
     names = {name for name, _ in model.named_parameters()}
-    assert manifest.sums.keys() == names and manifest.sums["model.norm.weight"] == byte_sum(model.model.norm.weight)
+    assert sums.keys() == names and sums["model.norm.weight"] == byte_sum(model.model.norm.weight)
     with pytest.raises(SyncError, match="stale weights"):
         read_manifest(folder, version=5)
     write_weights(model, folder, dtype=torch.float32)

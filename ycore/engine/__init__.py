@@ -1,7 +1,7 @@
-"""Engine: what a controller asks of whatever generates, and the settings both kinds sample with.
+"""What generates completions: the `Engine` that a round asks, and the `Sampling` settings.
 
-Not here: the two that exist, `vllm_engine` (a server of its own, over a unix socket) and `transformers_engine` (the
-trainer's own model), and how a server's process starts (`rollout`).
+Two engines implement it: `vllm_engine` (a vLLM server, over a unix socket) and `transformers_engine` (the trainer's
+own model).
 """
 
 from collections.abc import Sequence
@@ -14,7 +14,7 @@ from ycore.types import Completion
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """How completions are drawn; field names are the OpenAI and vLLM request's."""
+    """How completions are sampled; the field names are those of vLLM's requests."""
 
     max_tokens: int
     temperature: float = 1.0
@@ -26,24 +26,41 @@ class Sampling:
 
 
 class Engine(Protocol):
-    """One engine, as a controller sees it."""
+    """One policy engine."""
 
     name: str
 
     async def wait_ready(self, *, timeout_s: float) -> None:
-        """Return once the engine answers; EngineError when it does not in time."""
+        """Return once the engine answers; EngineError where it does not in time."""
 
     async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
-        """One completion. One request each, so that every completion can be scored as it ends and asked again alone.
+        """Sample one completion. One request each, so that each is scored as it ends and can be retried alone.
 
-        `greedy` takes the likeliest token each time, whatever the run's sampling says.
+        Args:
+            seed: The same seed gives the same completion from the same weights.
+            greedy: Take the likeliest token every time, whatever `Sampling` says.
+
+        Raises:
+            EngineError: The engine gave no completion.
         """
 
     async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
-        """The policy's log-probability of each target token, given the context and the targets before it."""
+        """Score given tokens with the policy.
+
+        Returns:
+            The log-probability of each target token, given the context and the targets before it.
+        """
 
     async def load_weights(self, folder: Path, version: int) -> None:
-        """Take the weights in `folder` as policy version `version`; SyncError unless the engine then says so."""
+        """Load the policy's new weights.
+
+        Args:
+            folder: What `weights.write_weights` wrote, with its manifest.
+            version: The policy version of these weights.
+
+        Raises:
+            SyncError: The folder holds another version, or the engine does not hold these weights afterwards.
+        """
 
     async def close(self) -> None:
-        """Let go of connections; the process, if any, is the launcher's."""
+        """Close connections; the process, if any, is the launcher's."""

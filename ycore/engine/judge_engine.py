@@ -1,87 +1,189 @@
-"""A judge's engine, asked one question at a time over `/v1/chat/completions`: a vLLM server of the run's own.
+"""Clients of judges over `/v1/chat/completions`: a vLLM server of the run, or an OpenAI-compatible address.
 
-What comes back is the text of the judge's own turn and nothing else, so nothing that stands in the question can be
-taken for the answer.
-
-A judge at an OpenAI-compatible address that the user gives: bounded concurrency, and patience with what may pass.
-
-A reward model's engine, asked for the number of one text: vLLM's pooling server over a unix socket.
-
-Not here: the same of an address that the user gives (`judge_address`), the questions and how a verdict is read
-(`judging`), the server's process (`judge`).
+Only the text of the judge's own turn comes back, so nothing inside the question can be taken for the answer.
 """
 
 import asyncio
-import math
 import os
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn, Protocol
+from typing import Any, NoReturn
 
 import httpx
 
-from ycore.engine.server import BadRequest, Server
+from ycore.engine.server import BadRequest, Server, ServerClient
 from ycore.errors import EngineError
 from ycore.judge.declaration import JsonVerdict, Judge, LabelVerdict
 from ycore.judge.question import Question
 from ycore.judge.verdict import Reply
-
-SERVED_JUDGE = "judge"
-"""The name under which every judge's engine serves its model."""
+from ycore.placement.placement import JUDGE
 
 _TOP_LOGPROBS = 20  # the most that vLLM and OpenAI give
-_MOST_IN_A_ROW = 16
-_RETRY_TEMPERATURE = 0.7  # at 0, another seed would write the same again
+_MAX_REFUSALS = 16  # in a row
+_RETRY_TEMPERATURE = 0.7  # at 0, another seed would give the same text
+TRIES = 7  # of a request to an address
+FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
+_TRANSIENT_STATUS = (408, 409, 425, 429, 500, 502, 503, 504, 529)
+_REFUSED_STATUS = (400, 413, 422)
+_TRANSIENT_ERRORS = (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError)
 
 
 class Refused(Exception):
-    """The engine would not take this question; another one it may."""
+    """The judge does not take this question; it may take another."""
 
 
-class JudgeEngine(Protocol):
-    """What a judge is asked through."""
+@dataclass(slots=True)
+class _Refusals:
+    """Questions refused in a row: a few are the questions' fault and cost a verdict each; many are not."""
 
     name: str
+    in_a_row: int = 0
 
-    async def wait_ready(self, *, timeout_s: float) -> None:
-        """Return once it answers; EngineError when it does not in time."""
+    def refuse(self, why: str, *, details: str) -> NoReturn:
+        self.in_a_row += 1
+        if self.in_a_row >= _MAX_REFUSALS:
+            details = " ".join(details[:300].split())
+            raise EngineError(f"{self.name}: the last {self.in_a_row} questions had no answer, {why}: {details}")
+        raise Refused(why)
+
+
+class VllmJudge(ServerClient):
+    """Example: `VllmJudge(Server("judge-0", folder.socket("judge-0"), request_timeout_s=600))`."""
+
+    def __init__(self, server: Server) -> None:
+        super().__init__(server)
+        self._refusals = _Refusals(server.name)
 
     async def ask(self, judge: Judge, question: Question, *, seed: int, again: bool = False) -> Reply:
-        """The judge's reply; Refused for this question, EngineError when nothing can be asked any more."""
+        """Ask one question.
+
+        Args:
+            question: Chat turns, from `Questioner`.
+            again: Whether the last reply could not be read; the judge then samples, so that the seed matters.
+
+        Raises:
+            Refused: The judge does not take this question.
+            EngineError: No answer, or too many questions refused in a row.
+        """
+        body = build_chat_request(judge, question, model=JUDGE, seed=seed, again=again)
+        try:
+            answer = await self._server.request("POST", "/v1/chat/completions", body)
+        except BadRequest as problem:  # most often too long for the judge's context
+            self._refusals.refuse("the engine refused the question", details=str(problem))
+        self._refusals.in_a_row = 0
+        return parse_reply(answer, name=self.name)
+
+
+class RemoteJudge:
+    """A judge at an address that the user gives; requests that failed for a passing reason are retried.
+
+    The key is read from the environment, kept here and sent to this address alone.
+
+    Args:
+        judge: Its declaration, with a `base_url`.
+        request_timeout_s: Limit of one try.
+        transport: For tests.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        judge: Judge,
+        *,
+        request_timeout_s: float,
+        transport: httpx.AsyncBaseTransport | None = None,
+    ) -> None:
+        assert judge.base_url is not None
+        self.name = name
+        self._address = judge.base_url
+        self._in_flight = asyncio.Semaphore(judge.concurrency)
+        self._refusals = _Refusals(name)
+        self._client = httpx.AsyncClient(
+            base_url=judge.base_url.rstrip("/") + "/",
+            headers=_authorization(name, judge.api_key_env),
+            timeout=httpx.Timeout(request_timeout_s, connect=20.0, pool=None),
+            transport=transport,
+            follow_redirects=False,
+        )
+
+    async def wait_ready(self, *, timeout_s: float) -> None:
+        """Nothing to wait for: the first question finds out whether the address answers."""
+
+    async def ask(self, judge: Judge, question: Question, *, seed: int, again: bool = False) -> Reply:
+        """Ask one question; arguments and errors as `VllmJudge.ask`."""
+        body = build_chat_request(judge, question, model=judge.model, seed=seed, again=again)
+        async with self._in_flight:
+            return parse_reply(self._parse(await self._post(body)), name=self.name)
 
     async def close(self) -> None:
-        """Let go of connections."""
+        await self._client.aclose()
+
+    async def _post(self, body: Mapping[str, Any]) -> httpx.Response:
+        problem, retry_after_s = "", 0.0
+        for attempt in range(TRIES):
+            if attempt:
+                await asyncio.sleep(backoff_s(attempt - 1, at_least_s=retry_after_s))
+            try:
+                response = await self._client.post("chat/completions", json=body)
+            except _TRANSIENT_ERRORS as error:
+                problem = str(error) or type(error).__name__
+                continue
+            except httpx.HTTPError as error:
+                raise EngineError(f"{self.name}: {self._address} cannot be asked: {error}; check base_url") from None
+            if response.status_code not in _TRANSIENT_STATUS:
+                return response
+            after = response.headers.get("retry-after", "")
+            problem, retry_after_s = f"status {response.status_code}", float(after) if after.isdigit() else 0.0
+        self._refusals.refuse("the address did not answer", details=f"{self._address}, {problem}")
+
+    def _parse(self, response: httpx.Response) -> Any:
+        status = response.status_code
+        if status in _REFUSED_STATUS:
+            self._refusals.refuse("the address refused the question", details=response.text)
+        self._refusals.in_a_row = 0
+        if status != httpx.codes.OK:
+            text = " ".join(response.text[:200].split())
+            raise EngineError(f"{self.name}: {self._address} answered {status}: {text}; check base_url, model and key")
+        try:
+            return response.json()
+        except ValueError:
+            raise EngineError(f"{self.name}: {self._address} answered no JSON; check base_url") from None
 
 
-def chat_request(judge: Judge, question: Question, *, model: str, seed: int, again: bool) -> dict[str, Any]:
-    """The body of a request; it has no field that OpenAI's API does not know."""
+JudgeEngine = VllmJudge | RemoteJudge
+
+
+def backoff_s(attempt: int, *, at_least_s: float = 0.0) -> float:
+    """Seconds before the next try, doubling with a random part; never more than `LONGEST_WAIT_S`."""
+    grown = FIRST_WAIT_S * 2.0**attempt * random.uniform(0.5, 1.0)
+    return min(LONGEST_WAIT_S, max(grown, at_least_s))
+
+
+def build_chat_request(judge: Judge, question: Question, *, model: str, seed: int, again: bool) -> dict[str, Any]:
+    """The body of a request, with fields of OpenAI's API only."""
     verdict = judge.verdict
-    temperature = max(judge.temperature, _RETRY_TEMPERATURE) if again else judge.temperature
     body: dict[str, Any] = {
         "model": model,
         "messages": question,
         "seed": seed,
-        "temperature": temperature,
+        "temperature": max(judge.temperature, _RETRY_TEMPERATURE) if again else judge.temperature,
         "max_tokens": judge.max_tokens,
     }
     if isinstance(verdict, LabelVerdict):
         body |= {"max_tokens": 1, "logprobs": True, "top_logprobs": _TOP_LOGPROBS}
     elif isinstance(verdict, JsonVerdict):
-        schema = {"name": "verdict", "strict": True, "schema": verdict_schema(verdict)}
-        body["response_format"] = {"type": "json_schema", "json_schema": schema}
+        number = {"type": "number", "minimum": verdict.min, "maximum": verdict.max}
+        # The reason comes first, so that the model writes it before it decides on the number.
+        reason = {"reason": {"type": "string", "maxLength": 400}} if verdict.reason else {}
+        fields = {**reason, verdict.field: number}
+        schema = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+        json_schema = {"name": "verdict", "strict": True, "schema": schema}
+        body["response_format"] = {"type": "json_schema", "json_schema": json_schema}
     return body
 
 
-def verdict_schema(verdict: JsonVerdict) -> dict[str, Any]:
-    """The JSON schema of an answer; the reason comes first, so that it is thought of before the number."""
-    number = {"type": "number", "minimum": verdict.min, "maximum": verdict.max}
-    reason = {"reason": {"type": "string", "maxLength": 400}} if verdict.reason else {}
-    properties = {**reason, verdict.field: number}
-    return {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
-
-
-def reply_of(answer: Any, *, name: str) -> Reply:
+def parse_reply(answer: Any, *, name: str) -> Reply:
     """The first choice's message; EngineError where the answer has none."""
     try:
         choice = answer["choices"][0]
@@ -91,206 +193,26 @@ def reply_of(answer: Any, *, name: str) -> Reply:
         return Reply(
             text="" if text is None else str(text),
             finish_reason=str(choice.get("finish_reason")),
-            first_token=_likely(tokens[0]) if tokens else None,
+            first_token=_logprob_by_text(tokens[0]) if tokens else None,
             num_tokens=int(usage.get("total_tokens") or 0),
         )
     except (KeyError, IndexError, TypeError, AttributeError) as problem:
         raise EngineError(f"{name}: its answer is no chat completion ({problem!r}); is it an OpenAI API?") from None
 
 
-def _likely(token: Mapping[str, Any]) -> dict[str, float]:
-    """Each text once: different tokens may read the same."""
-    likely: dict[str, float] = {}
-    for one in token["top_logprobs"]:
-        likely[one["token"]] = max(float(one["logprob"]), likely.get(one["token"], float("-inf")))
-    return likely
+def _logprob_by_text(token: Mapping[str, Any]) -> dict[str, float]:
+    """Different tokens may have the same text; the likeliest counts."""
+    likeliest: dict[str, float] = {}
+    for candidate in token["top_logprobs"]:
+        text = candidate["token"]
+        likeliest[text] = max(float(candidate["logprob"]), likeliest.get(text, float("-inf")))
+    return likeliest
 
 
-@dataclass(slots=True)
-class Refusals:
-    """Questions refused one after another: some are the questions' fault, and cost a verdict; many are not."""
-
-    name: str
-    in_a_row: int = 0
-
-    def refuse(self, why: str, *, said: str) -> NoReturn:
-        self.in_a_row += 1
-        if self.in_a_row >= _MOST_IN_A_ROW:
-            said = " ".join(said[:300].split())
-            raise EngineError(f"{self.name}: the last {self.in_a_row} questions had no answer, {why}: {said}")
-        raise Refused(why)
-
-
-class LocalJudge:
-    """Example: `LocalJudge(Server("judge-0", folder.socket("judge-0"), request_timeout_s=600))`."""
-
-    def __init__(self, server: Server) -> None:
-        self.name = server.name
-        self._server = server
-        self._refusals = Refusals(server.name)
-
-    async def wait_ready(self, *, timeout_s: float) -> None:
-        await self._server.wait_ready(timeout_s=timeout_s)
-
-    async def ask(self, judge: Judge, question: Question, *, seed: int, again: bool = False) -> Reply:
-        body = chat_request(judge, question, model=SERVED_JUDGE, seed=seed, again=again)
-        try:
-            answer = await self._server.ask("POST", "/v1/chat/completions", body)
-        except BadRequest as problem:  # too long for its context, most often
-            self._refusals.refuse("the engine refused the question", said=str(problem))
-        self._refusals.in_a_row = 0
-        return reply_of(answer, name=self.name)
-
-    async def close(self) -> None:
-        await self._server.close()
-
-
-_TRANSIENT = (408, 409, 425, 429, 500, 502, 503, 504, 529)
-_REFUSED = (400, 413, 422)
-_MAY_PASS = (httpx.TimeoutException, httpx.NetworkError, httpx.RemoteProtocolError)
-
-
-@dataclass(frozen=True, slots=True)
-class Patience:
-    """How an address is asked again: so many tries in all, each wait twice as long as the last, less a random part."""
-
-    tries: int = 7
-    first_s: float = 1.0
-    most_s: float = 30.0
-
-    def wait_s(self, attempt: int, *, asked_for_s: float = 0.0) -> float:
-        """Before try `attempt + 1`; no less than the address asked for, but never longer than `most_s`."""
-        grown = self.first_s * 2.0**attempt * random.uniform(0.5, 1.0)
-        return min(self.most_s, max(grown, asked_for_s))
-
-
-class RemoteJudge:
-    """An address that the user gives. Bounded concurrency; only what may pass by itself is asked again.
-
-    The key is read from the environment, held here and sent to this address alone.
-    """
-
-    def __init__(
-        self,
-        name: str,
-        judge: Judge,
-        *,
-        request_timeout_s: float,
-        patience: Patience | None = None,
-        transport: httpx.AsyncBaseTransport | None = None,
-    ) -> None:
-        assert judge.base_url is not None
-        self.name = name
-        self._address = judge.base_url
-        self._at_once = asyncio.Semaphore(judge.concurrency)
-        self._patience = patience or Patience()
-        self._refusals = Refusals(name)
-        headers = {"Authorization": f"Bearer {required_key(name, judge)}"} if judge.api_key_env else {}
-        self._client = httpx.AsyncClient(
-            base_url=judge.base_url.rstrip("/") + "/",
-            headers=headers,
-            timeout=httpx.Timeout(request_timeout_s, connect=20.0, pool=None),
-            transport=transport,
-            follow_redirects=False,
-        )
-
-    async def wait_ready(self, *, timeout_s: float) -> None:
-        """Nothing: its first question will tell."""
-
-    async def ask(self, judge: Judge, question: Question, *, seed: int, again: bool = False) -> Reply:
-        body = chat_request(judge, question, model=judge.model, seed=seed, again=again)
-        async with self._at_once:
-            return reply_of(await self._answer(body), name=self.name)
-
-    async def _answer(self, body: Mapping[str, Any]) -> Any:
-        problem, asked_for_s = "", 0.0
-        for attempt in range(self._patience.tries):
-            if attempt:
-                await asyncio.sleep(self._patience.wait_s(attempt - 1, asked_for_s=asked_for_s))
-            try:
-                response = await self._client.post("chat/completions", json=body)
-            except _MAY_PASS as error:
-                problem = str(error) or type(error).__name__
-                continue
-            except httpx.HTTPError as error:
-                raise EngineError(f"{self.name}: {self._address} cannot be asked: {error}; check base_url") from None
-            if response.status_code not in _TRANSIENT:
-                return self._told(response)
-            problem, asked_for_s = f"status {response.status_code}", _retry_after_s(response)
-        self._refusals.refuse("the address did not answer", said=f"{self._address}, {problem}")
-
-    def _told(self, response: httpx.Response) -> Any:
-        status = response.status_code
-        if status in _REFUSED:
-            self._refusals.refuse("the address refused the question", said=response.text)
-        self._refusals.in_a_row = 0
-        if status != 200:
-            said = " ".join(response.text[:200].split())
-            raise EngineError(f"{self.name}: {self._address} answered {status}: {said}; check base_url, model and key")
-        try:
-            return response.json()
-        except ValueError:
-            raise EngineError(f"{self.name}: {self._address} answered no JSON; check base_url") from None
-
-    async def close(self) -> None:
-        await self._client.aclose()
-
-
-def required_key(name: str, judge: Judge) -> str:
-    """The key's value; EngineError where the variable is not set."""
-    assert judge.api_key_env is not None
-    key = os.environ.get(judge.api_key_env, "")
+def _authorization(name: str, key_variable: str | None) -> dict[str, str]:
+    if key_variable is None:
+        return {}
+    key = os.environ.get(key_variable, "")
     if not key:
-        raise EngineError(f"{name}: the environment variable {judge.api_key_env} is not set; export it (api_key_env)")
-    return key
-
-
-def _retry_after_s(response: httpx.Response) -> float:
-    """What the `Retry-After` header says in seconds; 0 where it says nothing of the kind."""
-    told = response.headers.get("retry-after", "")
-    return float(told) if told.isdigit() else 0.0
-
-
-SERVED_REWARD_MODEL = "reward-model"
-"""The name under which every reward model's engine serves its model."""
-
-_PATH = "/classify"
-
-
-class RewardModelEngine(Protocol):
-    """What a reward model is asked through."""
-
-    name: str
-
-    async def wait_ready(self, *, timeout_s: float) -> None:
-        """Return once it answers; EngineError when it does not in time."""
-
-    async def logit(self, token_ids: Sequence[int]) -> float:
-        """The classifier's only logit, as it is; NaN where it gives no number."""
-
-    async def close(self) -> None:
-        """Let go of connections."""
-
-
-class VllmRewardModel:
-    """Example: `VllmRewardModel(Server("reward-model-0", folder.socket("reward-model-0"), request_timeout_s=600))`."""
-
-    def __init__(self, server: Server) -> None:
-        self.name = server.name
-        self._server = server
-
-    async def wait_ready(self, *, timeout_s: float) -> None:
-        await self._server.wait_ready(timeout_s=timeout_s)
-
-    async def logit(self, token_ids: Sequence[int]) -> float:
-        # Without `use_activation: false` vLLM would give the sigmoid of it.
-        body = {"model": SERVED_REWARD_MODEL, "input": list(token_ids), "use_activation": False}
-        answer = await self._server.ask("POST", _PATH, body)
-        try:
-            (number,) = answer["data"][0]["probs"]
-            return math.nan if number is None else float(number)
-        except (KeyError, IndexError, TypeError, ValueError):
-            raise EngineError(f"{self.name}: {_PATH} answered {str(answer)[:200]}, not one number") from None
-
-    async def close(self) -> None:
-        await self._server.close()
+        raise EngineError(f"{name}: the environment variable {key_variable} is not set; export it (api_key_env)")
+    return {"Authorization": f"Bearer {key}"}

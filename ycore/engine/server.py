@@ -1,18 +1,16 @@
-"""One engine's server over a unix socket: asked with a deadline, and asked again where its process died.
+"""Requests to a vLLM server over its unix socket that survive a restart of the server.
 
-The launcher starts a dead engine again, behind the same socket. A request that was under way goes to the new process,
-with the same seed; its first answer never came, so there is no second one. Which process answered is told by the
-socket's file, which is another one for each: an answer counts only if that is still the file of the process that was
-made ready before.
+The launcher restarts a dead engine behind the same socket. A request that was in flight is sent again to the new
+process, with the same seed: its first answer never came, so there is no second one. The socket's file identifies the
+process, as every process creates its own. An answer counts only while the file is still that of the process that was
+prepared before the request.
 
-One question has one deadline, however often it is asked again: `request_timeout_s`, and `restart_timeout_s` more where
-the process that was there is lost meanwhile.
-
-Not here: what is asked (`vllm_engine`), and starting anything (`launch`).
+A request has one deadline, however often it is sent: `request_timeout_s`, and `restart_timeout_s` more where its
+process is lost meanwhile.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +20,55 @@ from ycore.config.schema import EngineSettings
 from ycore.errors import EngineError
 
 Process = tuple[int, int]
-"""A process, by the inode and the time of the socket that it listens on."""
+"""A server process, by the inode and the modification time of its socket."""
 
-# The server closes a connection that was idle for 5 s, which a training step is; ours are given up well before that.
+# The server closes a connection after 5 s without a request, as in a training step; ours are dropped well before.
 _LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=1.0)
-_PAUSES_S = (0.05, 0.2, 0.5, 1.0, 2.0)  # before asking a process again that is there and gave no good answer
+_RETRY_PAUSES_S = (0.05, 0.2, 0.5, 1.0, 2.0)  # between requests to one process that keeps failing
 
 
 class NoAnswer(EngineError):
-    """The connection was lost, or the server failed (a status of 500 and above): it may be asked again."""
+    """The connection was lost, or the server failed (status 500 and above): a retry may help."""
 
 
 class BadRequest(EngineError):
-    """The server will not take this request (status 400), as too long perhaps; it may take another."""
+    """The server rejects this request (status 400), for example as too long; it may accept another."""
+
+
+def is_healthy(socket: Path, *, timeout_s: float = 1.0) -> bool:
+    """Whether the server behind the socket is ready, for callers without an event loop; a sleeping server is.
+
+    Args:
+        timeout_s: Limit of each step (connecting, reading); a hung process does not answer within it.
+    """
+    return socket.exists() and request_succeeds(socket, "GET", "/health", timeout_s=timeout_s)
+
+
+def request_succeeds(socket: Path, method: str, path: str, *, timeout_s: float) -> bool:
+    """Send one request without a body, for callers without an event loop; True for status 200."""
+    try:
+        with httpx.Client(transport=httpx.HTTPTransport(uds=str(socket), verify=False), timeout=timeout_s) as client:
+            return client.request(method, f"http://engine{path}").status_code == httpx.codes.OK
+    except httpx.HTTPError:
+        return False
 
 
 def restart_timeout_s(settings: EngineSettings) -> float:
-    """How long to wait for another process; the launcher gives up first, and says why."""
+    """How long to wait for a restarted process; the launcher gives up before that, and says why."""
     return 2 * settings.start_timeout_s + settings.health_timeout_s
 
 
-async def _as_it_is() -> None:
-    """Nothing is to be done to a new process."""
-
-
 class Server:
-    """Example: `await Server("judge-0", socket, request_timeout_s=60).ask("POST", "/v1/completions", body)`.
+    """Example: `await Server("judge-0", socket, request_timeout_s=60).request("POST", "/v1/completions", body)`.
 
-    `prepare` is called with every new process before it is asked anything, and may `call` it. `restarts` counts the
-    processes that took the place of another.
+    Args:
+        name: The engine's name: its log is `logs/NAME.log`.
+        request_timeout_s: Deadline of a request, retries included.
+        restart_timeout_s: How much longer a request waits where its process was lost.
+        prepare: Awaited for every new process before it gets a request; it may use `request_once`.
+
+    Attributes:
+        restarts: How often a new process has replaced the one before.
     """
 
     def __init__(
@@ -60,7 +78,7 @@ class Server:
         *,
         request_timeout_s: float,
         restart_timeout_s: float = 900.0,
-        prepare: Callable[[], Awaitable[None]] = _as_it_is,
+        prepare: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.name = name
         self.restarts = 0
@@ -68,34 +86,43 @@ class Server:
         self._timeout_s = request_timeout_s
         self._restart_timeout_s = restart_timeout_s
         self._prepare = prepare
-        self._ready: Process | None = None
-        self._known: Process | None = None
-        self._in_doubt = False
+        self._last_seen: Process | None = None
+        self._prepared: Process | None = None
+        self._is_suspect = False
         self._lock = asyncio.Lock()
         self._client = httpx.AsyncClient(
-            transport=httpx.AsyncHTTPTransport(uds=str(socket), limits=_LIMITS),
+            transport=httpx.AsyncHTTPTransport(uds=str(socket), limits=_LIMITS, verify=False),
             base_url=f"http://{name}",
             timeout=httpx.Timeout(request_timeout_s, pool=None),
         )
 
     async def wait_ready(self, *, timeout_s: float) -> None:
-        """Return once the server answers for the first time; EngineError when it does not in time."""
-        if not await self._answers_within(timeout_s):
+        """Return once the server is healthy; EngineError where it is not within `timeout_s`."""
+        try:
+            async with asyncio.timeout(timeout_s):
+                await self._wait_healthy()
+        except TimeoutError:
             raise EngineError(
                 f"{self.name}: not ready after {timeout_s:.0f} s; "
                 f"see logs/{self.name}.log, or raise engine.start_timeout_s"
-            )
+            ) from None
 
-    async def ask(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """The answer of a process that was prepared; EngineError for what asking again cannot mend, or not in time."""
-        first, failures = self._process(), list[str]()
-        answer = asyncio.ensure_future(self._ask(method, path, body, failures))
-        allowed_s = self._timeout_s
+    async def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Send a request, again after a restart, until a prepared process answers.
+
+        Returns:
+            The answer's JSON; None for an empty answer.
+
+        Raises:
+            BadRequest: The server rejects this request.
+            EngineError: Another status that a retry cannot change, or no answer before the deadline.
+        """
+        process, failures = self._process(), list[str]()
+        answer = asyncio.ensure_future(self._retry(method, path, body, failures))
         try:
             await asyncio.wait([answer], timeout=self._timeout_s)
-            is_lost = first is None or self._process() != first
-            if not answer.done() and is_lost:
-                allowed_s += self._restart_timeout_s
+            is_lost = process is None or self._process() != process
+            if is_lost:
                 await asyncio.wait([answer], timeout=self._restart_timeout_s)
             if answer.done():
                 return answer.result()
@@ -103,53 +130,74 @@ class Server:
             answer.cancel()
         if is_lost:
             raise EngineError(
-                f"{self.name}: lost, and no answer to {path} from another process within {allowed_s:.0f} s; "
-                f"see logs/{self.name}.log"
+                f"{self.name}: lost, and no answer to {path} from another process within "
+                f"{self._timeout_s + self._restart_timeout_s:.0f} s; see logs/{self.name}.log"
             )
-        raise EngineError(self._too_late(path, failures))
+        raise self._deadline_missed(path, failures)
 
-    def _too_late(self, path: str, failures: list[str]) -> str:
-        """The line for a process that is there and gave no good answer in time."""
-        why = f", asked {len(failures) + 1} times; at first: {failures[0]}" if failures else ""
-        return f"{self.name}: no answer to {path} within {self._timeout_s:.0f} s (engine.request_timeout_s){why}"
+    async def request_once(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+        """Send one request to whatever process is there; NoAnswer where a retry may help, else EngineError."""
+        try:
+            response = await self._client.request(method, path, json=body)
+        except httpx.TimeoutException:
+            raise self._deadline_missed(path, []) from None
+        except httpx.HTTPError as error:
+            raise NoAnswer(
+                f"{self.name}: {path} failed, {error or type(error).__name__}; see logs/{self.name}.log"
+            ) from error
+        if response.is_error:
+            rejected = BadRequest if response.status_code == httpx.codes.BAD_REQUEST else EngineError
+            kind = NoAnswer if response.is_server_error else rejected
+            raise kind(f"{self.name}: {path} answered {response.status_code}: {response.text[:300]}")
+        try:
+            return response.json() if response.content else None
+        except ValueError:
+            raise EngineError(f"{self.name}: {path} answered {response.text[:300]!r}, which is not JSON") from None
 
-    async def _ask(self, method: str, path: str, body: Mapping[str, Any] | None, failures: list[str]) -> Any:
-        """The same without a deadline; what it failed with on the way is left in `failures`."""
-        pauses = iter(_PAUSES_S)
+    def prepare_again(self) -> None:
+        """Have the process prepared again before the next request."""
+        self._prepared = None
+
+    async def close(self) -> None:
+        await self._client.aclose()
+
+    async def _retry(self, method: str, path: str, body: Mapping[str, Any] | None, failures: list[str]) -> Any:
+        """Send the request until it is answered, without a deadline; appends each failure to `failures`."""
+        pauses = iter(_RETRY_PAUSES_S)
         while True:
             before = self._process()
             try:
-                prepared = await self._prepared()
-                answer = await self.call(method, path, body)
+                prepared = await self._prepared_process()
+                answer = await self.request_once(method, path, body)
             except NoAnswer as error:
                 failures.append(str(error))
-                self._in_doubt = True
-                if self._process() == before and await _is_over(pauses):
-                    raise
+                self._is_suspect = True
+                if self._process() == before:
+                    pause = next(pauses, None)
+                    if pause is None:
+                        raise
+                    await asyncio.sleep(pause)
                 continue
             if self._process() == prepared:
                 return answer
 
-    def forget(self) -> None:
-        """Prepare the process again before it is asked the next time: what it was prepared with is out of date."""
-        self._ready = None
-
-    async def _prepared(self) -> Process:
-        now = self._process()
-        if now is not None and now == self._ready and not self._in_doubt:
-            return now
+    async def _prepared_process(self) -> Process:
+        process = self._process()
+        if process is not None and process == self._prepared and not self._is_suspect:
+            return process
         async with self._lock:
-            await self._until_it_answers()
-            now = self._process()
-            if now is None:
+            await self._wait_healthy()
+            process = self._process()
+            if process is None:
                 raise NoAnswer(f"{self.name}: gone again; see logs/{self.name}.log")
-            self.restarts += int(self._known not in (None, now))
-            self._known = now
-            if now != self._ready:
-                await self._prepare()
-                self._ready = now
-            self._in_doubt = False
-            return now
+            self.restarts += int(self._last_seen not in (None, process))
+            self._last_seen = process
+            if process != self._prepared:
+                if self._prepare is not None:
+                    await self._prepare()
+                self._prepared = process
+            self._is_suspect = False
+            return process
 
     def _process(self) -> Process | None:
         try:
@@ -158,15 +206,7 @@ class Server:
             return None
         return status.st_ino, status.st_mtime_ns
 
-    async def _answers_within(self, timeout_s: float) -> bool:
-        try:
-            async with asyncio.timeout(timeout_s):
-                await self._until_it_answers()
-        except TimeoutError:
-            return False
-        return True
-
-    async def _until_it_answers(self) -> None:
+    async def _wait_healthy(self) -> None:
         while not await self._is_healthy():
             await asyncio.sleep(0.2)
 
@@ -178,32 +218,25 @@ class Server:
         except httpx.HTTPError:
             return False
 
-    async def call(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """One request to whatever process is there; NoAnswer where another try may help, else EngineError."""
-        try:
-            response = await self._client.request(method, path, json=body)
-        except httpx.TimeoutException:
-            raise EngineError(self._too_late(path, [])) from None
-        except httpx.HTTPError as error:
-            raise NoAnswer(
-                f"{self.name}: {path} failed, {error or type(error).__name__}; see logs/{self.name}.log"
-            ) from error
-        if response.status_code >= httpx.codes.BAD_REQUEST:
-            refused = BadRequest if response.status_code == httpx.codes.BAD_REQUEST else EngineError
-            kind = NoAnswer if response.is_server_error else refused
-            raise kind(f"{self.name}: {path} answered {response.status_code}: {response.text[:300]}")
-        try:
-            return response.json() if response.content else None
-        except ValueError:
-            raise EngineError(f"{self.name}: {path} answered {response.text[:300]!r}, which is not JSON") from None
+    def _deadline_missed(self, path: str, failures: list[str]) -> EngineError:
+        """The error of a process that is still there and gave no good answer in time."""
+        why = f", sent {len(failures) + 1} times; first failure: {failures[0]}" if failures else ""
+        return EngineError(
+            f"{self.name}: no answer to {path} within {self._timeout_s:.0f} s (engine.request_timeout_s){why}"
+        )
+
+
+class ServerClient:
+    """What the clients of the policy's, the judges' and the reward models' servers share."""
+
+    def __init__(self, server: Server) -> None:
+        self.name = server.name
+        self._server = server
+
+    async def wait_ready(self, *, timeout_s: float) -> None:
+        """Return once the server answers; EngineError where it does not in time."""
+        await self._server.wait_ready(timeout_s=timeout_s)
 
     async def close(self) -> None:
-        await self._client.aclose()
-
-
-async def _is_over(pauses: Iterator[float]) -> bool:
-    """Wait for the next pause; True where there is none left."""
-    pause = next(pauses, None)
-    if pause is not None:
-        await asyncio.sleep(pause)
-    return pause is None
+        """Close the connections; the process is the launcher's."""
+        await self._server.close()

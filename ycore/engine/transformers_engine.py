@@ -1,13 +1,11 @@
-"""Generation by transformers, in the trainer's own process and with its own weights, as an Engine.
+"""An `Engine` for machines without vLLM: transformers generates in the trainer's process, with the trainer's model.
 
-For machines without vLLM: slower, same completions' shape. It has no weights to be sent, so a sync is nothing, and it
-reports no logprobs: the trainer's own are the ones it sampled with.
-
-Not here: training.
+It is slower. It needs no weights sent, and reports no logprobs: they are the trainer's own.
 """
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,7 +17,7 @@ from ycore.types import Completion
 MAX_BATCH = 64
 
 
-class _Ask(NamedTuple):
+class _Request(NamedTuple):
     prompt_ids: Sequence[int]
     seed: int
     greedy: bool
@@ -27,7 +25,7 @@ class _Ask(NamedTuple):
 
 
 class TransformersEngine:
-    """Gathers what is asked at once into batches for `model.generate`."""
+    """Collects simultaneous requests into batches for `model.generate`."""
 
     name = "transformers"
 
@@ -36,9 +34,9 @@ class TransformersEngine:
         self._model = model
         self._tokenizer = tokenizer
         self._sampling = sampling
-        self._waiting: list[_Ask] = []
+        self._waiting: list[_Request] = []
         self._worker: asyncio.Task[None] | None = None
-        self._turn = asyncio.Lock()  # one use of the model at a time, whichever thread it is on
+        self._model_lock = asyncio.Lock()  # one use of the model at a time, as each has its own thread
 
     async def wait_ready(self, *, timeout_s: float) -> None:
         """Nothing to wait for."""
@@ -47,68 +45,65 @@ class TransformersEngine:
         self.version = version
 
     async def close(self) -> None:
-        """Nothing to let go of."""
+        """Nothing to close."""
 
     async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Ask(prompt_ids, seed, greedy, answer))
+        self._waiting.append(_Request(prompt_ids, seed, greedy, answer))
         if self._worker is None or self._worker.done():
             self._worker = asyncio.ensure_future(self._work())
         return await answer
 
+    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+        async with self._model_lock:
+            return await asyncio.to_thread(self._score, list(context_ids), list(target_ids))
+
     async def _work(self) -> None:
-        await asyncio.sleep(0)  # everything that is asked in this turn of the loop goes into one batch
+        await asyncio.sleep(0)  # all requests of this turn of the event loop go into one batch
         while self._waiting:
-            alike = [ask for ask in self._waiting if ask.greedy == self._waiting[0].greedy]
-            others = [ask for ask in self._waiting if ask.greedy != alike[0].greedy]
+            greedy = self._waiting[0].greedy
+            alike = [request for request in self._waiting if request.greedy == greedy]
+            others = [request for request in self._waiting if request.greedy != greedy]
             batch, self._waiting = alike[:MAX_BATCH], alike[MAX_BATCH:] + others
             try:
-                async with self._turn:
+                async with self._model_lock:
                     completions = await asyncio.to_thread(self._generate, batch)
             except Exception as error:  # noqa: BLE001 -- handed to everyone who waits for this batch
-                for ask in batch:
-                    if not ask.answer.done():
-                        ask.answer.set_exception(error)
+                for request in batch:
+                    if not request.answer.done():
+                        request.answer.set_exception(error)
                 continue
-            for ask, completion in zip(batch, completions, strict=True):
-                if not ask.answer.done():
-                    ask.answer.set_result(completion)
-
-    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
-        async with self._turn:
-            return await asyncio.to_thread(self._score, list(context_ids), list(target_ids))
+            for request, completion in zip(batch, completions, strict=True):
+                if not request.answer.done():
+                    request.answer.set_result(completion)
 
     def _score(self, context_ids: list[int], target_ids: list[int]) -> tuple[float, ...]:
         ids = torch.tensor([[*context_ids, *target_ids]], device=self._model.device)
-        was_training = self._model.training
-        self._model.eval()
-        try:
-            with torch.no_grad(), self._autocast():
-                logits = self._model(input_ids=ids, use_cache=False).logits[0, len(context_ids) - 1 : -1]
-        finally:
-            self._model.train(was_training)
+        with self._inference():
+            logits = self._model(input_ids=ids, use_cache=False).logits[0, len(context_ids) - 1 : -1]
         chosen = logits.float().log_softmax(-1).gather(1, ids[0, len(context_ids) :].unsqueeze(1))
         return tuple(chosen.squeeze(1).tolist())
 
-    def _generate(self, batch: Sequence[_Ask]) -> list[Completion]:
+    def _generate(self, batch: Sequence[_Request]) -> list[Completion]:
         inputs = self._tokenizer.pad(
-            {"input_ids": [list(ask.prompt_ids) for ask in batch]}, padding_side="left", return_tensors="pt"
+            {"input_ids": [list(request.prompt_ids) for request in batch]}, padding_side="left", return_tensors="pt"
         ).to(self._model.device)
-        was_training = self._model.training
-        self._model.eval()
-        try:
-            # One generator serves the batch: its first seed stands for all of them.
-            with torch.random.fork_rng(), torch.no_grad(), self._autocast():
-                torch.manual_seed(batch[0].seed)
-                outputs = self._model.generate(**inputs, **self._arguments(greedy=batch[0].greedy))
-        finally:
-            self._model.train(was_training)
+        with torch.random.fork_rng(), self._inference():
+            torch.manual_seed(batch[0].seed)  # the batch has one generator, seeded by its first request
+            outputs = self._model.generate(**inputs, **self._arguments(greedy=batch[0].greedy))
         return [self._completion(row) for row in outputs[:, inputs["input_ids"].size(1) :].tolist()]
 
-    def _autocast(self) -> torch.autocast:
-        """Adapters are kept in float32 beside a bfloat16 base; the trainer's own passes compute them so too."""
+    @contextmanager
+    def _inference(self) -> Iterator[None]:
+        """Evaluation mode without gradients; autocast as in the trainer, which keeps adapters in float32."""
+        was_training = self._model.training
         is_half = self._model.dtype == torch.bfloat16
-        return torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=is_half)
+        self._model.eval()
+        try:
+            with torch.no_grad(), torch.autocast(self._model.device.type, dtype=torch.bfloat16, enabled=is_half):
+                yield
+        finally:
+            self._model.train(was_training)
 
     def _arguments(self, *, greedy: bool) -> dict[str, Any]:
         sampling = self._sampling

@@ -1,81 +1,36 @@
-"""What ycore adds to a vLLM worker, through vLLM's own `--worker-extension-cls`: a reload that leaves nothing old.
+"""What vLLM loads into each policy worker through `--worker-extension-cls`; importing this module patches vLLM.
 
-On CPU, vLLM multiplies with packed copies of its weights and keeps no others. Its reload packs anew what the checkpoint
-names, and an output head that is tied to the embedding is not named there: it would go on with the first policy's
-weights. So the head is packed again here; and what is packed is added up as it is handed over, since nobody can read
-it afterwards.
-
-Seeded sampling on CPU at a fifth of vLLM's price: the same race of exponentials, run by a faster generator.
-
-What vLLM loads of ycore into each worker, by the name in `--worker-extension-cls`. To import it is to change vLLM.
-
-Not here: who asks for it (`vllm_engine`), what the sums are good for (`algorithms.checksum`). vLLM imports this module
-in the engine's own process.
+On a CPU vLLM multiplies with packed copies of its weights and keeps no others. Two patches follow:
+1. A reload packs only the weights that the checkpoint names. An output head that is tied to the embedding is not named,
+   so it would keep the first policy's weights: `load_policy` packs it again.
+2. Packed weights cannot be read back, so their sums are taken as they are packed.
+A third patch is for speed: seeded sampling at a fifth of vLLM's cost, by the same method with a faster generator.
 """
 
 from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
+import torch
+from vllm.model_executor.layers import utils as vllm_layers
 from vllm.platforms import current_platform
+from vllm.v1.sample.ops import topk_topp_sampler as vllm_sampler
 
+from ycore.engine.weights import byte_sum
 from ycore.run.reports import tell_stacks
 
+__all__ = ["PolicyWorker"]
 
-def sample_faster() -> None:
-    """Give vLLM's CPU sampler the faster draw. Must come before the engine's model runner is made."""
-    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
-
-    stock = TopKTopPSampler.forward_cpu
-
-    def forward_cpu(self: Any, logits: Any, generators: Mapping[int, Any], k: Any, p: Any) -> tuple[Any, Any]:
-        draw = stock if not generators or self.use_fp64_gumbel else _forward
-        return tuple(draw(self, logits, generators, k, p))
-
-    TopKTopPSampler.forward_cpu = forward_cpu
-
-
-def _forward(self: Any, logits: Any, generators: Mapping[int, Any], k: Any, p: Any) -> tuple[Any, Any]:
-    """In the place of `TopKTopPSampler.forward_cpu`: token ids `[B]`, and what its logprobs mode asks for, `[B, V]`."""
-    import torch
-    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p, sample_with_exponential_noise
-
-    logits = apply_top_k_top_p(logits, k, p)
-    returned = None
-    if self.logprobs_mode == "processed_logits":
-        returned = logits
-    elif self.logprobs_mode == "processed_logprobs":
-        returned = logits.log_softmax(dim=-1, dtype=torch.float32)
-    probabilities = logits.softmax(dim=-1, dtype=torch.float32)
-    noise = torch.empty_like(probabilities)
-    fill_with_exponentials(noise.numpy(), [_seed(generators.get(row)) for row in range(len(probabilities))])
-    return sample_with_exponential_noise(probabilities, noise), returned
-
-
-def fill_with_exponentials(rows: np.ndarray, seeds: list[int]) -> None:
-    """Standard exponential variables into `rows` `[B, V]`; row i is a function of `seeds[i]` alone."""
-    for row, seed in zip(rows, seeds, strict=True):
-        row[:] = np.random.Generator(np.random.SFC64(seed)).standard_exponential(row.shape)
-
-
-def _seed(generator: Any) -> int:
-    """The next seed of a request's own generator, or of the process's for a request that has none."""
-    import torch
-
-    return int(torch.randint(2**62, (1,), generator=generator))
-
-
-PACKED: dict[Any, int] = {}
-"""The sum of the weights that a layer multiplies with, by the layer, where they were packed."""
+PACKED_SUMS: dict[Any, int] = {}
+"""The sum of each layer's weight as it was packed, by layer."""
 
 
 class PolicyWorker:
     """Mixed into vLLM's worker; its methods are called by name, over `/collective_rpc`."""
 
     def load_policy(self: Any, weights_path: str) -> list[tuple[list[str], int]]:
-        """Take the weights in a folder, tied ones included; what the model then holds, as `checksum.ReadBack`."""
+        """Load the weights in a folder, tied ones included; returns `parameter_sums` of the loaded model."""
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-        from vllm.platforms import current_platform
 
         self.reload_weights(weights_path=weights_path)
         model = self.model_runner.get_model()
@@ -83,18 +38,16 @@ class PolicyWorker:
             for module in model.modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
-        return read_back(model, dtype=self.model_config.dtype)
+        return parameter_sums(model, dtype=self.model_config.dtype)
 
 
-def read_back(model: Any, *, dtype: Any) -> list[tuple[list[str], int]]:
-    """Every parameter of a loaded model: the checkpoint's names for it, and its sum; one in another dtype is left out.
+def parameter_sums(model: Any, *, dtype: Any) -> list[tuple[list[str], int]]:
+    """The names in the checkpoint and the sum of every parameter of this dtype, for `weights.check_read_back`.
 
-    A tied head is told as what it is tied to, with the sum of its own packed copy.
+    A tied head has the name of the embedding, and the sum of its own packed copy.
     """
-    from ycore.engine.weights import byte_sum
-
-    parts = vars(type(model)).get("packed_modules_mapping") or {}
-    told: list[tuple[list[str], int]] = []
+    fused_parts = vars(type(model)).get("packed_modules_mapping") or {}
+    sums: list[tuple[list[str], int]] = []
     first_name: dict[int, str] = {}
     for module_name, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
@@ -102,37 +55,65 @@ def read_back(model: Any, *, dtype: Any) -> list[tuple[list[str], int]]:
             if parameter.numel():
                 name = first_name.setdefault(parameter.data_ptr(), name)
             if parameter.dtype == dtype:
-                packed = PACKED.get(module) if leaf == "weight" else None
-                told.append((checkpoint_names(name, parts), byte_sum(parameter) if packed is None else packed))
-    return told
+                packed = PACKED_SUMS.get(module) if leaf == "weight" else None
+                sums.append((checkpoint_names(name, fused_parts), byte_sum(parameter) if packed is None else packed))
+    return sums
 
 
-def checkpoint_names(name: str, parts: dict[str, list[str]]) -> list[str]:
+def checkpoint_names(name: str, fused_parts: dict[str, list[str]]) -> list[str]:
     """`a.qkv_proj.weight` is the checkpoint's `a.q_proj.weight`, `a.k_proj.weight` and `a.v_proj.weight`."""
     *owner, module, leaf = name.split(".")
-    return [".".join([*owner, part, leaf]) for part in parts.get(module, [module])]
+    return [".".join([*owner, part, leaf]) for part in fused_parts.get(module, [module])]
 
 
-def note_what_is_packed() -> None:
-    """From now on in this process: add up each weight as vLLM packs it for its CPU kernels."""
-    from vllm.model_executor.layers import utils
+def record_packed_sums() -> None:
+    """Patch vLLM to record the sum of every weight that it packs for its CPU kernels."""
+    pack = vllm_layers.dispatch_cpu_unquantized_gemm
 
-    from ycore.engine.weights import byte_sum
-
-    pack = utils.dispatch_cpu_unquantized_gemm
-
-    def noted(layer: Any, remove_weight: bool) -> None:
+    def pack_and_record(layer: Any, remove_weight: bool) -> None:
         weight = layer.weight
         if not weight.is_meta and weight.dim() == 2:
-            PACKED[layer] = byte_sum(weight)
+            PACKED_SUMS[layer] = byte_sum(weight)
         pack(layer, remove_weight=remove_weight)
 
-    utils.dispatch_cpu_unquantized_gemm = noted
+    vllm_layers.dispatch_cpu_unquantized_gemm = pack_and_record
 
 
-__all__ = ["PolicyWorker"]
+def use_faster_sampler() -> None:
+    """Patch vLLM's CPU sampler; must come before the engine's model runner is built."""
+    sampler = vllm_sampler.TopKTopPSampler
+    stock = sampler.forward_cpu
+
+    def forward_cpu(self: Any, logits: Any, generators: Mapping[int, Any], k: Any, p: Any) -> tuple[Any, Any]:
+        sample = stock if not generators or self.use_fp64_gumbel else _sample
+        return tuple(sample(self, logits, generators, k, p))
+
+    sampler.forward_cpu = forward_cpu
+
+
+def _sample(self: Any, logits: Any, generators: Mapping[int, Any], k: Any, p: Any) -> tuple[Any, Any]:
+    """Instead of `TopKTopPSampler.forward_cpu`: token ids `[B]`, and what the logprobs mode wants, `[B, V]` or None."""
+    logits = vllm_sampler.apply_top_k_top_p(logits, k, p)
+    returned = None
+    if self.logprobs_mode == "processed_logits":
+        returned = logits
+    elif self.logprobs_mode == "processed_logprobs":
+        returned = logits.log_softmax(dim=-1, dtype=torch.float32)
+    probabilities = logits.softmax(dim=-1, dtype=torch.float32)
+    noise = torch.empty_like(probabilities)
+    # A request without a seed has no generator; the process's own then gives the seed of its row.
+    seeds = [int(torch.randint(2**62, (1,), generator=generators.get(row))) for row in range(len(noise))]
+    fill_with_exponentials(noise.numpy(), seeds)
+    return vllm_sampler.sample_with_exponential_noise(probabilities, noise), returned
+
+
+def fill_with_exponentials(rows: np.ndarray, seeds: list[int]) -> None:
+    """Fill `rows` `[B, V]` with standard exponential variables; row i depends on `seeds[i]` alone."""
+    for row, seed in zip(rows, seeds, strict=True):
+        row[:] = np.random.Generator(np.random.SFC64(seed)).standard_exponential(row.shape)
+
 
 tell_stacks()
 if current_platform.is_cpu():
-    sample_faster()
-    note_what_is_packed()
+    use_faster_sampler()
+    record_packed_sums()

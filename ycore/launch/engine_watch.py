@@ -20,7 +20,7 @@ from typing import NamedTuple
 
 import psutil
 
-from ycore.engine.sleeping import SLEEP, asleep_file, note_asleep
+from ycore.engine.sleeping import SLEEP, asleep_file, mark_asleep
 from ycore.errors import EngineError
 from ycore.launch.processes import ManagedProcess, StopWatch, is_stopped
 from ycore.launch.scoring_models import EngineProcess
@@ -273,4 +273,4 @@ def _put_to_sleep(engine: EngineProcess, *, timeout_s: float) -> None:
         raise EngineError(
             f"{engine.name} does not sleep; see logs/{engine.name}.log, or let engines stay awake: engine.sleep=false"
         )
-    note_asleep(asleep_file(engine.socket), level)
+    mark_asleep(engine.socket, level)

@@ -17,7 +17,7 @@ from typing import Any, Literal
 from ycore.config.algorithms import AnyConfig
 from ycore.config.resolve import num_gpus
 from ycore.config.schema import RunConfig
-from ycore.engine.commands import RolloutEngine, kv_cache_gib
+from ycore.engine.commands import EngineSpec, kv_cache_gib
 from ycore.errors import ConfigError
 from ycore.launch.layout import ONE_RANK, Layout, layout_of
 from ycore.models.folder import context_length
@@ -49,7 +49,7 @@ class EnginePlan:
     kind: Kind
     note: str
     max_model_len: int
-    engines: tuple[RolloutEngine, ...]
+    engines: tuple[EngineSpec, ...]
 
     @property
     def sleeps(self) -> bool:
@@ -113,7 +113,7 @@ def plan_engines(
     max_num_seqs = _sequences_at_once(config, len(slots) * layout.num_machines)
     dtype: Literal["bfloat16", "float32"] = "float32" if config.dtype == "float32" else "bfloat16"
     engines = tuple(
-        RolloutEngine(
+        EngineSpec(
             name=f"rollout-{number}",
             model=model,
             socket=folder.socket(f"rollout-{number}"),

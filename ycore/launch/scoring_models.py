@@ -20,13 +20,11 @@ from typing import Any
 
 from ycore.config.schema import RunConfig
 from ycore.engine.commands import (
-    RolloutEngine,
+    EngineSpec,
     check_classifier,
     engine_command,
     engine_environment,
-    judge_command,
     kv_cache_gib,
-    reward_model_command,
 )
 from ycore.errors import ConfigError, ModelError, RewardError
 from ycore.judge.declaration import POLICY_BASE, Judge
@@ -69,7 +67,7 @@ class ScorerPlan:
     role: str
     sources: tuple[int, ...]
     max_model_len: int
-    engines: tuple[RolloutEngine, ...]
+    engines: tuple[EngineSpec, ...]
 
     @property
     def note(self) -> str:
@@ -123,7 +121,7 @@ def check_scorers(config: RunConfig, columns: Sequence[str], *, engine: str) -> 
 
 
 def plan_scorers(
-    config: RunConfig, folder: RunFolder, slots: Sequence[RolloutEngine], *, fetch: Callable[[str], Path]
+    config: RunConfig, folder: RunFolder, slots: Sequence[EngineSpec], *, fetch: Callable[[str], Path]
 ) -> list[ScorerPlan]:
     """An engine of every scoring model on every slot, given by its rollout engine; `fetch` makes a model a folder."""
     from ycore.run.files import read_json
@@ -149,8 +147,8 @@ def plan_scorers(
 
 
 def _engine(
-    name: str, beside: RolloutEngine, model: ScoringModel, path: Path, folder: RunFolder, *, length: int
-) -> RolloutEngine:
+    name: str, beside: EngineSpec, model: ScoringModel, path: Path, folder: RunFolder, *, length: int
+) -> EngineSpec:
     return replace(
         beside,
         name=name,
@@ -177,7 +175,7 @@ def _length(model: ScoringModel, model_config: Mapping[str, Any]) -> int:
     return model.max_model_len
 
 
-def _memory_gib(model: ScoringModel, model_config: Mapping[str, Any], engine: RolloutEngine, config: RunConfig) -> int:
+def _memory_gib(model: ScoringModel, model_config: Mapping[str, Any], engine: EngineSpec, config: RunConfig) -> int:
     tokens = min(engine.max_model_len, _ALLOWANCE + config.max_tokens + model.max_new_tokens)
     tokens = max(engine.max_num_seqs * tokens, engine.max_model_len)
     return kv_cache_gib(model_config, tokens, bytes_per_value=_BYTES[engine.dtype])
@@ -248,20 +246,13 @@ def check_run_placement(config: RunConfig, *, num_slots: int | None = None) -> N
     check_placement(wanted, roles=roles, num_slots=sum(wanted.shares) if num_slots is None else num_slots)
 
 
-def placing_notes(engines: Sequence[RolloutEngine], scorers: Sequence[ScorerPlan]) -> list[str]:
+def placing_notes(engines: Sequence[EngineSpec], scorers: Sequence[ScorerPlan]) -> list[str]:
     """How the engines share their slots, in a few words; nothing where there is nothing to share."""
     if any(engine.sleeps for engine in engines):
         return ["asleep while others use the device"]
     if scorers and engines[0].on_cpu:
         return ["none of which sleeps, as vLLM cannot on a CPU: placement moves requests alone"]
     return []
-
-
-_COMMANDS: dict[str, Callable[[RolloutEngine], list[str]]] = {
-    ROLLOUT: engine_command,
-    JUDGE: judge_command,
-    REWARD_MODEL: reward_model_command,
-}
 
 
 @dataclass(frozen=True, slots=True)
@@ -278,7 +269,7 @@ class EngineProcess:
     sleeps: bool = False
 
 
-def engine_processes(engines: Sequence[RolloutEngine], scorers: Sequence[ScorerPlan]) -> list[EngineProcess]:
+def engine_processes(engines: Sequence[EngineSpec], scorers: Sequence[ScorerPlan]) -> list[EngineProcess]:
     """The rollout engines, then the others, slot by slot within a model."""
     told = [(ROLLOUT, engine) for engine in engines]
     told += [(plan.role, engine) for plan in scorers for engine in plan.engines]
@@ -287,7 +278,7 @@ def engine_processes(engines: Sequence[RolloutEngine], scorers: Sequence[ScorerP
             name=engine.name,
             role=role,
             socket=engine.socket,
-            command=tuple(_COMMANDS[role](engine)),
+            command=tuple(engine_command(engine, role)),
             environment=engine_environment(engine, has_neighbours=bool(scorers)),
             cores=engine.cores,
             device=engine.device,

@@ -17,8 +17,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.engine import Engine
-from ycore.engine.judge_engine import JudgeEngine, LocalJudge, RemoteJudge, RewardModelEngine, VllmRewardModel
+from ycore.engine.judge_engine import JudgeEngine, RemoteJudge, VllmJudge
 from ycore.engine.server import Server, restart_timeout_s
+from ycore.engine.vllm_engine import VllmRewardModel
 from ycore.judge.question import Questioner, without_special_tokens
 from ycore.judge.sources import RewardModel, is_judge, is_reward_model, is_rule, judge_of, reward_model_of
 from ycore.placement.placement import REWARD_MODEL
@@ -64,7 +65,7 @@ class RewardModelScorer:
         self,
         name: str,
         reward_model: RewardModel,
-        engines: Sequence[RewardModelEngine],
+        engines: Sequence[VllmRewardModel],
         *,
         encode: Encode,
         max_model_len: int,
@@ -233,7 +234,7 @@ class _Builder:
         if judge.base_url is not None:
             engines = [RemoteJudge(name, judge, request_timeout_s=timeout_s)]
         else:
-            engines = [LocalJudge(server) for server in self._servers(source)]
+            engines = [VllmJudge(server) for server in self._servers(source)]
             special = special_tokens(self._tokenizer(source))
         questioner = Questioner(judge, special)
         return JudgeScorer(name, questioner, engines, meter=self._judges, seed=self._config.seed, text_of=text_of(spec))

@@ -15,14 +15,13 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
-from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from ycore.config.schema import RunConfig
 from ycore.engine import Engine
 from ycore.engine.server import Server
-from ycore.engine.sleeping import SleepingEngine, SleepTogether, reload_from_disk
+from ycore.engine.sleeping import SleepingEngine, SleepTogether
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.placement.allocator import Allocator
 from ycore.placement.learning import SleepLevels
@@ -306,10 +305,7 @@ def slot_sleepers(
     by_role: dict[str, list[list[SleepingEngine]]] = {}
     for role, servers in scorers:
         levels = SleepLevels()
-        beds = [
-            SleepingEngine(server, folder.socket(server.name), refill=partial(reload_from_disk, server), levels=levels)
-            for server in servers
-        ]
+        beds = [SleepingEngine(server, folder.socket(server.name), levels=levels) for server in servers]
         by_role.setdefault(role, []).append(beds)
     rollouts: list[Sleeper] = [
         engine.sleeper for engine in engines if isinstance(engine, VllmEngine) and engine.sleeper is not None

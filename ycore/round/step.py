@@ -170,7 +170,7 @@ class Rounds:
         self.record("ycore/engine_restarts", restarts)
         for engine in self._engines:
             if isinstance(engine, VllmEngine) and self._share_weights is not None:
-                self.record("ycore/sync_proved", engine.proved)
+                self.record("ycore/sync_proved", engine.verified_share)
         for name, value in self._scoring.take_metrics(self._peers.add_up).items():
             self.record(name, value)
 

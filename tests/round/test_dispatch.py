@@ -215,9 +215,9 @@ def test_a_round_is_recorded_and_measured(tmp_path: Path) -> None:
     spans = read_trace(tmp_path / "trace.json")
     assert {span.rank for span in spans} == {3}
     turns = [span for span in spans if span.name in ROLES]
-    assert len(turns) == 16 and all(span.told["tokens"] == 7 and span.seconds > 0 for span in turns)
-    assert [span.told["step"] for span in spans if span.name == ROUND] == [0, 1]
-    assert all(span.told["awake"] in ROLES for span in spans if span.name == SWAP)
+    assert len(turns) == 16 and all(span.details["tokens"] == 7 and span.seconds > 0 for span in turns)
+    assert [span.details["step"] for span in spans if span.name == ROUND] == [0, 1]
+    assert all(span.details["awake"] in ROLES for span in spans if span.name == SWAP)
 
 
 def test_queue_depths_are_told_while_the_round_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,7 +1,13 @@
+"""metrics.jsonl and what is read of it: rows, the summary of a run, Wilson's interval and pass@k."""
+
+from itertools import combinations
 from pathlib import Path
 
-from ycore.run.metrics import MetricsWriter, read_metrics
-from ycore.run.trace import MetricsFollower, Span, TraceFollower, TraceWriter, finish_trace
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ycore.run.metrics import MetricsFollower, MetricsWriter, number, pass_at_k, read_metrics, summarise, wilson_95
 
 
 def test_rows_come_back_and_nan_is_null(tmp_path: Path) -> None:
@@ -18,6 +24,58 @@ def test_half_a_last_line_is_left_out_and_does_not_spoil_the_next_row(tmp_path: 
     with MetricsWriter(path) as writer:
         writer.write({"step": 2})
     assert read_metrics(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_a_row_that_lacks_only_its_end_is_kept(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}')
+    with MetricsWriter(path) as writer:
+        writer.write({"step": 3})
+    assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3}]
+
+
+def test_a_kill_in_the_middle_of_a_row_leaves_no_damage_behind(tmp_path: Path) -> None:
+    said: list[str] = []
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2, "rew')
+    with MetricsWriter(path) as writer:
+        writer.write({"step": 2})
+    assert len(read_metrics(path, say=said.append)) == 2 and said == []
+
+
+def damaged(path: Path) -> Path:
+    """Three rows as a run writes them, the second then overwritten in part."""
+    with MetricsWriter(path) as writer:
+        for step in (1, 2, 3):
+            writer.write({"step": step, "reward": 0.5})
+    path.write_bytes(path.read_bytes().replace(b'"step": 2, "re', b"\0" * 14))
+    return path
+
+
+def test_a_damaged_line_that_is_not_the_last_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said: list[str] = []
+    path = damaged(tmp_path / "metrics.jsonl")
+    assert [row["step"] for row in read_metrics(path, say=said.append)] == [1, 3]
+    assert said == [f"line 2 of {path} is damaged (it is not a JSON object); its step is left out"]
+    read_metrics(path)
+    assert capsys.readouterr().err == f"warning: {said[0]}\n"
+
+
+def test_a_follower_names_a_damaged_line_once(tmp_path: Path) -> None:
+    said: list[str] = []
+    path = tmp_path / "metrics.jsonl"
+    follower = MetricsFollower(path, say=said.append)
+    path.write_text('{"step": 1}\n')
+    assert len(follower.read()) == 1
+    with damaged(path).open("a") as file:
+        file.write("[4]\n5]\n")
+    assert [row["step"] for row in follower.read()] == [1, 3] and follower.read() == []
+    assert [line.split(" of ")[0] for line in said] == ["line 3", "line 5", "line 6"]
+
+
+def test_the_first_of_several_names_that_is_a_number_counts() -> None:
+    row = {"a": None, "b": float("nan"), "c": 2, "d": 3.0}
+    assert number(row, "a", "b", "c", "d") == 2.0 and number(row, "a", "x") is None
 
 
 def test_a_missing_file_has_no_rows(tmp_path: Path) -> None:
@@ -64,32 +122,80 @@ def test_a_resumed_run_shows_the_steps_that_it_takes(tmp_path: Path) -> None:
     assert [row["step"] for row in read_metrics(path)] == [1, 2, 3, 4, 5, 6]
 
 
-def write_spans(path: Path, numbers: range) -> list[Span]:
-    writer = TraceWriter(path)
-    told = [Span("rollout", 0, 0, float(number), 0.5) for number in numbers]
-    for span in told:
-        writer.add(span)
-    writer.flush()
-    return told
+def test_rewards_are_means_of_the_first_and_last_five_steps() -> None:
+    metrics = [{"step": step, "reward": step / 10} for step in range(1, 13)]
+    assert summarise(metrics, "finished", 12.34) == {
+        "status": "finished",
+        "steps": 12,
+        "wall_s": 12.3,
+        "reward_first": 0.3,
+        "reward_last": 1.0,
+    }
 
 
-def test_a_trace_is_followed_event_by_event_also_past_its_end(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    follower = TraceFollower(path)
-    assert follower.read() == []
-    told = write_spans(path, range(3))
-    assert follower.read() == told and follower.read() == []
-    with path.open("a") as file:
-        file.write('{"name": "roll')
-    assert follower.read() == []
-    told = write_spans(path, range(3, 5))
-    assert follower.read() == told
-    finish_trace(path)
-    assert follower.read() == []
+def test_a_run_without_steps_has_no_rewards() -> None:
+    summary = summarise([], "failed", 1.0, error="no room")
+    assert (summary["steps"], summary["reward_first"], summary["reward_last"]) == (0, None, None)
+    assert summary["error"] == "no room"
 
 
-def test_a_long_trace_is_followed_from_near_its_end(tmp_path: Path) -> None:
-    path = tmp_path / "trace.json"
-    told = write_spans(path, range(500))
-    last = TraceFollower(path, tail_bytes=1000).read()
-    assert 5 < len(last) < 20 and last == told[-len(last) :]
+def test_rows_without_a_reward_do_not_count() -> None:
+    metrics = [{"step": 1, "reward": 1.0}, {"step": 2, "reward": None}, {"step": 2, "train_loss": 0.1}]
+    summary = summarise(metrics, "interrupted", 1.0)
+    assert (summary["steps"], summary["reward_last"]) == (2, 1.0)
+
+
+def test_the_summary_has_the_ends_of_the_loss() -> None:
+    rows = [{"step": step, "loss": 1.0 / step} for step in range(1, 7)]
+    told = summarise(rows, "finished", 3.0, measure="loss")
+    assert told == {
+        "status": "finished", "steps": 6, "wall_s": 3.0,
+        "loss_first": round((1 + 1 / 2 + 1 / 3) / 3, 6), "loss_last": round((1 / 4 + 1 / 5 + 1 / 6) / 3, 6),
+    }  # fmt: skip
+    assert summarise([], "failed", 1.0, measure="loss", error="why")["loss_first"] is None
+
+
+@pytest.mark.parametrize(
+    ("right", "total", "low", "high"),
+    [(8, 10, 0.4902, 0.9433), (0, 10, 0.0, 0.2775), (10, 10, 0.7225, 1.0), (50, 100, 0.4038, 0.5962)],
+)
+def test_known_values(right: int, total: int, low: float, high: float) -> None:
+    assert wilson_95(right, total) == pytest.approx((low, high), abs=1e-4)
+
+
+@given(st.integers(1, 500).flatmap(lambda total: st.tuples(st.integers(0, total), st.just(total))))
+def test_it_holds_the_share_and_is_its_own_mirror(case: tuple[int, int]) -> None:
+    right, total = case
+    low, high = wilson_95(right, total)
+    assert 0 <= low <= right / total <= high <= 1
+    mirrored = wilson_95(total - right, total)
+    assert (1 - mirrored[1], 1 - mirrored[0]) == pytest.approx((low, high))
+    wide, narrow = wilson_95(right, total), wilson_95(4 * right, 4 * total)
+    assert narrow[1] - narrow[0] < wide[1] - wide[0]
+
+
+def test_what_is_no_share_is_refused() -> None:
+    for right, total in ((1, 0), (3, 2), (-1, 4)):
+        with pytest.raises(ValueError, match="a share needs"):
+            wilson_95(right, total)
+
+
+@pytest.mark.parametrize("n", range(1, 8))
+def test_it_is_the_share_of_subsets_that_hold_a_right_one(n: int) -> None:
+    for c in range(n + 1):
+        for k in range(1, n + 1):
+            subsets = list(combinations(range(n), k))
+            holding = sum(any(member < c for member in subset) for subset in subsets)
+            assert pass_at_k(n, c, k) == pytest.approx(holding / len(subsets), abs=1e-12)
+
+
+def test_many_completions_stay_exact() -> None:
+    assert pass_at_k(2000, 1, 1000) == pytest.approx(0.5)
+    assert pass_at_k(2000, 0, 1000) == 0.0
+    assert pass_at_k(2000, 1500, 501) == 1.0
+
+
+@pytest.mark.parametrize(("n", "c", "k"), [(4, 5, 1), (4, -1, 1), (4, 1, 5), (4, 1, 0)])
+def test_impossible_counts_are_refused(n: int, c: int, k: int) -> None:
+    with pytest.raises(ValueError, match="pass@k needs"):
+        pass_at_k(n, c, k)

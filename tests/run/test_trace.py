@@ -10,6 +10,7 @@ from ycore.run.trace import (
     Levels,
     Mark,
     Span,
+    TraceFollower,
     TraceWriter,
     busy_stretches,
     finish_trace,
@@ -109,3 +110,34 @@ def test_the_last_rounds_are_drawn(tmp_path: Path) -> None:
     path = tmp_path / "timeline.png"
     assert draw_timeline(told, path, "dynamic")
     assert path.read_bytes().startswith(b"\x89PNG") and list(tmp_path.iterdir()) == [path]
+
+
+def write_spans(path: Path, numbers: range) -> list[Span]:
+    writer = TraceWriter(path)
+    told = [Span("rollout", 0, 0, float(number), 0.5) for number in numbers]
+    for span in told:
+        writer.add(span)
+    writer.flush()
+    return told
+
+
+def test_a_trace_is_followed_event_by_event_also_past_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    follower = TraceFollower(path)
+    assert follower.read() == []
+    told = write_spans(path, range(3))
+    assert follower.read() == told and follower.read() == []
+    with path.open("a") as file:
+        file.write('{"name": "roll')
+    assert follower.read() == []
+    told = write_spans(path, range(3, 5))
+    assert follower.read() == told
+    finish_trace(path)
+    assert follower.read() == []
+
+
+def test_a_long_trace_is_followed_from_near_its_end(tmp_path: Path) -> None:
+    path = tmp_path / "trace.json"
+    told = write_spans(path, range(500))
+    last = TraceFollower(path, tail_bytes=1000).read()
+    assert 5 < len(last) < 20 and last == told[-len(last) :]

@@ -3,7 +3,6 @@
 from pathlib import Path
 from typing import Any
 
-from ycore.run.metrics import summarise_losses
 from ycore.view.pictures import draw_loss_curve
 from ycore.view.progress import describe_step
 
@@ -24,12 +23,3 @@ def test_the_plain_line_tells_the_loss_where_there_is_no_reward() -> None:
     assert describe_step(ROWS[1]) == ["loss 0.5000", "accuracy 50%", "margin 0.100", "rate 1.0e-04"]
     assert describe_step({"step": 1, "loss": 0.5, "mean_token_accuracy": 0.25}) == ["loss 0.5000", "token accuracy 25%"]
     assert describe_step({"step": 1, "loss": 0.5, "reward": 0.25}) == ["reward 0.250"]
-
-
-def test_the_summary_has_the_ends_of_the_loss() -> None:
-    told = summarise_losses(ROWS, "finished", 3.0)
-    assert told == {
-        "status": "finished", "steps": 6, "wall_s": 3.0,
-        "loss_first": round((1 + 1 / 2 + 1 / 3) / 3, 6), "loss_last": round((1 / 4 + 1 / 5 + 1 / 6) / 3, 6),
-    }  # fmt: skip
-    assert summarise_losses([], "failed", 1.0, error="why")["loss_first"] is None

@@ -30,11 +30,10 @@ from ycore.launch.scoring_models import ScorerPlan, check_run_placement, engine_
 from ycore.launch.supervise import Limits, StopRequests, Supervisor
 from ycore.run.claim import claim
 from ycore.run.files import read_json, redact, write_json_atomic
-from ycore.run.metrics import Status, read_metrics, summarise, summarise_losses
+from ycore.run.metrics import MetricsFollower, Status, read_metrics, summarise
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
 from ycore.run.secrets import secrets_environment
-from ycore.run.trace import MetricsFollower
 from ycore.view.activity import RunActivity
 from ycore.view.pictures import draw_curve, draw_loss_curve, finish_trace_and_draw
 from ycore.view.progress import RunProgress, as_duration, open_progress
@@ -158,7 +157,7 @@ def _work(worker: Worker, config: RunConfig, site: Site, progress: RunProgress, 
         lambda: start_worker(worker, config, site),
         engines,
         folder=folder,
-        follower=MetricsFollower(folder.metrics),
+        follower=MetricsFollower(folder.metrics, say=progress.say),
         progress=progress,
         stops=stops,
         limits=Limits(
@@ -254,7 +253,7 @@ def _sum_up(
 ) -> dict[str, Any]:
     """Write summary.json and curve.png, and tell the end in a line; the figures of a run are the first machine's."""
     folder, has_steps = site.folder, worker.trains and site.layout.machine_rank == 0
-    metrics = read_metrics(folder.metrics)
+    metrics = read_metrics(folder.metrics, say=progress.say)
     what = None if error is None else redact(str(error) or type(error).__name__)
     summary = summarise(metrics, status, time.monotonic() - began, error=what)
     if not has_steps:
@@ -335,7 +334,7 @@ def _tuning_work(config: TuneConfig, site: Site, progress: RunProgress, stops: S
         lambda: start_worker(TRAINER, config, site),
         EngineWatch(),
         folder=folder,
-        follower=MetricsFollower(folder.metrics),
+        follower=MetricsFollower(folder.metrics, say=progress.say),
         progress=progress,
         stops=stops,
         way_on=f"; `ycore resume {config.output}` goes on",
@@ -355,9 +354,9 @@ def _tuning_sum_up(
 ) -> dict[str, Any]:
     """Write summary.json and curve.png, and tell the end in a line; the figures are the first machine's."""
     folder = site.folder
-    metrics = read_metrics(folder.metrics)
+    metrics = read_metrics(folder.metrics, say=progress.say)
     what = None if error is None else redact(str(error) or type(error).__name__)
-    summary = summarise_losses(metrics, status, time.monotonic() - began, error=what)
+    summary = summarise(metrics, status, time.monotonic() - began, measure="loss", error=what)
     if status == "finished" and folder.held_out.is_file():
         summary |= read_json(folder.held_out)
     write_json_atomic(folder.summary, summary)

@@ -24,9 +24,9 @@ from ycore.launch.guardian import RunWatch
 from ycore.launch.processes import ManagedProcess, RankedTrainer, StopWatch, is_stopped
 from ycore.launch.stacks import write_stacks
 from ycore.run.checkpoints import checkpoints_in, step_of
+from ycore.run.metrics import MetricsFollower
 from ycore.run.paths import RunFolder
 from ycore.run.reports import forget_reports
-from ycore.run.trace import MetricsFollower
 from ycore.view.activity import RunActivity
 from ycore.view.progress import RunProgress
 

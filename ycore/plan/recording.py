@@ -45,13 +45,13 @@ def requests_of(spans: Sequence[Span]) -> list[list[Request]]:
 
 def _request(span: Span) -> Request:
     return Request(
-        number=span.told["request"],
+        number=span.details["request"],
         role=span.name,
         slot=span.slot,
-        asked=span.began - span.told["waited_s"],
+        asked=span.began - span.details["waited_s"],
         began=span.began,
         ended=span.began + span.seconds,
-        tokens=span.told["tokens"],
+        tokens=span.details["tokens"],
     )
 
 

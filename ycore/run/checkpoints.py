@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ycore.errors import RunError, RunFolderError
-from ycore.run.files import read_json, sync_file, sync_folder, write_json_atomic
+from ycore.run.files import read_json, sync, write_json_atomic
 
 SCHEMA = 1
 FEWEST = 2  # whole checkpoints that are kept, whatever is asked: one may turn out damaged
@@ -56,15 +56,15 @@ def publish(folder: Path, step: int, told: dict[str, Any]) -> Path:
     staged, place = staging(folder, step) / f"{_PREFIX}{step}", checkpoint_of(folder, step)
     files = _files(staged)
     for path in files:
-        sync_file(path)
+        sync(path)
     listed = dict(zip(map(str, (path.relative_to(staged) for path in files)), _fingerprints(files), strict=True))
     write_json_atomic(staged / _MANIFEST, {"schema": SCHEMA, "step": step, **told, "files": listed})
     for inner in {path.parent for path in files} | {staged}:
-        sync_folder(inner)
+        sync(inner)
     if place.is_dir():
         _drop(place)
     os.rename(staged, place)
-    sync_folder(folder)
+    sync(folder)
     staged.parent.rmdir()
     return place
 
@@ -183,7 +183,7 @@ def _move(checkpoint: Path, prefix: str) -> Path:
         count += 1
         place = checkpoint.with_name(f"{prefix}{checkpoint.name}-{count}")
     os.rename(checkpoint, place)
-    sync_folder(checkpoint.parent)
+    sync(checkpoint.parent)
     return place
 
 

@@ -1,15 +1,11 @@
-"""Files that are whole or not there: a reader never sees half a write, also after a kill.
+"""Files that are whole or not there, also after a kill; files read while they grow; private folders; secrets hidden.
 
-Folders that only their owner may enter, also where their name can be guessed.
-
-Secrets kept out of what a run writes: tokens, keys and passwords become `***`.
-
-Not here: what the files mean (`prepare`, `summary`), folders of several files (`checkpoints`), and line-by-line files,
-which grow (`telemetry.metrics`).
+A JSON file is written beside its place, brought to the disk and renamed: a reader never sees half of it.
 """
 
 import errno
 import json
+import math
 import os
 import re
 import stat
@@ -25,13 +21,31 @@ _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FULL_IN_WORDS = ("No space left on device", "StorageFull", "Disk quota exceeded", "File too large")
 
 
+def read_json(path: Path) -> Any:
+    """The value in `path`.
+
+    Raises:
+        RunFolderError: the file is missing or is not JSON.
+    """
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise RunFolderError(f"no such file: {path}; is this a run's folder?") from None
+    except ValueError as error:
+        raise RunFolderError(f"{path} is not JSON ({error}); it was not written by ycore, or was changed") from None
+
+
 def write_json_atomic(path: Path, value: Any) -> None:
-    """Write `value` beside `path`, bring it to the disk, then rename it into place; readable by its owner only."""
+    """Replace `path` by `value` as JSON, readable by its owner only; a kill leaves the old file or the new one.
+
+    Raises:
+        ValueError: a number in `value` is NaN or infinite (see `json_safe`).
+    """
     write_bytes_atomic(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
 def write_bytes_atomic(path: Path, data: bytes) -> None:
-    """The same for bytes."""
+    """Replace `path` by `data`, in the same way."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:
@@ -41,31 +55,31 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
         os.replace(partial, path)
     finally:
         partial.unlink(missing_ok=True)
-    sync_folder(path.parent)
+    sync(path.parent)
 
 
-def read_json(path: Path) -> Any:
-    """The value in `path`; RunFolderError when it is missing or not JSON."""
+def json_safe(value: Any) -> Any:
+    """`value` with None for every NaN and infinity, which JSON cannot express."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return None
+    if isinstance(value, Mapping):
+        return {str(key): json_safe(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [json_safe(item) for item in value]
+    return value
+
+
+def sync(path: Path) -> None:
+    """Bring a file to the disk, or a folder: a rename lasts only once the folder that holds the name is there too."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise RunFolderError(f"no such file: {path}; is this a run's folder?") from None
-    except ValueError as error:
-        raise RunFolderError(f"{path} is not JSON ({error}); it was not written by ycore, or was changed") from None
-
-
-def sync_file(path: Path) -> None:
-    """Bring a file that somebody else has written to the disk."""
-    _sync(path)
-
-
-def sync_folder(folder: Path) -> None:
-    """A rename lasts only when the folder that holds the name is on the disk too."""
-    _sync(folder)
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def is_disk_full(error: BaseException) -> bool:
-    """Whether a write failed for want of room; libraries wrap the system's error, or tell it only in words."""
+    """Whether a write failed for lack of space; libraries wrap the system's error, or keep only its words."""
     seen: BaseException | None = error
     while seen is not None:
         if isinstance(seen, OSError) and seen.errno in _FULL:
@@ -76,21 +90,59 @@ def is_disk_full(error: BaseException) -> bool:
     return False
 
 
-def _sync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+class LineFollower:
+    """Reads a file while others append to it: each whole line once.
+
+    Args:
+        path: The file; it may be missing, and may be replaced by another.
+        tail_bytes: How far before the end of a file the first look begins; None reads every file from its start,
+            also one that has become shorter.
+    """
+
+    def __init__(self, path: Path, *, tail_bytes: int | None = None) -> None:
+        self._path = path
+        self._tail_bytes = tail_bytes
+        self._inode = 0
+        self._offset = 0
+        self.num_lines = 0
+        """Lines read of the file that is there now."""
+
+    def read(self) -> list[bytes]:
+        """The lines completed since the last call."""
+        try:
+            with self._path.open("rb") as file:
+                size = file.seek(0, os.SEEK_END)
+                self._begin_again_where_replaced(os.fstat(file.fileno()).st_ino, size)
+                file.seek(self._offset)
+                data = file.read()
+        except FileNotFoundError:
+            return []
+        lines = data.split(b"\n")[:-1]
+        self._offset += data.rfind(b"\n") + 1
+        self.num_lines += len(lines)
+        return lines
+
+    def _begin_again_where_replaced(self, inode: int, size: int) -> None:
+        if inode == self._inode and size >= self._offset:
+            return
+        if self._tail_bytes is None:
+            self._offset = 0
+        else:
+            self._offset = size if inode == self._inode else max(0, size - self._tail_bytes)
+        self._inode, self.num_lines = inode, 0
 
 
 def temporary_folder(folder: RunFolder) -> Path:
-    """Where the run's engines put temporary files and sockets of their own; a short path, for the sockets' sake."""
+    """Where the run's engines put their own temporary files and sockets; short, because a socket's path must be."""
     return Path(tempfile.gettempdir()) / f"ycore-{folder.run_id}"
 
 
 def make_private(path: Path) -> None:
-    """Make `path` a folder of mode 0700; refuse one that is a link or another user's."""
+    """Make `path` a folder of mode 0700.
+
+    Raises:
+        RunFolderError: it is a link or belongs to another user, who may have guessed its name.
+    """
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():

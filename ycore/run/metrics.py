@@ -1,35 +1,49 @@
-"""metrics.jsonl: one JSON object a line, a line a step, readable while it grows.
+"""metrics.jsonl, a line of JSON a step, written, read and followed; the summary of a run; Wilson's interval; pass@k.
 
-summary.json: how a run ended and what it reached, from its metrics.
-
-How sure a share of right answers is: Wilson's interval.
-
-pass@k: the chance that at least one of k completions is right, estimated without bias from n of them.
-
-Not here: what the numbers mean; the names are TRL's own, and ycore's under `ycore/`.
+The names of the numbers are TRL's own, and ycore's begin with `ycore/`.
 """
 
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import comb
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Literal, Self, TextIO, TypeGuard
+from typing import Any, Literal, Self, TextIO
+
+from ycore.run.files import LineFollower, json_safe
+
+Row = Mapping[str, Any]
+Say = Callable[[str], None]
+
+# What a step may call the same number: the first that it has counts. Dynamic sampling trains on some completions only,
+# neither all right nor all wrong: `reward` is theirs, and `ycore/reward` that of every completion that was drawn.
+REWARD = ("ycore/reward", "reward")
+STEP_SECONDS = ("ycore/time/step", "step_time")
+
+
+def number(row: Row, *names: str) -> float | None:
+    """The first of `names` that is a finite number in this row."""
+    values = (row.get(name) for name in names)
+    return next((float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)), None)
 
 
 class MetricsWriter:
-    """Appends rows; each is flushed, so that a reader or a crash finds all rows but at most the last one whole."""
+    """Appends rows; each is flushed, so that a reader or a crash finds all rows whole but at most the last one.
+
+    Args:
+        path: metrics.jsonl; rows that are there stay, and a last line that a kill cut off is dropped.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = _open_to_append(path)
-        if not _ends_a_line(path):
-            self._file.write("\n")
+        _mend_last_line(path)
 
-    def write(self, row: Mapping[str, Any]) -> None:
-        """Append one row; NaN and infinity, which JSON has no word for, become null."""
+    def write(self, row: Row) -> None:
+        """Append one row; NaN and infinity, which JSON cannot express, become null."""
         self._file.write(_line(row))
         self._file.flush()
 
@@ -58,51 +72,95 @@ class MetricsWriter:
         self.close()
 
 
-def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Every whole row; a last line that was cut off is left out, and a missing file has no rows."""
+def warn(line: str) -> None:
+    """Say it on standard error."""
+    print(f"warning: {line}", file=sys.stderr)
+
+
+def read_metrics(path: Path, *, say: Say = warn) -> list[dict[str, Any]]:
+    """Every whole row; none where the file is missing.
+
+    A last line that is not whole is normal: the file is growing, or its writer was killed.
+
+    Args:
+        path: metrics.jsonl.
+        say: Takes a sentence for every other line that is damaged, and so left out.
+    """
     if not path.is_file():
         return []
-    return parse_rows(path.read_bytes().split(b"\n"))
+    *whole, last = path.read_bytes().split(b"\n")
+    rows = _rows(enumerate(whole, 1), path, say)
+    end = _row(last)
+    return rows if end is None else [*rows, end]
 
 
-def parse_rows(lines: list[bytes]) -> list[dict[str, Any]]:
-    """The JSON objects among `lines`; what is not one (a line cut off by a kill) is skipped."""
+class MetricsFollower:
+    """Reads metrics.jsonl while the trainer writes it: `for row in follower.read(): ...`, again and again.
+
+    Each whole row comes once. The trainer of a resumed run puts a shorter file in place of the old one: only the rows
+    that are new in it come.
+
+    Args:
+        path: metrics.jsonl, which may be missing yet.
+        from_the_start: Read the rows that are there already too.
+        say: As in `read_metrics`.
+    """
+
+    def __init__(self, path: Path, *, from_the_start: bool = False, say: Say = warn) -> None:
+        self._path = path
+        self._say = say
+        self._lines = LineFollower(path)
+        before = path.read_bytes() if path.is_file() and not from_the_start else b""
+        self._seen = set(map(hash, before.split(b"\n")))
+
+    def read(self) -> list[dict[str, Any]]:
+        """The rows that were completed since the last call."""
+        lines = self._lines.read()
+        first = self._lines.num_lines - len(lines) + 1
+        new = [(place, line) for place, line in enumerate(lines, first) if hash(line) not in self._seen]
+        self._seen.update(hash(line) for _, line in new)
+        return _rows(new, self._path, self._say)
+
+
+def _rows(lines: Iterable[tuple[int, bytes]], path: Path, say: Say) -> list[dict[str, Any]]:
     rows = []
-    for line in lines:
-        try:
-            row = json.loads(line)
-        except ValueError:
-            continue
-        if isinstance(row, dict):
+    for place, line in lines:
+        row = _row(line)
+        if row is not None:
             rows.append(row)
+        elif line.strip():
+            say(f"line {place} of {path} is damaged (it is not a JSON object); its step is left out")
     return rows
+
+
+def _row(line: bytes) -> dict[str, Any] | None:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        return None
+    return row if isinstance(row, dict) else None
 
 
 def _open_to_append(path: Path) -> TextIO:
     return open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "a", encoding="utf-8")
 
 
-def _line(row: Mapping[str, Any]) -> str:
-    return json.dumps(_finite(row), allow_nan=False) + "\n"
+def _line(row: Row) -> str:
+    return json.dumps(json_safe(row), allow_nan=False) + "\n"
 
 
-def _ends_a_line(path: Path) -> bool:
-    """Whether a new row can begin: a run that was killed may have left half a line."""
-    with path.open("rb") as file:
-        if file.seek(0, os.SEEK_END) == 0:
-            return True
-        file.seek(-1, os.SEEK_END)
-        return file.read(1) == b"\n"
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, Mapping):
-        return {key: _finite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(item) for item in value]
-    return value
+def _mend_last_line(path: Path) -> None:
+    """Let the next row begin on a new line: a kill may have left half a row, or a row without its end."""
+    data = path.read_bytes()
+    whole = data.rfind(b"\n") + 1
+    if whole == len(data):
+        return
+    with path.open("r+b") as file:
+        if _row(data[whole:]) is None:
+            file.truncate(whole)
+        else:
+            file.seek(0, os.SEEK_END)
+            file.write(b"\n")
 
 
 Status = Literal["finished", "interrupted", "failed"]
@@ -111,59 +169,46 @@ _WINDOW = 5  # steps at either end; one step's reward says little
 
 
 def summarise(
-    metrics: Sequence[Mapping[str, Any]], status: Status, wall_s: float, *, error: str | None = None
+    metrics: Sequence[Row],
+    status: Status,
+    wall_s: float,
+    *,
+    measure: Literal["reward", "loss"] = "reward",
+    error: str | None = None,
 ) -> dict[str, Any]:
-    """The summary of a run; rewards are means over the first and the last five steps.
+    """The content of summary.json.
 
-    They are of every completion that was drawn, where a run tells that: dynamic sampling trains on some of them, and
-    those, neither all right nor all wrong, tell less and less of how good the policy has become.
+    Args:
+        metrics: The rows of metrics.jsonl.
+        status: How the run ended.
+        wall_s: Seconds that it took.
+        measure: `loss` for a run without rollouts. The mean of its first and of its last five steps are in the
+            summary; a run without rollouts may be short, so there the two never share a step.
+        error: What ended a run that failed.
     """
-    told = [row.get("ycore/reward", row.get("reward")) for row in metrics]
-    rewards = [float(reward) for reward in told if _is_finite(reward)]
+    names = REWARD if measure == "reward" else ("loss",)
+    values = [value for row in metrics if (value := number(row, *names)) is not None]
+    window = _WINDOW if measure == "reward" else min(_WINDOW, max(1, len(values) // 2))
+    steps = [step for row in metrics if (step := number(row, "step")) is not None]
     summary: dict[str, Any] = {
         "status": status,
-        "steps": num_steps(metrics),
+        "steps": int(max(steps, default=0)),
         "wall_s": round(wall_s, 1),
-        "reward_first": _mean(rewards[:_WINDOW]),
-        "reward_last": _mean(rewards[-_WINDOW:]),
+        f"{measure}_first": _mean(values[:window]),
+        f"{measure}_last": _mean(values[-window:]),
     }
     return summary if error is None else {**summary, "error": error}
-
-
-def summarise_losses(
-    metrics: Sequence[Mapping[str, Any]], status: Status, wall_s: float, *, error: str | None = None
-) -> dict[str, Any]:
-    """The summary of a run without rollouts: its loss in place of its reward; short runs have shorter ends."""
-    losses = [float(row["loss"]) for row in metrics if _is_finite(row.get("loss"))]
-    window = min(_WINDOW, max(1, len(losses) // 2))
-    summary: dict[str, Any] = {
-        "status": status,
-        "steps": num_steps(metrics),
-        "wall_s": round(wall_s, 1),
-        "loss_first": _mean(losses[:window]),
-        "loss_last": _mean(losses[-window:]),
-    }
-    return summary if error is None else {**summary, "error": error}
-
-
-def num_steps(metrics: Sequence[Mapping[str, Any]]) -> int:
-    """The last step that the metrics tell of."""
-    return max((int(row["step"]) for row in metrics if _is_finite(row.get("step"))), default=0)
 
 
 def _mean(values: Sequence[float]) -> float | None:
     return round(math.fsum(values) / len(values), 6) if values else None
 
 
-def _is_finite(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and math.isfinite(value)
-
-
 _Z_95 = 1.959964
 
 
 def wilson_95(right: int, total: int) -> tuple[float, float]:
-    """The 95 % interval of a share of `right` in `total`.
+    """Wilson's 95 % interval of a share of `right` in `total` (Wilson 1927).
 
     Example: `wilson_95(8, 10)` is about `(0.490, 0.943)`.
     """
@@ -176,9 +221,14 @@ def wilson_95(right: int, total: int) -> tuple[float, float]:
 
 
 def pass_at_k(n: int, c: int, k: int) -> float:
-    """`1 - C(n - c, k) / C(n, k)` for n completions of which c are right.
+    """The chance that one of k completions is right, without bias: `1 - C(n - c, k) / C(n, k)` (Chen et al. 2021).
 
     Example: `pass_at_k(4, 1, 2)` is 0.5: of the six pairs out of four, three hold the right one.
+
+    Args:
+        n: Completions that were sampled.
+        c: Those of them that are right.
+        k: How many are drawn of them, at most n.
     """
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n; n is {n}, c is {c}, k is {k}")

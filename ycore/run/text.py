@@ -1,4 +1,4 @@
-"""Text for a person: what a model, a dataset or a reward wrote is shown as data, and can do nothing to a terminal."""
+"""Text for a person: durations, and text of unknown origin that can do nothing to a terminal."""
 
 import re
 
@@ -8,12 +8,12 @@ _UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e
 
 
 def printable(text: str, *, one_line: bool = False) -> str:
-    r"""Make text of unknown origin safe to print: a control character is shown as its escape, such as `\x1b`.
+    r"""Make what a model, a dataset or a reward wrote safe to print: control characters become escapes like `\x1b`.
 
     rich reads `[bold]` and `:smile:` as markup in a plain `str`: pass it `Text(printable(...))`.
 
     Args:
-        text: What a model, a dataset or a reward wrote.
+        text: Any string.
         one_line: Show newlines and tabs as `\n` and `\t` too.
     """
     text = _UNPRINTABLE.sub(_escape, text)
@@ -22,3 +22,13 @@ def printable(text: str, *, one_line: bool = False) -> str:
 
 def _escape(match: re.Match[str]) -> str:
     return match[0].encode("unicode_escape").decode()
+
+
+def as_duration(seconds: float) -> str:
+    """`45 s`, `3 min 20 s`, `2 h 05 min`."""
+    whole = round(seconds)
+    if whole < 60:
+        return f"{whole} s"
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60:02d} s"
+    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"

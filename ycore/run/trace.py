@@ -1,14 +1,10 @@
 """trace.json: every turn, swap and round of a run, in the format that Perfetto and chrome://tracing open.
 
-Beside these spans it has moments: how many requests wait and are in flight, once a second, and when a phase of a step
-begins. Whoever looks at a run that goes on needs them, since a span is told when it is over.
+A span is written when it is over. For whoever watches the run there are moments too: once a second how many requests
+wait and are in flight, and the beginning of each phase of a step.
 
-It is JSON's array form, an event a line. The format lets the closing bracket be missing, so a run that is killed leaves
-a file that opens all the same. Ranks append to one file, whole lines at a time.
-
-Following metrics.jsonl and trace.json while another process writes them.
-
-Not here: what a turn is (`controller.dispatch`), and the picture (`timeline`).
+It is JSON's array form, an event a line. The format lets the closing bracket be missing, so the file of a run that was
+killed opens all the same. Ranks append to one file, whole lines at a time.
 """
 
 import fcntl
@@ -19,11 +15,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ycore.run.metrics import parse_rows
+from ycore.run.files import LineFollower
 
-MAX_BYTES = 256 * 2**20
-"""A trace that has grown to this takes no more events; its last one says so."""
-
+_MAX_BYTES = 256 * 2**20  # a trace that has grown to this takes no more events; its last one says so
+_TAIL_BYTES = 2**21
 _FLUSH_EVERY = 200
 _OPENING, _CLOSING = "[\n", "\n]\n"
 
@@ -35,21 +30,21 @@ FULL = "trace is full"
 
 @dataclass(frozen=True, slots=True)
 class Span:
-    """Something that took time. `rank` and `slot` are its lane; seconds are since the epoch."""
+    """Something that took time: a role's turn on a slot, a SWAP or a ROUND. `began` is in seconds since the epoch."""
 
     name: str
     rank: int
     slot: int
     began: float
     seconds: float
-    told: Mapping[str, Any] = field(default_factory=dict)
+    details: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """How many there are at a moment, by name, and for how long the oldest of them has been there.
+    """How many requests are WAITING (by role) or IN_FLIGHT (by role and slot, as `judge 3`) at a moment.
 
-    Of WAITING the names are roles, of IN_FLIGHT a role and a slot: `judge 3`.
+    `oldest_s` is for how many seconds the oldest of them has been there.
     """
 
     name: str
@@ -84,17 +79,22 @@ class NullTrace:
 
 
 class TraceWriter(NullTrace):
-    """Appends events; those of a round reach the disk with `flush`, or some hundred at a time."""
+    """Appends events; they reach the disk with `flush`, or some hundred at a time.
+
+    Args:
+        path: trace.json, which other ranks may write to as well.
+        max_bytes: The size from which on events are dropped.
+    """
 
     is_kept = True
 
-    def __init__(self, path: Path, *, max_bytes: int = MAX_BYTES) -> None:
+    def __init__(self, path: Path, *, max_bytes: int = _MAX_BYTES) -> None:
         self._path = path
         self._max_bytes = max_bytes
         self._lines: list[str] = []
 
     def add(self, event: Event) -> None:
-        self._lines.append(json.dumps(_written(event)))
+        self._lines.append(json.dumps(_to_json(event)))
         if len(self._lines) >= _FLUSH_EVERY:
             self.flush()
 
@@ -109,8 +109,8 @@ class TraceWriter(NullTrace):
             if size >= self._max_bytes:
                 return
             if size + sum(map(len, lines)) >= self._max_bytes:
-                lines = [json.dumps({"name": FULL, "ph": "i", "ts": 0, "pid": 0, "tid": 0, "s": "g"})]
-                lines[0] = lines[0].ljust(max(0, self._max_bytes - size))
+                full = json.dumps({"name": FULL, "ph": "i", "ts": 0, "pid": 0, "tid": 0, "s": "g"})
+                lines = [full.ljust(max(0, self._max_bytes - size))]
             file.seek(size)
             file.truncate()
             file.write((("" if size else _OPENING) + "".join(line + ",\n" for line in lines)).encode())
@@ -138,13 +138,28 @@ def read_trace(path: Path) -> list[Span]:
     return [event for event in events if isinstance(event, Span)]
 
 
+class TraceFollower:
+    """Reads a trace while ranks write it: `for event in follower.read(): ...`; each whole event comes once.
+
+    A trace may be large, so the first look begins where its last `tail_bytes` do.
+    """
+
+    def __init__(self, path: Path, *, tail_bytes: int = _TAIL_BYTES) -> None:
+        self._lines = LineFollower(path, tail_bytes=tail_bytes)
+
+    def read(self) -> list[Event]:
+        """The events that were completed since the last call."""
+        events = (parse_event(line.decode(errors="replace")) for line in self._lines.read())
+        return [event for event in events if event is not None]
+
+
 def busy_stretches(spans: Iterable[Span]) -> list[tuple[float, float]]:
     """(began, seconds) of the stretches in which at least one of the spans lasts."""
     return joined((span.began, span.seconds) for span in spans)
 
 
 def joined(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]]:
-    """(began, seconds) in order, those that touch or overlap made one."""
+    """(began, seconds) in order; those that touch or overlap become one."""
     whole: list[tuple[float, float]] = []
     for began, seconds in sorted(stretches):
         if whole and began <= whole[-1][0] + whole[-1][1]:
@@ -156,15 +171,15 @@ def joined(stretches: Iterable[tuple[float, float]]) -> list[tuple[float, float]
 
 
 def parse_event(line: str) -> Event | None:
-    """The event of one line; None where it holds none, or none of ours."""
+    """The event on one line; None where there is none, or none of ours."""
     try:
-        told = json.loads(line.rstrip().rstrip(","))
-        name, rank, at = told["name"], told["pid"], told["ts"] / 1e6
-        match told["ph"]:
+        found = json.loads(line.rstrip().rstrip(","))
+        name, rank, at = found["name"], found["pid"], found["ts"] / 1e6
+        match found["ph"]:
             case "X":
-                return Span(name, rank, told["tid"], at, told["dur"] / 1e6, told["args"])
+                return Span(name, rank, found["tid"], at, found["dur"] / 1e6, found["args"])
             case "C":
-                return Levels(name, rank, at, told["args"], told["oldest_s"])
+                return Levels(name, rank, at, found["args"], found["oldest_s"])
             case "i":
                 return Mark(name, rank, at)
     except (ValueError, TypeError, KeyError):
@@ -172,12 +187,12 @@ def parse_event(line: str) -> Event | None:
     return None
 
 
-def _written(event: Event) -> dict[str, Any]:
+def _to_json(event: Event) -> dict[str, Any]:
     match event:
         case Span():
-            ended = {"dur": round(event.seconds * 1e6), "tid": event.slot, "args": dict(event.told)}
+            ended = {"dur": round(event.seconds * 1e6), "tid": event.slot, "args": dict(event.details)}
             return {"name": event.name, "ph": "X", "ts": round(event.began * 1e6), "pid": event.rank, **ended}
-        case Levels():  # viewers pass over a key that they do not know, as `oldest_s`
+        case Levels():  # viewers ignore a key that they do not know, as `oldest_s`
             counted = {"args": dict(event.values), "oldest_s": dict(event.oldest_s)}
             return {"name": event.name, "ph": "C", "ts": round(event.at * 1e6), "pid": event.rank, **counted}
         case Mark():
@@ -199,73 +214,3 @@ def _end_of_events(file: Any) -> int:
         file.truncate()
         return end + len(",\n")
     return size - tail_size + tail.rfind(b"\n") + 1
-
-
-_TAIL_BYTES = 2**21
-
-
-class MetricsFollower:
-    """Example: `for row in follower.read(): ...`, again and again; each whole row comes once.
-
-    Nor do rows come that were there before: they were shown when they were new. The trainer of a run that goes on puts
-    a shorter file in the place of the old one; a step that is taken again has another row, which comes. Whoever looks
-    at a run from outside takes all of them: `from_the_start`.
-    """
-
-    def __init__(self, path: Path, *, from_the_start: bool = False) -> None:
-        self._path = path
-        before = path.read_bytes() if path.is_file() and not from_the_start else b""
-        self._told = set(map(hash, before.split(b"\n")))
-        self._file_number = 0
-        self._offset = 0
-
-    def read(self) -> list[dict[str, Any]]:
-        """The rows that were completed since the last call; from the start where another file is in its place."""
-        try:
-            with self._path.open("rb") as file:
-                self._look_whether_it_is_another(file.fileno(), size=file.seek(0, os.SEEK_END))
-                file.seek(self._offset)
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        whole = data.rfind(b"\n") + 1
-        self._offset += whole
-        lines = [line for line in data[:whole].split(b"\n") if hash(line) not in self._told]
-        self._told.update(map(hash, lines))
-        return parse_rows(lines)
-
-    def _look_whether_it_is_another(self, descriptor: int, *, size: int) -> None:
-        number = os.fstat(descriptor).st_ino
-        if number != self._file_number or size < self._offset:
-            self._file_number, self._offset = number, 0
-
-
-class TraceFollower:
-    """Example: `for event in follower.read(): ...`, again and again; each whole event comes once.
-
-    A trace may be large, so the first look begins where its last `tail_bytes` do. Every later one costs what was
-    written meanwhile.
-    """
-
-    def __init__(self, path: Path, *, tail_bytes: int = _TAIL_BYTES) -> None:
-        self._path = path
-        self._tail_bytes = tail_bytes
-        self._file_number = 0
-        self._offset = 0
-
-    def read(self) -> list[Event]:
-        """The events that were completed since the last call; none where there is no file."""
-        try:
-            with self._path.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                number = os.fstat(file.fileno()).st_ino
-                if number != self._file_number:
-                    self._file_number, self._offset = number, max(0, size - self._tail_bytes)
-                file.seek(min(self._offset, size))
-                data = file.read()
-        except FileNotFoundError:
-            return []
-        whole = data.rfind(b"\n") + 1
-        self._offset = min(self._offset, size) + whole
-        lines = data[:whole].decode(errors="replace").splitlines()
-        return [event for line in lines if (event := parse_event(line)) is not None]

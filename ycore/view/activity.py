@@ -55,7 +55,7 @@ class Activity:
                 self._phases[event.rank] = (TRAIN, event.began + event.seconds)
             case Span():
                 swaps = self.lanes.setdefault((event.rank, event.slot), Lane()).swaps
-                swaps.append((event.began, event.seconds, str(event.told.get("awake", ""))))
+                swaps.append((event.began, event.seconds, str(event.details.get("awake", ""))))
                 del swaps[:-_MOST_SWAPS]
             case Mark(name=name) if name == FULL:
                 self.is_full = True

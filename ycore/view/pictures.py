@@ -217,7 +217,7 @@ def draw_panels(panels: Sequence[tuple[str, Sequence[Span]]], path: Path) -> Non
 
 def last_rounds(spans: Sequence[Span], most: int = _MOST_ROUNDS) -> list[Span]:
     """What happened on slots since the beginning of the last rounds, without the rounds themselves."""
-    begins = sorted({span.told.get("step", 0): span.began for span in spans if span.name == ROUND}.values())
+    begins = sorted({span.details.get("step", 0): span.began for span in spans if span.name == ROUND}.values())
     since = begins[-most:][0] if begins else 0.0
     return [span for span in spans if span.name != ROUND and span.began >= since]
 

@@ -18,9 +18,9 @@ from rich.text import Text
 from ycore.errors import RunFolderError
 from ycore.run.claim import is_held
 from ycore.run.files import read_json
+from ycore.run.metrics import MetricsFollower
 from ycore.run.paths import RunFolder
 from ycore.run.text import printable
-from ycore.run.trace import MetricsFollower
 from ycore.view.activity import RunActivity
 from ycore.view.lanes import TimeLeft, as_duration
 from ycore.view.live import Look, RunView, restarted_workers, reward_problems
@@ -152,16 +152,16 @@ def watch(root: Path, *, stream: TextIO | None = None, once: bool = False) -> No
     progress = open_progress(config.get("steps"), stream=stream, look=look)
     try:
         progress.say(f"{root}: {config.get('algorithm')} of {config.get('model')} on {config.get('dataset')}")
-        for row in _rows(folder, once=once):
+        for row in _rows(folder, progress, once=once):
             progress.step(row)
         progress.say(_ending(folder))
     finally:
         progress.close()
 
 
-def _rows(folder: RunFolder, *, once: bool) -> Iterator[Mapping[str, Any]]:
+def _rows(folder: RunFolder, progress: RunProgress, *, once: bool) -> Iterator[Mapping[str, Any]]:
     """Rows as they come; the end of the run ends them, after its last one."""
-    follower = MetricsFollower(folder.metrics, from_the_start=True)
+    follower = MetricsFollower(folder.metrics, from_the_start=True, say=progress.say)
     while True:
         over = once or not is_held(folder)  # before reading: what it wrote last is then read too
         yield from follower.read()

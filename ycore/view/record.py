@@ -69,11 +69,11 @@ def read_run(root: Path) -> RunRecord:
     if not folder.config.is_file():
         raise RunFolderError(f"{root} has no run.json, so it is no run's folder; name the folder that --output named")
     told = read_json(folder.config)
-    metrics = read_metrics(folder.metrics)
+    problems: list[str] = []
+    metrics = read_metrics(folder.metrics, say=problems.append)
     if not metrics:
         raise RunFolderError(f"{root} has no step yet: {folder.metrics} is missing or empty; wait for the first step")
     timeline = root / "timeline.png"
-    problems: list[str] = []
     return RunRecord(
         root=root,
         name=root.resolve().name,

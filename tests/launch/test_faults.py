@@ -241,13 +241,13 @@ DIES_ONCE = """
 def test_a_dead_trainer_is_started_again_beside_its_engines(run: Callable[..., str], config: RunConfig) -> None:
     shown = run(DIES_ONCE, config.model_copy(update={"restarts": 1}))
     assert "trainer ended with killed by SIGKILL" in shown
-    assert "in step 2; going on from the newest checkpoint (1 of 1)" in shown
+    assert "in step 2; resuming from the newest checkpoint (1 of 1)" in shown
     assert [row["step"] for row in read_metrics(RunFolder(Path(config.output)).metrics)] == [1, 2]
 
 
 def test_without_restarts_the_error_names_the_command_that_goes_on(run: Callable[..., str], config: RunConfig) -> None:
     with pytest.raises(
-        TrainerError, match=r"killed by SIGKILL \(see .*trainer.log\), in step 2; `ycore resume .*/r` goes on$"
+        TrainerError, match=r"killed by SIGKILL \(see .*trainer.log\), in step 2; `ycore resume .*/r` continues$"
     ):
         run("print({'loss': '0.5', 'entropy': '2.1'}, flush=True)\n" + textwrap.dedent(DIES_ONCE), config)
 

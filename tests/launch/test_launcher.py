@@ -18,7 +18,7 @@ import pytest
 
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
 from ycore.errors import EngineError, Interrupted, TrainerError, UserError
-from ycore.launch import launcher
+from ycore.launch import launcher, supervise
 from ycore.launch.launcher import Worker, run_worker
 from ycore.launch.scoring_models import EngineProcess, engine_processes
 from ycore.run.files import read_json
@@ -226,7 +226,7 @@ def test_one_signal_lets_the_trainer_save(
     started.send_signal(number)
     shown, _ = started.communicate(timeout=WITHIN_S)
     assert started.returncode == Interrupted.exit_code
-    assert "Interrupted stopped after step 3; the same command goes on with --resume" in shown
+    assert "Interrupted stopped after step 3; the same command with --resume continues" in shown
     assert (Path(config.output) / "saved").exists()
     assert read_json(RunFolder(Path(config.output)).summary)["status"] == "interrupted"
     assert_nothing_is_left(config)
@@ -241,6 +241,87 @@ def test_a_second_signal_stops_at_once(worker: Callable[..., Worker], config: Ru
     started.send_signal(signal.SIGINT)
     started.communicate(timeout=WITHIN_S)
     assert started.returncode == Interrupted.exit_code
+    assert_nothing_is_left(config)
+
+
+def test_a_save_that_fails_after_ctrl_c_fails_the_run(worker: Callable[..., Worker], config: RunConfig) -> None:
+    worker("""
+        import signal
+        def fails(number, frame):
+            sys.exit("failed: no room left on the disk; make room, and go on with --resume")
+        signal.signal(signal.SIGINT, fails)
+        (root / "step_began").touch()
+        (root / "at-work").touch()
+        time.sleep(600)
+    """)
+    started = launch(config)
+    started.send_signal(signal.SIGINT)
+    shown, _ = started.communicate(timeout=WITHIN_S)
+    assert started.returncode == TrainerError.exit_code == 1
+    assert "stopping: the trainer finishes its step and saves a checkpoint; press Ctrl-C again to stop at once" in shown
+    summary = read_json(RunFolder(Path(config.output)).summary)
+    assert summary["status"] == "failed"
+    assert "trainer ended with exit status 1: failed: no room left on the disk" in summary["error"]
+    assert ", while stopping after step 3; `ycore resume " in summary["error"]
+    assert_nothing_is_left(config)
+
+
+IS_STOPPED = """
+    import signal
+    (root / "step_began").touch()
+    signal.signal(signal.SIGINT, lambda *_: None)
+    os.kill(os.getppid(), signal.SIGINT)
+    end = time.monotonic() + 4
+"""
+GROWS = """
+    staging = root / "checkpoints" / ".saving-checkpoint-3"
+    staging.mkdir(parents=True)
+    while time.monotonic() < end:
+        with (staging / "model.safetensors").open("ab") as file:
+            file.write(b"more")
+        time.sleep(0.2)
+    sys.exit(130)
+"""
+COMPUTES = """
+    while time.monotonic() < end:
+        sum(range(10**5))
+    sys.exit(130)
+"""
+
+
+@pytest.mark.parametrize("save", [GROWS, COMPUTES], ids=["files grow", "computes"])
+def test_a_slow_save_has_all_the_time_in_which_it_makes_progress(
+    worker: Callable[..., Worker], config: RunConfig, monkeypatch: pytest.MonkeyPatch, save: str
+) -> None:
+    monkeypatch.setattr(supervise, "_SAVE_STALLS_AFTER_S", 1.5)
+    monkeypatch.setattr(supervise, "_WORKING_CPU_S", 0.1)
+    made = worker(textwrap.dedent(IS_STOPPED) + textwrap.dedent(save))
+    with pytest.raises(Interrupted, match="stopped after step 3"):
+        run(made, config)
+    assert read_json(RunFolder(Path(config.output)).summary)["status"] == "interrupted"
+
+
+def test_a_save_without_progress_fails_the_run(
+    worker: Callable[..., Worker], config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(supervise, "_SAVE_STALLS_AFTER_S", 1.5)
+    made = worker(textwrap.dedent(IS_STOPPED) + "time.sleep(600)")
+    with pytest.raises(TrainerError, match=r"trainer did not save and end within \d+ s .*stacks-step-4"):
+        run(made, config)
+    assert read_json(RunFolder(Path(config.output)).summary)["status"] == "failed"
+    assert_nothing_is_left(config)
+
+
+@pytest.mark.parametrize(
+    "code", ["", "signal.signal(signal.SIGINT, lambda *_: None)"], ids=["not listening yet", "never ends"]
+)
+def test_a_stop_before_the_first_step_waits_for_no_save(
+    worker: Callable[..., Worker], config: RunConfig, monkeypatch: pytest.MonkeyPatch, code: str
+) -> None:
+    monkeypatch.setattr(supervise, "_END_WITHIN_S", 2.0)
+    made = worker(f"import signal\n{code}\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(600)")
+    with pytest.raises(Interrupted, match=r"the same command with --resume continues"):
+        run(made, config)
     assert_nothing_is_left(config)
 
 

@@ -121,6 +121,12 @@ def test_an_interrupt_goes_to_the_ranks_and_not_to_torchrun(
     assert trainer.exit_code is None, "torchrun still runs, and may have ranks that write a checkpoint"
 
 
+def test_an_interrupt_before_any_rank_is_there_ends_torchrun_and_counts_as_one(trainer: RankedTrainer) -> None:
+    time.sleep(0.5)  # Python has a handler for SIGINT by now
+    trainer.send(signal.SIGINT)
+    assert exit_code(trainer) == 130
+
+
 def test_a_report_comes_back_as_it_was_written(folder: RunFolder) -> None:
     assert read_report(folder, 0) is None
     report_end(folder, Rank(3, 4, 1, 2), 2, "no such row", expected=True)

@@ -4,6 +4,7 @@ The disk is a small tmpfs where the tests may mount one, and else a limit on the
 the middle just so.
 """
 
+import errno
 import json
 import resource
 import shutil
@@ -17,13 +18,14 @@ import pytest
 from transformers import TrainerCallback
 
 from ycore.config.schema import RunConfig
-from ycore.errors import RunError
+from ycore.errors import Interrupted, RunError
 from ycore.models.tiny import write_tiny_model
 from ycore.round.assemble import assemble
 from ycore.run.checkpoints import checkpoints_in, problem_of, size_of
 from ycore.run.files import is_disk_full, write_json_atomic
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
+from ycore.trainer import __main__ as main
 from ycore.trainer.saved_state import Checkpoints
 from ycore.trainer.training_run import TrainingRun
 
@@ -145,6 +147,24 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(
     with training(folder) as run:
         run.train()
     assert [row["step"] for row in read_metrics(folder.metrics)] == [1, 2, 3, 4]
+
+
+def test_a_checkpoint_that_fails_after_ctrl_c_is_no_interrupt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Stopped:
+        def train(self) -> None:
+            raise Interrupted("stopped after step 3")
+
+        def save_checkpoint(self) -> None:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+        def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(main, "open_run", lambda root: Stopped())
+    assert main._train_and_tell(RunFolder(tmp_path), lambda error: None) == 1
+    assert "failed: no room left on the disk" in capsys.readouterr().err
 
 
 def test_no_room_for_the_journal_is_known_as_such(disk: Disk, model: Path) -> None:

@@ -145,7 +145,7 @@ class LiveEngine:
         if not is_healthy(self._planned.socket):
             self._silent_since = self._silent_since or now
             if not self.is_ready:
-                self._seen_starting = list(self._process.children().values())
+                self._seen_starting = self._process.tree()[1:]
             return False
         self._silent_since = None
         if self.is_ready:
@@ -156,8 +156,12 @@ class LiveEngine:
 
     def _lasting_parts(self) -> dict[str, psutil.Process]:
         """Its children that were there before it was ready: a compiler that a first request started comes and goes."""
-        now, before = self._process.children(), self._seen_starting
-        return now if before is None else {name: process for name, process in now.items() if process in before}
+        before = self._seen_starting
+        parts = [part for part in self._process.tree()[1:] if before is None or part in before]
+        try:
+            return {f"{part.name()} ({part.pid})": part for part in parts}
+        except psutil.Error:
+            return {}
 
     def restart(self) -> None:
         """Kill what is left of it, and start it anew."""

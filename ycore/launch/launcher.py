@@ -30,7 +30,7 @@ from ycore.launch.scoring_models import ScorerPlan, check_run_placement, engine_
 from ycore.launch.supervise import Limits, StopRequests, Supervisor
 from ycore.run.claim import claim
 from ycore.run.files import read_json, redact, write_json_atomic
-from ycore.run.metrics import MetricsFollower, Status, read_metrics, summarise
+from ycore.run.metrics import Status, read_metrics, summarise
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
 from ycore.run.secrets import secrets_environment
@@ -157,13 +157,13 @@ def _work(worker: Worker, config: RunConfig, site: Site, progress: RunProgress, 
         lambda: start_worker(worker, config, site),
         engines,
         folder=folder,
-        follower=MetricsFollower(folder.metrics, say=progress.say),
+        home=RunFolder(Path(config.output)),
         progress=progress,
         stops=stops,
         limits=Limits(
             settings.start_timeout_s, config.step_timeout_s, settings.health_timeout_s, restarts=config.restarts
         ),
-        way_on=f"; `ycore resume {config.output}` goes on" if worker.trains else "",
+        hint=f"; `ycore resume {config.output}` continues" if worker.trains else "",
     )
     with MemoryPeaks(folder.run_id, folder.memory):
         supervisor.watch()
@@ -334,10 +334,10 @@ def _tuning_work(config: TuneConfig, site: Site, progress: RunProgress, stops: S
         lambda: start_worker(TRAINER, config, site),
         EngineWatch(),
         folder=folder,
-        follower=MetricsFollower(folder.metrics, say=progress.say),
+        home=RunFolder(Path(config.output)),
         progress=progress,
         stops=stops,
-        way_on=f"; `ycore resume {config.output}` goes on",
+        hint=f"; `ycore resume {config.output}` continues",
     )
     with MemoryPeaks(folder.run_id, folder.memory):
         supervisor.watch()

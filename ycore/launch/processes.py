@@ -1,8 +1,6 @@
-"""One process of a run: started in its own session, marked, logged, and able to say how it ended.
+"""Processes that the launcher starts, each in its own session, marked with its run, and logged to a file.
 
-The trainer's ranks on this machine, seen as one process: how they fare, which failed first, how to stop them.
-
-Not here: finding processes that nobody holds a handle of (`reaper`).
+`ManagedProcess` is one process. `RankedTrainer` shows the trainer's ranks on this machine as one process.
 """
 
 import os
@@ -12,6 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
@@ -22,7 +21,10 @@ from ycore.run.process_tree import descendants, is_alive
 from ycore.run.reports import RUN_MARKER, Report, read_report
 
 _TAIL_BYTES = 64 * 1024
-_LOOKS_AT_LEAST_EVERY_S = 10.0  # a launcher that was stopped itself does not hold it against the others
+_UNWATCHED_AFTER_S = 10.0
+_OTHER_RANKS_WITHIN_S = 3.0  # how long the other ranks have to end by themselves after one has failed
+_LOST = 1  # exit code of a rank that vanished
+
 _PREFIX = re.compile(
     r"^(?:\([A-Za-z_]+(?:[-_ ]?\w+)*(?: pid=\d+)?\)\s*)?"  # (EngineCore pid=12)
     r"(?:(?:DEBUG|INFO|WARNING|ERROR|CRITICAL)\s+\d\d-\d\d \d\d:\d\d:\d\d (?:\[[^\]]*\]\s*)?)?"
@@ -30,7 +32,7 @@ _PREFIX = re.compile(
 _NOISE = re.compile(
     r"nanobind|^\s*- (?:leaked|\.\.\.)|resource_tracker|warnings\.warn|DeprecationWarning|FutureWarning|UserWarning"
     r"|^\s*(?:File \"|\^+|~+|raise |return |await |warn)|Traceback \(most recent|Engine core initialization failed"
-    r"|^\s*\{'[\w/]+': "  # a step's figures, as TRL prints them
+    r"|^\s*\{'[\w/]+': "  # a step's metrics, as TRL prints them
     r"|During handling of|direct cause of|\[shutdown\]|^[\s─╭╰│═*=.-]*$|it/s\]|Exception ignored|destroy_process_group"
 )
 _ERROR = re.compile(r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Failure)\b|error:|fatal)", re.IGNORECASE)
@@ -55,7 +57,13 @@ class ManagedProcess:
         log: Path,
         cores: Sequence[int] | None = None,
     ) -> "ManagedProcess":
-        """Start `command` in a session of its own, so that a terminal's Ctrl-C reaches the launcher alone."""
+        """Start a command in its own session, so that Ctrl-C in a terminal reaches the launcher only.
+
+        Args:
+            environment: the child's whole environment; the run's marker is added.
+            log: output is appended to it; a new file is readable by its owner only.
+            cores: keep the process, its threads and children on these cores (Linux).
+        """
         descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
         try:
             popen = subprocess.Popen(
@@ -68,8 +76,10 @@ class ManagedProcess:
             )
         finally:
             os.close(descriptor)
-        if cores is not None:
-            _pin(popen.pid, cores)
+        if cores is not None and sys.platform == "linux":
+            # It may have ended, which the caller notices; or the container forbids it, which only costs speed.
+            with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
+                psutil.Process(popen.pid).cpu_affinity(list(cores))
         return cls(name, popen, log)
 
     @property
@@ -87,13 +97,14 @@ class ManagedProcess:
             self._popen.send_signal(number)
 
     def wait(self, *, timeout_s: float) -> int | None:
+        """The exit code; None when it still runs after `timeout_s`."""
         try:
             return self._popen.wait(timeout_s)
         except subprocess.TimeoutExpired:
             return None
 
     def how_it_ended(self) -> str:
-        """`exit status 1` or `killed by SIGKILL`, for a sentence."""
+        """`exit status 1` or `killed by SIGKILL`, for a message."""
         code = self.exit_code
         if code is None:
             return "still running"
@@ -105,35 +116,27 @@ class ManagedProcess:
             return f"killed by signal {-code}"
 
     def members(self) -> dict[str, int]:
-        """Process ids, by a name for a sentence."""
+        """Process ids by name."""
         return {self.name: self.pid}
 
     def tree(self) -> list[psutil.Process]:
-        """It and every process below it, now."""
+        """The process and everything below it, now."""
         try:
-            process = psutil.Process(self.pid)
-            return [process, *process.children(recursive=True)]
+            return [psutil.Process(self.pid), *descendants(self.pid)]
         except psutil.Error:
             return []
 
-    def children(self) -> dict[str, psutil.Process]:
-        """Every process below this one, now, by a name and number for a sentence."""
-        try:
-            return {f"{process.name()} ({process.pid})": process for process in descendants(self.pid)}
-        except psutil.Error:
-            return {}
-
     def last_line(self) -> str:
-        """The log's last meaningful line: the last that names an error, else the last that is not noise.
+        """The line of the log that says what went wrong.
 
-        Empty after a SIGKILL: it comes without warning, and what was logged before has nothing to do with it.
+        Empty after a SIGKILL, which comes without warning: the last line has nothing to do with it.
         """
         return "" if self.exit_code == -signal.SIGKILL else meaningful_line(self._tail())
 
     def user_error(self) -> str | None:
-        """What follows the last `error: ` at the start of a line, if the process said so."""
-        said = [line for line in self._tail() if line.startswith("error: ")]
-        return said[-1].removeprefix("error: ").strip() if said else None
+        """The message of the last line that starts with `error: `."""
+        messages = [line.removeprefix("error: ") for line in self._tail() if line.startswith("error: ")]
+        return messages[-1].strip() if messages else None
 
     def _tail(self) -> list[str]:
         with self.log.open("rb") as file:
@@ -142,7 +145,7 @@ class ManagedProcess:
 
 
 class StopWatch:
-    """How long one of some processes has been stopped (SIGSTOP, Ctrl-Z), once that is longer than allowed."""
+    """How long a process has been stopped (SIGSTOP, Ctrl-Z), once that is longer than allowed."""
 
     def __init__(self, allowed_s: float) -> None:
         self._allowed_s = allowed_s
@@ -150,17 +153,19 @@ class StopWatch:
         self._looked = time.monotonic()
 
     def look(self, pids: Sequence[int]) -> float | None:
-        """Seconds, or None while all of them may run. Time in which nobody looked is not counted."""
+        """Seconds that one of them has been stopped; None while that is allowed.
+
+        Time without a look does not count: a launcher that was stopped itself must not blame its processes.
+        """
         now = time.monotonic()
-        paused, self._looked = max(0.0, now - self._looked - _LOOKS_AT_LEAST_EVERY_S), now
-        stopped = {pid for pid in pids if is_stopped(pid)}
-        self._since = {pid: self._since.get(pid, now) + (paused if pid in self._since else 0.0) for pid in stopped}
-        longest = max((now - since for since in self._since.values()), default=0.0)
-        return longest if longest > self._allowed_s else None
+        unwatched_s, self._looked = max(0.0, now - self._looked - _UNWATCHED_AFTER_S), now
+        self._since = {pid: self._since.get(pid, now - unwatched_s) + unwatched_s for pid in pids if is_stopped(pid)}
+        longest_s = max((now - since for since in self._since.values()), default=0.0)
+        return longest_s if longest_s > self._allowed_s else None
 
 
 def is_stopped(pid: int) -> bool:
-    """Whether the kernel lets it wait for SIGCONT; read from /proc, which is cheap enough to do often."""
+    """Whether the process waits for SIGCONT. Reads /proc, which is cheap enough to do often."""
     try:
         status = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -169,51 +174,42 @@ def is_stopped(pid: int) -> bool:
 
 
 def meaningful_line(lines: Sequence[str]) -> str:
-    """The line of a log that says what went wrong, without prefixes of loggers; empty when there is none."""
-    plain = [_PREFIX.sub("", line).rstrip() for line in lines]
-    kept = [line for line in plain if line.strip() and not _NOISE.search(line)]
-    errors = [line for line in kept if _ERROR.match(line.strip())]
-    chosen = errors[-1] if errors else (kept[-1] if kept else "")
-    return chosen.strip()[:500]
-
-
-def _pin(pid: int, cores: Sequence[int]) -> None:
-    """Keep a process just started, and so all its threads and children, on these cores."""
-    if sys.platform == "linux":
-        try:
-            psutil.Process(pid).cpu_affinity(list(cores))
-        except (psutil.NoSuchProcess, psutil.AccessDenied):
-            return  # already gone, which is found out elsewhere; or a container that forbids it, where nothing is lost
-
-
-_OTHERS_WITHIN_S = 3.0  # what other ranks have, after one has failed, to end by themselves
-_LOST = 1
+    """The last line of a log that names an error, else the last that is not noise; without loggers' prefixes."""
+    plain = [_PREFIX.sub("", line).strip() for line in lines]
+    kept = [line for line in plain if line and not _NOISE.search(line)]
+    errors = [line for line in kept if _ERROR.match(line)]
+    return (errors or kept or [""])[-1][:500]
 
 
 class RankedTrainer:
-    """Has what the supervisor asks of a `ManagedProcess`."""
+    """The trainer's ranks on this machine; the supervisor uses it like a `ManagedProcess`.
+
+    torchrun turns every end into its own exit status 1 and a page of text, so each rank reports its end in a file.
+    """
 
     def __init__(self, launcher: ManagedProcess, folder: RunFolder, *, num_ranks: int) -> None:
         self._launcher = launcher
         self._folder = folder
         self._num_ranks = num_ranks
-        self._seen: dict[int, psutil.Process | None] = {}
+        self._ranks: dict[int, psutil.Process | None] = {}  # by process id; None when it had ended at the first look
         self._failed_at: float | None = None
+        self._interrupted_early = False
 
     @property
     def exit_code(self) -> int | None:
-        """None while they work; a failed rank's as soon as the others have had time to end."""
+        """None while the ranks work; a failed rank's once the others have had time to end."""
         reports, code = self._reports(), self._launcher.exit_code
         failed = _first_failed(reports)
         if code is not None:
-            return failed.exit_code if failed is not None and failed.exit_code is not None else code
-        is_over = failed is not None and failed.exit_code != Interrupted.exit_code
-        if not is_over and self._lost(reports) is None:
+            code = Interrupted.exit_code if code and self._interrupted_early else code
+            return code if failed is None else failed.exit_code
+        has_failed = failed is not None and failed.exit_code != Interrupted.exit_code
+        if not has_failed and self._lost(reports) is None:
             return None
         self._failed_at = self._failed_at or time.monotonic()
-        if time.monotonic() - self._failed_at < _OTHERS_WITHIN_S:
+        if time.monotonic() - self._failed_at < _OTHER_RANKS_WITHIN_S:
             return None
-        return failed.exit_code if failed is not None else _LOST
+        return _LOST if failed is None else failed.exit_code
 
     @property
     def name(self) -> str:
@@ -226,18 +222,22 @@ class RankedTrainer:
         return self._launcher.log if culprit is None else self._folder.log(f"trainer-{culprit.number}")
 
     def send(self, number: signal.Signals) -> None:
-        """To every rank; to torchrun as well only what cannot be caught, since it would end the ranks on any other."""
+        """Signal every rank. torchrun gets SIGKILL only, unless it has no rank yet: it would end the ranks."""
         self._reports()
-        alive = [process for process in self._seen.values() if process is not None and is_alive(process)]
+        alive = [process for process in self._ranks.values() if process is not None and is_alive(process)]
         for process in alive:
             process.send_signal(number)
+        self._interrupted_early |= number == signal.SIGINT and not self._ranks
         if number == signal.SIGKILL or not alive:
             self._launcher.send(number)
 
     def members(self) -> dict[str, int]:
-        """Process ids of the ranks that work, by a name for a sentence."""
+        """Process ids of the ranks that work, by name."""
         working = [report for report in self._reports() if report.exit_code is None]
         return {f"{self._launcher.name} rank {report.number}": report.pid for report in working}
+
+    def tree(self) -> list[psutil.Process]:
+        return self._launcher.tree()
 
     def how_it_ended(self) -> str:
         culprit = self._culprit()
@@ -257,31 +257,29 @@ class RankedTrainer:
         reports = [read_report(self._folder, local) for local in range(self._num_ranks)]
         known = [report for report in reports if report is not None]
         for report in known:
-            if report.pid not in self._seen:
-                self._seen[report.pid] = _process(report.pid)
+            if report.pid not in self._ranks:
+                try:
+                    self._ranks[report.pid] = psutil.Process(report.pid)
+                except psutil.Error:
+                    self._ranks[report.pid] = None
         return known
 
     def _culprit(self) -> Report | None:
-        """The rank whose end is the cause: one that vanished, unless another had failed with an error of ycore's."""
+        """The rank that caused the end: one that vanished, unless another failed with an error that explains it."""
         reports = self._reports()
         failed, lost = _first_failed(reports), self._lost(reports)
         return failed if lost is None or (failed is not None and failed.expected) else lost
 
     def _lost(self, reports: list[Report]) -> Report | None:
-        """A rank that is gone and has not said how."""
-        silent = [report for report in reports if report.exit_code is None]
-        gone = [report for report in silent if (process := self._seen[report.pid]) is None or not is_alive(process)]
-        return gone[0] if gone else None
-
-
-def _process(pid: int) -> psutil.Process | None:
-    try:
-        return psutil.Process(pid)
-    except psutil.Error:
+        """A rank that is gone and has not reported its end."""
+        for report in reports:
+            process = self._ranks[report.pid]
+            if report.exit_code is None and (process is None or not is_alive(process)):
+                return report
         return None
 
 
 def _first_failed(reports: list[Report]) -> Report | None:
-    """The earliest failure; being interrupted is one only where nothing worse happened."""
+    """The earliest failure; an interrupted rank only where no rank has failed otherwise."""
     failed = [report for report in reports if report.exit_code]
     return min(failed, key=lambda report: (report.exit_code == Interrupted.exit_code, report.at), default=None)

@@ -1,9 +1,4 @@
-"""Watching a run's processes until it ends: what is shown meanwhile, and which end means which error.
-
-Ctrl-C and its like while a run goes on: counted, so that the run can end in order.
-
-Not here: starting them (`launcher`), and clearing them away (`guarding`).
-"""
+"""Watch a run's processes until it ends: show progress, restart what died, and turn every end into its error."""
 
 import os
 import re
@@ -16,7 +11,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
+
+import psutil
 
 from ycore.errors import Interrupted, RunError, TrainerError, UserError
 from ycore.launch.engine_watch import EngineWatch
@@ -30,56 +27,60 @@ from ycore.run.reports import forget_reports
 from ycore.view.activity import RunActivity
 from ycore.view.progress import RunProgress
 
-_STREAMS = (0, 1, 2)
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+Trainer = ManagedProcess | RankedTrainer
+
+_POLL_S = 0.2
+_BLAME_WITHIN_S = 2.0  # a trainer may notice an engine's end before the engine's process is gone
+_SAVE_WITHIN_S = 7200.0  # after Ctrl-C: finish the step, then save a checkpoint of perhaps hundreds of GB
+_SAVE_STALLS_AFTER_S = 300.0
+_END_WITHIN_S = 60.0  # after Ctrl-C before the first step, when there is nothing to save
+_WORKING_CPU_S = 5.0  # processor time that counts as progress; a process that only waits uses less
+_DEADLINE_MISSED = re.compile(r"\bwithin \d+ s\b|timed out", re.IGNORECASE)
 
 
 class StopRequests:
-    """Within it, SIGINT, SIGTERM and SIGHUP only add to `count`; after it, they mean what they meant before."""
+    """A context in which SIGINT, SIGTERM and SIGHUP only add to `count`; the old handlers come back after it."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._at_once = False
-        self._before: dict[signal.Signals, Any] = {}
-        self._terminals = [descriptor for descriptor in _STREAMS if os.isatty(descriptor)]
+        self._raises = False
+        self._previous: dict[signal.Signals, Any] = {}
+        self._terminals = [descriptor for descriptor in (0, 1, 2) if os.isatty(descriptor)]
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():  # Python allows handlers nowhere else
-            heard = [number for number in _SIGNALS if number != signal.SIGHUP or not _outlives_its_terminal()]
-            self._before = {number: signal.signal(number, self._count) for number in heard}
+            numbers = [signal.SIGINT, signal.SIGTERM]
+            if signal.getsignal(signal.SIGHUP) is not signal.SIG_IGN:  # under nohup the run outlives its terminal
+                numbers.append(signal.SIGHUP)
+            self._previous = {number: signal.signal(number, self._count) for number in numbers}
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        for number, handler in self._before.items():
+        for number, handler in self._previous.items():
             signal.signal(number, handler)
 
     @contextmanager
     def at_once(self) -> Iterator[None]:
         """Around work that cannot look at `count`, such as a download: a signal raises Interrupted in its midst."""
-        self._at_once = True
+        self._raises = True
         try:
             yield
         finally:
-            self._at_once = False
+            self._raises = False
 
     def _count(self, number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
-            _let_go_of_a_closed_terminal(self._terminals)
+            _redirect_closed(self._terminals)
         self.count += 1
-        if self._at_once:
-            self._at_once = False
-            raise Interrupted("stopped before the first step; the same command starts again with --resume")
+        if self._raises:
+            self._raises = False
+            raise Interrupted("stopped before the first step; the same command with --resume starts again")
 
 
-def _outlives_its_terminal() -> bool:
-    """Whether this process was started under `nohup`, or by something else that ignores a closed terminal."""
-    return signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-
-
-def _let_go_of_a_closed_terminal(terminals: list[int]) -> None:
-    """What is shown goes nowhere from here on: to write to a terminal that is gone is an error, also in a save."""
+def _redirect_closed(terminals: list[int]) -> None:
+    """Point closed terminals to /dev/null: writing to one is an error, which must not end a save."""
     for descriptor in terminals:
         try:
             termios.tcgetattr(descriptor)
@@ -89,31 +90,25 @@ def _let_go_of_a_closed_terminal(terminals: list[int]) -> None:
             os.close(nowhere)
 
 
-_LOOK_EVERY_S = 0.2
-_STOPS_WITHIN_S = 60.0  # a trainer that was asked to stop finishes its step and saves a checkpoint
-_BLAME_WITHIN_S = 2.0  # a trainer may notice an engine's end before the engine's process is gone
-_DEADLINE_PASSED = re.compile(r"\bwithin \d+ s\b|timed out", re.IGNORECASE)
-
-Trainer = ManagedProcess | RankedTrainer
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds that a trainer may take, and how often it goes on by itself after it has failed.
-
-    `start_s` is from its start, or from when the engines are ready, to its first step.
-    """
+    """Time limits of a trainer in seconds, and how often a failed one is started again."""
 
     start_s: float = 3600.0
+    """From its start, or from when the engines are ready, to its first step."""
+
     step_s: float = 3600.0
     stopped_s: float = 60.0
+    """How long one of its processes may be stopped (SIGSTOP)."""
+
     restarts: int = 0
 
 
 class Supervisor:
-    """One run's processes. `watch` returns when the trainer has finished, and raises for every other end.
+    """Starts a run's trainer, and watches it and the engines until the trainer ends for good.
 
-    `start` starts the trainer, which goes on from its newest checkpoint by itself; `way_on` ends the line of an error.
+    `start` starts the trainer, which resumes from its newest checkpoint by itself. `home` is the folder that has the
+    run's checkpoints. `hint` ends the line of an error.
     """
 
     def __init__(
@@ -122,153 +117,183 @@ class Supervisor:
         engines: EngineWatch,
         *,
         folder: RunFolder,
-        follower: MetricsFollower,
+        home: RunFolder,
         progress: RunProgress,
         stops: StopRequests,
         limits: Limits = Limits(),
-        way_on: str = "",
+        hint: str = "",
     ) -> None:
         self._start = start
         self._engines = engines
         self._folder = folder
-        self._follower = follower
+        self._home = home
+        self._follower = MetricsFollower(folder.metrics, say=progress.say)
         self._progress = progress
         self._stops = stops
         self._limits = limits
-        self._way_on = way_on
-        self._stopped = StopWatch(limits.stopped_s)
-        self._mark = 0  # when a step last began, as a file's time; 0 before the first
-        self._moved = time.monotonic()
-        self._step = 0
-        self.num_restarts = 0
-        self._trainer = self._start_anew()
+        self._hint = hint
+        self._num_restarts = 0
+        self._trainer = self._start_trainer()
         engines.on_hang = self._write_stacks
 
     def watch(self) -> None:
-        """Show progress and look after every process until the trainer ends for good."""
+        """Return when the trainer has finished; raise for every other end."""
         while True:
             try:
-                return self._until_it_ends()
+                return self._watch_trainer()
             except TrainerError as error:
-                if self._stops.count or self.num_restarts >= self._limits.restarts:
-                    raise TrainerError(f"{error}{self._way_on}") from None
+                if self._stops.count or self._num_restarts >= self._limits.restarts:
+                    raise TrainerError(f"{error}{self._hint}") from None
                 self._restart(error)
             except RunError as error:
-                raise type(error)(f"{error}{self._way_on}") from None
+                raise type(error)(f"{error}{self._hint}") from None
 
-    def _until_it_ends(self) -> None:
-        while self._trainer.exit_code is None:
-            self._show()
-            self._engines.look()
-            self._check_trainer()
-            if self._stops.count:
-                self._stop()
-            time.sleep(_LOOK_EVERY_S)
-        self._show()
-        self._conclude()
-
-    def _show(self) -> None:
-        for row in self._follower.read():
-            self._progress.step(row)
-            self._step = int(row.get("step", self._step))
-            self._moved = time.monotonic()
-        mark = _touched(self._folder.step_began)
-        if mark > self._mark:
-            self._mark, self._moved = mark, time.monotonic()
-
-    def _check_trainer(self) -> None:
-        """TrainerError for one that is there and does not get on."""
-        members = self._trainer.members()
-        stopped = self._stopped.look(list(members.values()))
-        if stopped is not None:
-            name = next((name for name, pid in members.items() if is_stopped(pid)), self._trainer.name)
-            self._give_up(f"{name} has been stopped (SIGSTOP) for {stopped:.0f} s")
-        if not self._engines.are_ready:
-            self._moved = time.monotonic()
-        silent = time.monotonic() - self._moved
-        if not self._mark and silent > self._limits.start_s:
-            self._give_up(f"{self._trainer.name} has been starting for {silent:.0f} s (engine.start_timeout_s)")
-        if self._mark and silent > self._limits.step_s:
-            self._give_up(f"{self._trainer.name} has not finished a step for {silent:.0f} s (step_timeout_s)")
-
-    def _give_up(self, why: str) -> None:
-        at = self._doing()  # before processes are let go on to tell their stacks
-        stacks = self._write_stacks(why)
-        raise TrainerError(f"{why}, in step {self._step + 1} (it was {at}; the stack of every process is in {stacks})")
-
-    def _write_stacks(self, why: str) -> Path:
-        path = self._folder.logs / f"stacks-step-{self._step + 1}.txt"
-        why = f"{why}, in step {self._step + 1}; it was {self._doing()}"
-        return write_stacks(RunWatch(self._folder.run_id).look(), path, why=why)
-
-    def _doing(self) -> str:
-        return RunActivity(self._folder.root).look().in_words()
+    def _start_trainer(self) -> Trainer:
+        self._folder.step_began.unlink(missing_ok=True)
+        self._step_began_ns = 0  # 0 before the first step of this trainer
+        self._progressed = time.monotonic()
+        self._stopped = StopWatch(self._limits.stopped_s)
+        checkpoints = checkpoints_in(self._folder.checkpoints)
+        self._step = step_of(checkpoints[-1]) if checkpoints else 0
+        return self._start()
 
     def _restart(self, error: TrainerError) -> None:
-        """Clear away what the trainer left, reward workers and other ranks included, and start it again."""
-        self.num_restarts += 1
-        counted = f"{self.num_restarts} of {self._limits.restarts}"
-        self._progress.say(f"{error}; going on from the newest checkpoint ({counted})")
+        """Kill what the trainer left, reward workers and other ranks included, and start it again."""
+        self._num_restarts += 1
+        count = f"{self._num_restarts} of {self._limits.restarts}"
+        self._progress.say(f"{error}; resuming from the newest checkpoint ({count})")
         engines = [process.pid for process in self._engines.processes()]
         RunWatch(self._folder.run_id, keep=engines).kill(grace_s=0)
         forget_reports(self._folder)
-        self._stopped = StopWatch(self._limits.stopped_s)
-        self._trainer = self._start_anew()
+        self._trainer = self._start_trainer()
 
-    def _start_anew(self) -> Trainer:
-        self._folder.step_began.unlink(missing_ok=True)
-        self._mark = 0
-        self._moved = time.monotonic()
-        checkpoints = checkpoints_in(self._folder.checkpoints)
-        self._step = step_of(checkpoints[-1]) if checkpoints else 0  # whence it goes on
-        return self._start()
+    def _watch_trainer(self) -> None:
+        while self._trainer.exit_code is None:
+            self._show_progress()
+            self._engines.look()
+            self._check_limits()
+            if self._stops.count:
+                self._stop()
+            time.sleep(_POLL_S)
+        self._show_progress()
+        self._raise_for_exit()
+
+    def _show_progress(self) -> None:
+        for row in self._follower.read():
+            self._progress.step(row)
+            self._step = int(row.get("step", self._step))
+            self._progressed = time.monotonic()
+        began_ns = _mtime_ns(self._folder.step_began)
+        if began_ns > self._step_began_ns:
+            self._step_began_ns, self._progressed = began_ns, time.monotonic()
+
+    def _check_limits(self) -> None:
+        """TrainerError for a trainer that is stopped or makes no progress."""
+        members = self._trainer.members()
+        stopped_s = self._stopped.look(list(members.values()))
+        if stopped_s is not None:
+            name = next((name for name, pid in members.items() if is_stopped(pid)), self._trainer.name)
+            self._give_up(f"{name} has been stopped (SIGSTOP) for {stopped_s:.0f} s")
+        if not self._engines.are_ready:
+            self._progressed = time.monotonic()
+        silent_s = time.monotonic() - self._progressed
+        if not self._step_began_ns and silent_s > self._limits.start_s:
+            self._give_up(f"{self._trainer.name} has been starting for {silent_s:.0f} s (engine.start_timeout_s)")
+        if self._step_began_ns and silent_s > self._limits.step_s:
+            self._give_up(f"{self._trainer.name} has not finished a step for {silent_s:.0f} s (step_timeout_s)")
 
     def _stop(self) -> None:
-        """Ask the trainer, and the trainer alone, to save and end; a second request, or 60 s, ends it."""
-        self._progress.say("stopping: the trainer saves a checkpoint; once more to stop at once")
+        """Ask the trainer to save and end, and wait while it makes progress. A second request kills it."""
+        what = "the trainer finishes its step and saves a checkpoint" if self._step_began_ns else "no step has begun"
+        self._progress.say(f"stopping: {what}; press Ctrl-C again to stop at once, without saving")
         self._trainer.send(signal.SIGINT)
-        deadline = time.monotonic() + _STOPS_WITHIN_S
-        while self._trainer.exit_code is None and self._stops.count < 2 and time.monotonic() < deadline:
-            self._show()
-            time.sleep(_LOOK_EVERY_S)
-        self._show()
-        if self._trainer.exit_code != 0:
-            self._trainer.send(signal.SIGKILL)
-            raise Interrupted(f"stopped after step {self._step}; the same command goes on with --resume")
+        saving, began = SaveWatch(self._trainer, self._home), time.monotonic()
+        while self._trainer.exit_code is None:
+            self._show_progress()
+            waited_s = time.monotonic() - began
+            if self._stops.count > 1 or (not self._step_began_ns and waited_s > _END_WITHIN_S):
+                self._trainer.send(signal.SIGKILL)
+                raise Interrupted(f"stopped at once in step {self._step + 1}; the same command with --resume continues")
+            if waited_s > _SAVE_WITHIN_S or saving.stalled_s() > _SAVE_STALLS_AFTER_S:
+                self._give_up(f"{self._trainer.name} did not save and end within {waited_s:.0f} s of being stopped")
+            time.sleep(_POLL_S)
 
-    def _conclude(self) -> None:
-        """What the trainer's end means: nothing when it finished, else the error whose cause it is."""
+    def _raise_for_exit(self) -> None:
+        """Return for a trainer that finished; raise the error that explains any other end."""
         code = self._trainer.exit_code
         if code == 0:
             return
-        said = self._trainer.user_error()
-        if code == UserError.exit_code and said is not None:
-            raise UserError(said)
-        if code == Interrupted.exit_code or self._stops.count:
-            raise Interrupted(f"stopped after step {self._step}; the same command goes on with --resume")
-        self._blame_an_engine()
-        error = f"{_ended(self._trainer)}, in step {self._step + 1}"
-        if _DEADLINE_PASSED.search(error):
-            error += f" (the stack of every process is in {self._write_stacks(error)})"
-        raise TrainerError(error)
-
-    def _blame_an_engine(self) -> None:
+        message = self._trainer.user_error()
+        if code == UserError.exit_code and message is not None:
+            raise UserError(message)
+        # Killed by SIGINT: it was asked to stop before it had a handler, so before there was anything to save.
+        if code == Interrupted.exit_code or (self._stops.count and code == -signal.SIGINT):
+            raise Interrupted(f"stopped after step {self._step}; the same command with --resume continues")
         deadline = time.monotonic() + _BLAME_WITHIN_S
         while self._engines.processes() and time.monotonic() < deadline:
             self._engines.check()
-            time.sleep(_LOOK_EVERY_S)
+            time.sleep(_POLL_S)
+        line = f": {self._trainer.last_line()}".removesuffix(": ")
+        error = f"{self._trainer.name} ended with {self._trainer.how_it_ended()}{line} (see {self._trainer.log})"
+        error += f", while stopping after step {self._step}" if self._stops.count else f", in step {self._step + 1}"
+        if _DEADLINE_MISSED.search(error):
+            error += f" (the stack of every process is in {self._write_stacks(error)})"
+        raise TrainerError(error)
+
+    def _give_up(self, why: str) -> NoReturn:
+        activity = self._activity()  # read first: stopped processes are continued to write their stacks
+        stacks = self._write_stacks(why)
+        where = f"it was {activity}; the stack of every process is in {stacks}"
+        raise TrainerError(f"{why}, in step {self._step + 1} ({where})")
+
+    def _write_stacks(self, why: str) -> Path:
+        path = self._folder.logs / f"stacks-step-{self._step + 1}.txt"
+        why = f"{why}, in step {self._step + 1}; it was {self._activity()}"
+        return write_stacks(RunWatch(self._folder.run_id).look(), path, why=why)
+
+    def _activity(self) -> str:
+        return RunActivity(self._folder.root).look().in_words()
 
 
-def _touched(file: Path) -> int:
-    """When, in nanoseconds; 0 where there is no such file."""
+class SaveWatch:
+    """Whether a trainer that saves makes progress: its files grow, it computes, or it waits for a disk."""
+
+    def __init__(self, trainer: Trainer, home: RunFolder) -> None:
+        self._trainer = trainer
+        self._home = home
+        self._num_bytes, self._cpu_s = 0, 0.0
+        self._progressed = time.monotonic()
+
+    def stalled_s(self) -> float:
+        """Seconds without progress."""
+        num_bytes = sum(map(_num_bytes, [*self._home.checkpoints.glob(".saving-*"), self._home.model]))
+        cpu_s, waits_for_disk = 0.0, False
+        for process in self._trainer.tree():
+            try:
+                times = process.cpu_times()
+                cpu_s += times.user + times.system
+                waits_for_disk |= process.status() == psutil.STATUS_DISK_SLEEP
+            except psutil.Error:
+                continue
+        if num_bytes != self._num_bytes or abs(cpu_s - self._cpu_s) > _WORKING_CPU_S or waits_for_disk:
+            self._num_bytes, self._cpu_s, self._progressed = num_bytes, cpu_s, time.monotonic()
+        return time.monotonic() - self._progressed
+
+
+def _num_bytes(folder: Path) -> int:
+    total = 0
+    for parent, _, names in os.walk(folder):  # which passes over what is renamed or removed meanwhile
+        for name in names:
+            try:
+                total += os.lstat(os.path.join(parent, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def _mtime_ns(file: Path) -> int:
+    """0 for a file that does not exist."""
     try:
         return file.stat().st_mtime_ns
     except FileNotFoundError:
         return 0
-
-
-def _ended(process: Trainer) -> str:
-    line = process.last_line()
-    return (
-        f"{process.name} ended with {process.how_it_ended()}" + (f": {line}" if line else "") + f" (see {process.log})"
-    )

@@ -1,10 +1,11 @@
-"""What placement learned from round to round, across a checkpoint."""
+"""What placement learns from round to round, how far it trusts forecasts, and that a checkpoint keeps it."""
 
 import json
 
 import pytest
 
 from ycore.placement.allocator import Allocator
+from ycore.placement.learning import ALL_AWAKE, DROP, KEEP, ONE_AWAKE, Calibration, Prior, SleepLevels
 from ycore.placement.load import Speed
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
 from ycore.plan.simulation import Assumed, Demand, Lengths, Machine, Outcome, SimulatedRound
@@ -62,3 +63,65 @@ def test_moves_that_are_never_needed_cost_nothing() -> None:
     one = allocator()
     play(one, 0)
     assert one.division[JUDGE] >= 1
+
+
+FIRST = ONE_AWAKE.factors
+
+
+@pytest.mark.parametrize("prior", [ONE_AWAKE, ALL_AWAKE])
+def test_nothing_measured_is_the_prior(prior: Prior) -> None:
+    assert Calibration(prior).factors == pytest.approx(dict(prior.factors))
+
+
+def test_a_mode_comes_to_what_was_measured_and_others_stay() -> None:
+    calibration = Calibration()
+    for _ in range(60):
+        calibration.observe("divided", seconds=130.0, forecast_s=100.0)
+    assert calibration.factors["divided"] == pytest.approx(1.3, abs=0.06)
+    assert calibration.factors["phases"] == pytest.approx(FIRST["phases"])
+
+
+def test_what_was_long_not_used_is_forgotten() -> None:
+    calibration = Calibration()
+    for _ in range(3):
+        calibration.observe("phases", seconds=150.0, forecast_s=100.0)
+    after = calibration.factors["phases"]
+    for _ in range(200):
+        calibration.observe("divided", seconds=100.0, forecast_s=100.0)
+    assert after > FIRST["phases"] + 0.1
+    assert calibration.factors["phases"] == pytest.approx(FIRST["phases"], abs=0.01)
+
+
+def test_one_disturbed_round_counts_for_little() -> None:
+    calibration = Calibration()
+    calibration.observe("divided", seconds=1e6, forecast_s=100.0)
+    assert calibration.factors["divided"] <= 1.5
+
+
+def test_it_survives_json() -> None:
+    calibration, again = Calibration(), Calibration()
+    calibration.observe("together", seconds=1.1, forecast_s=0.7)
+    again.restore(json.loads(json.dumps(calibration.state())))
+    assert again == calibration
+
+
+def test_what_was_written_before_a_mode_was_known_can_be_read() -> None:
+    calibration = Calibration()
+    calibration.observe("together", seconds=1.1, forecast_s=0.7)
+    old = calibration.state()
+    del old["shared"]
+    again = Calibration()
+    again.restore(old)
+    assert again == calibration
+
+
+def test_a_frozen_model_tries_both_levels_and_keeps_the_cheaper() -> None:
+    levels = SleepLevels()
+    assert levels.choose() == KEEP
+    levels.observe(KEEP, 12.8)
+    assert levels.choose() == DROP
+    levels.observe(DROP, 6.8)
+    assert levels.choose() == DROP
+    for _ in range(5):
+        levels.observe(DROP, 20.0)
+    assert levels.choose() == KEEP

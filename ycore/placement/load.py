@@ -1,29 +1,23 @@
-"""What a role's requests cost, learned from requests that ended: how many, how large, and how fast at which depth.
+"""What a role's requests cost, learned from finished requests, and how busy the slots were.
 
-The model of an engine is the time of one of its steps with n requests in flight, `base + each * n` seconds: each
-request grows by one token a step, so n of them at once cost more than one and less than n. It is a line, fitted by
-least squares to (mean number in flight, seconds a token) of the requests that ended. Everything is kept as sums, so
-that controllers can add theirs up and all know the same.
-
-How the slots of a round were used: busy, swapping, idle, and how far from what cannot be beaten.
-
-Not here: what follows for the slots (`moves`, `division`).
+An engine's step with n requests in flight takes `base + each * n` seconds, and each request grows by one token a step.
+The line is a least-squares fit over finished requests of (mean number in flight, seconds per token). Everything is kept
+as sums, so that controllers can add theirs up and all learn the same.
 """
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import astuple, dataclass, fields, replace
 from typing import NamedTuple
 
 MEMORY = 0.7
-"""Weight that a round keeps when the next one comes: about the last three count."""
+"""Weight that earlier rounds keep when a new one is added: about the last three count."""
 
 _GOOD_DEPTH = 4.0
-"""In units of base / each; there an engine gives four fifths of what it can at most."""
-
+"""In units of base / each: there an engine reaches four fifths of its highest throughput."""
 
 _HIGH = 16
-"""A sum of high powers is nearly the power of the largest: so the longest is known from sums alone."""
+"""A sum of 16th powers is nearly the 16th power of the largest, so sums alone give the longest size."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,45 +32,48 @@ class Speed:
 
     @property
     def good_depth(self) -> float:
-        """In flight from which on more at once gives little; infinite where each further one is free."""
+        """Requests in flight above which more add little throughput; infinite where each further one is free."""
         return _GOOD_DEPTH * self.base / self.each if self.each > 0 else math.inf
 
 
 UNKNOWN = Speed(1.0, 0.0)
-"""Before anything is known: every step is taken to be as long as any other."""
+"""Before anything is measured: all steps take equally long."""
 
 
 @dataclass(frozen=True, slots=True)
 class Load:
-    """One role's work in a round of one controller. Sizes are in tokens, or in requests where tokens are not told."""
+    """One role's work in a round of one controller. Sizes are in tokens, or in requests where tokens are not counted.
+
+    Late requests are rollouts started after the round's first verdict, in place of groups that cannot teach.
+    """
 
     num_requests: float
     size: float
+    """The mean."""
+
     deviation: float
     longest: float
     speed: Speed
     num_late: float = 0.0
-    """Of the requests, those asked once a verdict was there: work that waits for other work."""
-
     num_times_late: float = math.inf
-    """At how many moments of a round they were asked."""
+    """Moments of a round at which late requests were started."""
 
     late_at: float = 0.5
-    """How far the verdicts were at these moments on the mean, from 0 to 1."""
+    """Mean share of the verdicts that were in at these moments, 0 to 1."""
 
     def engine_s(self, depth: float) -> float:
         """Seconds of a slot that one request costs when `depth` are in flight there."""
         return self.size * self.speed.step_s(depth) / depth
 
     def depth(self, num_slots: int, capacity: int) -> int:
-        """Requests a slot should hold: enough to run well, no more than leaves others their share."""
+        """Requests that a slot should hold: enough to run well, few enough to leave the other slots their share."""
         share = math.ceil(self.num_requests / num_slots)
         return max(1, int(min(capacity, max(share, self.speed.good_depth))))
 
 
 @dataclass(slots=True)
 class Sums:
-    """Sums over the requests of a role; the squares give spread and slope."""
+    """Sums over a role's requests; the squares give spread and slope."""
 
     num: float = 0.0
     size: float = 0.0
@@ -92,84 +89,82 @@ class Sums:
     rounds: float = 0.0
 
     def observe(self, *, seconds: float, depth: float, size: float) -> None:
-        """One request of `size` that took so much of its engine's time, with `depth` of them there on the mean."""
+        """Add a finished request.
+
+        Args:
+            seconds: of its engine's own time.
+            depth: mean number of requests that were in flight there.
+            size: tokens.
+        """
         step_s = seconds / size
         self.num += 1
         self.size += size
         self.size_squared += size * size
         self.size_high += size**_HIGH
-        # A long request says more of a step's time than a short one, so the line is fitted by size.
+        # A long request says more about a step's time than a short one, so the line is fitted by size.
         self.depth += size * depth
         self.depth_squared += size * depth * depth
         self.step_s += size * step_s
         self.depth_step_s += size * depth * step_s
 
     def observe_late(self, at: float, *, is_first: bool) -> None:
-        """A request that verdicts made necessary, when so much of them was given; the first of those of one moment?"""
+        """Add a late request, started with a share `at` of the verdicts in. `is_first`: the first at this moment."""
         self.late += 1
         self.times_late += is_first
         self.late_at += is_first * min(1.0, at)
 
     def load(self) -> Load | None:
-        """None as long as nothing has ended."""
+        """The mean round; None before any request has finished."""
         if self.num < 0.5 or self.rounds <= 0:
             return None
         mean = self.size / self.num
-        deviation = math.sqrt(max(0.0, self.size_squared / self.num - mean * mean))
         return Load(
-            self.num / self.rounds,
-            mean,
-            deviation,
-            self.size_high ** (1 / _HIGH),
-            self._speed(),
-            self.late / self.rounds,
-            self.times_late / self.rounds,
-            self.late_at / self.times_late if self.times_late else 0.5,
+            num_requests=self.num / self.rounds,
+            size=mean,
+            deviation=math.sqrt(max(0.0, self.size_squared / self.num - mean * mean)),
+            longest=self.size_high ** (1 / _HIGH),
+            speed=self._speed(),
+            num_late=self.late / self.rounds,
+            num_times_late=self.times_late / self.rounds,
+            late_at=self.late_at / self.times_late if self.times_late else 0.5,
         )
 
     def _speed(self) -> Speed:
         depth, step_s = self.depth / self.size, self.step_s / self.size
         spread = self.depth_squared / self.size - depth * depth
         covariance = self.depth_step_s / self.size - depth * step_s
-        # Where all ran at the same depth nothing is known of the slope: then take it as all slope.
+        # Requests that all ran at one depth do not show the slope: then assume that the step is all slope.
         each = covariance / spread if spread > 0.01 * depth * depth else step_s / depth
         each = min(max(each, 0.0), step_s / depth)
         return Speed(step_s - each * depth, each)
 
 
 def as_numbers(sums: Mapping[str, Sums], roles: Sequence[str]) -> list[float]:
-    """All sums in an order that every controller shares."""
-    return [value for role in roles for value in _row(sums.get(role, Sums()))]
-
-
-def _row(sums: Sums) -> tuple[float, ...]:
-    return (
-        sums.num, sums.size, sums.size_squared, sums.depth, sums.depth_squared,
-        sums.step_s, sums.depth_step_s, sums.late, sums.size_high, sums.times_late, sums.late_at, sums.rounds,
-    )  # fmt: skip
+    """All sums in one row, the same order on every controller."""
+    return [value for role in roles for value in astuple(sums.get(role, Sums()))]
 
 
 def from_numbers(numbers: Sequence[float], roles: Sequence[str]) -> dict[str, Sums]:
-    """What `as_numbers` told, or the sum of what several told; a load of it is that of their mean."""
+    """The inverse of `as_numbers`, also for added rows: their load is that of the mean controller."""
     width = len(fields(Sums))
     return {role: Sums(*numbers[index * width : (index + 1) * width]) for index, role in enumerate(roles)}
 
 
 def as_late_as(before: Sums, now: Sums) -> Sums:
-    """This round's sums, with as many late requests a round, at such times, as there were before."""
+    """This round's sums, with the late requests per round, and their times, that `before` has."""
     rounds = now.rounds / before.rounds if before.rounds else 0.0
     late = {"late": before.late, "times_late": before.times_late, "late_at": before.late_at}
     return replace(now, **{name: value * rounds for name, value in late.items()})
 
 
-def faded(before: Sums, now: Sums, memory: float = MEMORY) -> Sums:
-    """Old rounds count less."""
-    return Sums(*(memory * old + new for old, new in zip(_row(before), _row(now), strict=True)))
+def faded(before: Sums, now: Sums) -> Sums:
+    """Earlier rounds and this one, the earlier ones with less weight."""
+    return Sums(*(MEMORY * old + new for old, new in zip(astuple(before), astuple(now), strict=True)))
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """One round. `busy_s` and `swap_s` have one value a slot; a slot is busy while a request is in flight there."""
+    """How a round used its slots. `busy_s` and `swap_s`: one value a slot; a slot with a request in flight is busy."""
 
     seconds: float
     busy_s: Sequence[float]
@@ -181,91 +176,57 @@ class Usage:
         return len(self.busy_s)
 
     @property
-    def bound_s(self) -> float:
-        """The work-conserving bound: all engine seconds, shared evenly. No placement of this work is shorter."""
-        return sum(self.busy_s) / self.num_slots
-
-    @property
     def bound_ratio(self) -> float:
-        """The round over its bound; 1 is perfect, and what a round without work has."""
-        return self.seconds / self.bound_s if self.bound_s > 0 else 1.0
+        """The round over its lower bound, the busy seconds shared evenly by all slots; 1 is perfect."""
+        bound_s = sum(self.busy_s) / self.num_slots
+        return self.seconds / bound_s if bound_s > 0 else 1.0
 
     @property
     def idle_share(self) -> float:
-        """Of the slots' seconds, those with nothing in flight and no swap under way."""
+        """Share of the slots' seconds with nothing in flight and no swap under way."""
         whole = self.seconds * self.num_slots
         return max(0.0, 1 - (sum(self.busy_s) + sum(self.swap_s)) / whole) if whole > 0 else 0.0
 
 
-@dataclass(slots=True)
-class EngineClock:
-    """Running totals of one role's engine on a slot since the round began.
-
-    `steps` is how many steps it has made, by what is known of its speed, and `depth` its requests in flight summed over
-    these steps: depth over steps is the mean depth that a request met, however long the steps were.
-    """
-
-    speed: Speed
-    in_flight: int = 0
-    seconds: float = 0.0
-    """What the slot gave it: engines that are at work at once share the slot evenly."""
-
-    steps: float = 0.0
-    depth: float = 0.0
-
-    def advance(self, seconds: float) -> None:
-        steps = seconds / self.speed.step_s(self.in_flight)
-        self.seconds += seconds
-        self.steps += steps
-        self.depth += self.in_flight * steps
-
-    def read(self) -> "Reading":
-        return Reading(self.seconds, self.steps, self.depth)
-
-
 class Reading(NamedTuple):
-    """An engine's totals at one moment; what a request met is the difference of two."""
+    """An engine's totals: its share of the slot's seconds, its steps, and its requests in flight summed over them."""
 
     seconds: float
     steps: float
     depth: float
 
     def since(self, before: "Reading") -> tuple[float, float]:
-        """The engine's own seconds from then to now, and the mean depth in them."""
+        """The engine's own seconds since `before`, and the mean number in flight, however long the steps were."""
         steps = self.steps - before.steps
         return self.seconds - before.seconds, (self.depth - before.depth) / steps if steps > 0 else 1.0
 
 
-@dataclass(slots=True)
 class SlotClock:
-    """Running totals of one slot since the round began, and of its engines by role."""
+    """Totals of one slot, and of its engines, since the round began. Engines at work share the slot evenly."""
 
-    engines: Mapping[str, EngineClock]
-    since: float = 0.0
-    in_flight: int = 0
-    busy_s: float = 0.0
-    swap_s: float = 0.0
-    swap_began: float | None = None
+    def __init__(self, speeds: Mapping[str, Speed], since: float) -> None:
+        self.in_flight = 0
+        self.in_flight_of = dict.fromkeys(speeds, 0)
+        self.busy_s = self.swap_s = 0.0
+        self.swap_began: float | None = None
+        self._speeds = speeds
+        self._totals = dict.fromkeys(speeds, Reading(0.0, 0.0, 0.0))
+        self._since = since
 
     def advance(self, now: float) -> None:
-        passed, self.since = now - self.since, now
-        if self.in_flight and passed > 0:
-            self.busy_s += passed
-            at_work = [engine for engine in self.engines.values() if engine.in_flight]
-            for engine in at_work:
-                engine.advance(passed / len(at_work))
+        passed, self._since = now - self._since, now
+        if not self.in_flight or passed <= 0:
+            return
+        self.busy_s += passed
+        at_work = [role for role, num in self.in_flight_of.items() if num]
+        for role in at_work:
+            seconds, depth, before = passed / len(at_work), self.in_flight_of[role], self._totals[role]
+            steps = seconds / self._speeds[role].step_s(depth)
+            self._totals[role] = Reading(before.seconds + seconds, before.steps + steps, before.depth + depth * steps)
 
-    def start(self, role: str, now: float) -> Reading:
-        """One more request of this role, and what its engine's totals are as it begins."""
+    def change(self, role: str, by: int, now: float) -> Reading:
+        """Count a request more (`by` 1) or less (-1); the totals of its engine at this moment."""
         self.advance(now)
-        reading = self.engines[role].read()
-        self.in_flight += 1
-        self.engines[role].in_flight += 1
-        return reading
-
-    def end(self, role: str, now: float) -> Reading:
-        """One request less."""
-        self.advance(now)
-        self.in_flight -= 1
-        self.engines[role].in_flight -= 1
-        return self.engines[role].read()
+        self.in_flight += by
+        self.in_flight_of[role] += by
+        return self._totals[role]

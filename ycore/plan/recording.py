@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 
 from ycore.errors import DataError
-from ycore.placement.load import UNKNOWN, EngineClock, Reading, SlotClock, Speed, Sums
+from ycore.placement.load import UNKNOWN, Reading, SlotClock, Speed, Sums
 from ycore.placement.placement import ROLLOUT
 from ycore.plan.simulation import SimulatedGroup
 from ycore.run.trace import ROUND, SWAP, Span
@@ -202,12 +202,11 @@ def _met(requests: Sequence[Request], speeds: Mapping[str, Speed]) -> Met:
         one = requests[index]
         clock = clocks.get(one.slot)
         if clock is None:
-            engines = {role: EngineClock(speeds.get(role, UNKNOWN)) for role in roles}
-            clock = clocks[one.slot] = SlotClock(engines, since=when)
+            clock = clocks[one.slot] = SlotClock({role: speeds.get(role, UNKNOWN) for role in roles}, when)
         if begins:
-            begun[index] = clock.start(one.role, when)
+            begun[index] = clock.change(one.role, 1, when)
         else:
-            met[_key(one)] = clock.end(one.role, when).since(begun[index])
+            met[_key(one)] = clock.change(one.role, -1, when).since(begun[index])
     return met
 
 

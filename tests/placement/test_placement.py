@@ -51,7 +51,7 @@ def test_what_is_no_placement_is_refused_in_a_line(text: str, said: str) -> None
             "split:3:1",
             TWO,
             2,
-            "must divide this run's slots (2) among its roles (rollout, judge); e.g. --placement split:1",
+            "divide this run's slots (2) among its roles (rollout, judge); e.g. --placement split:1:1",
         ),
         ("split:1:1", (ROLLOUT,), 2, "slots (2) among its roles (rollout); leave --placement out"),
         (

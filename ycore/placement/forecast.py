@@ -2,10 +2,10 @@
 
 A role's requests are a dozen cohorts of equal number. Their lengths are the quantiles of a lognormal with the measured
 mean and spread; the last cohort has the longest length seen. The slots of a role are alike, so one of them is played,
-with weights instead of single requests. A finished rollout cohort is then scored; under dynamic sampling the verdicts of the
-first wave bring a second. A role without slots gets those of the rollouts when these are done, a swap later, until the
-rollouts need them back. Other moves are left out: where roles start with slots, moves were seen to shorten a round or
-leave it as it is, and they seldom change which division is best.
+with weights instead of single requests. A finished rollout cohort is then scored; under dynamic sampling the verdicts
+of the first wave bring a second. A role without slots gets those of the rollouts when these are done, a swap later,
+until the rollouts need them back. Other moves are left out: where roles start with slots, moves were seen to shorten a
+round or leave it as it is, and they seldom change which division is best.
 
 This takes well under a millisecond and still shows tails, depth, and what waits for what.
 """

@@ -44,7 +44,7 @@ def messages(*texts: str) -> list[dict[str, str]]:
         ({"messages": messages("{completion} {a.b}")}, "plain name in braces, not {a.b}"),
         ({"messages": messages("{completion} {0}")}, "plain name in braces, not {0}"),
         ({"messages": messages("{completion!r}")}, "plain name in braces"),
-        ({"messages": messages("{completion")}, "braces do not fit"),
+        ({"messages": messages("{completion")}, "braces do not match"),
         ({"messages": messages("{completion}"), "rubric": "x"}, "no message has the field {rubric}"),
         ({"messages": messages("{completion} {rubric}")}, "there is no rubric"),
         ({"messages": []}, "messages"),

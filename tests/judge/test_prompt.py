@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ycore.config.schema import RewardConfig
 from ycore.judge.declaration import Judge
-from ycore.judge.question import Questioner, as_text, folded, harmless
+from ycore.judge.question import Questioner, as_text, fold_lookalikes, sanitize
 from ycore.judge.sources import judge_of
 from ycore.types import Prompt
 
@@ -73,12 +73,12 @@ def test_conversations_and_columns_as_text(content: object, text: str) -> None:
     ],
 )
 def test_plain_text_comes_through_as_it_is(text: str) -> None:
-    assert harmless(text, tags=("score", "text-"), special_tokens=SPECIAL) == text
+    assert sanitize(text, tags=("score", "text-"), special_tokens=SPECIAL) == text
 
 
 @given(st.text() | st.text(alphabet="<>\uff1c\uff1e/ score|im_end\u043e\u200b[]MASK"))
 def test_nothing_harmful_is_left_and_doing_it_twice_changes_nothing(text: str) -> None:
-    safe = harmless(text, tags=("score", "text-"), special_tokens=SPECIAL)
+    safe = sanitize(text, tags=("score", "text-"), special_tokens=SPECIAL)
     assert not any(token in safe for token in SPECIAL)
-    assert not re.search(r"<[\s/\\]*score", folded(safe))
-    assert harmless(safe, tags=("score", "text-"), special_tokens=SPECIAL) == safe
+    assert not re.search(r"<[\s/\\]*score", fold_lookalikes(safe))
+    assert sanitize(safe, tags=("score", "text-"), special_tokens=SPECIAL) == safe

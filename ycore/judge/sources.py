@@ -1,17 +1,12 @@
-"""From a reward's name, `judge:quality.yaml` or `rm:MODEL`, to its declaration.
+"""Rewards that a model scores: from the name `judge:quality.yaml` or `rm:MODEL` to the declaration.
 
-A run carries the whole declaration in the reward's `args`: `run.json` tells it, a resumed run is held to it, and the
-file is not needed again.
-
-A reward model as it is declared: a sequence classifier with one number, and how that number becomes a reward.
-
-Not here: what a declaration says (`declaration`, `reward_model`).
+A run carries the whole declaration in the reward's `args`, so `run.json` holds it and a resumed run needs no file.
 """
 
 from collections.abc import Iterable, Mapping
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -21,25 +16,28 @@ from ycore.config.schema import Positive, RewardConfig, RunConfig, Strict
 from ycore.errors import RewardError, nearest
 from ycore.judge.declaration import Judge
 
+JUDGE_PREFIX, REWARD_MODEL_PREFIX = "judge:", "rm:"
+_Declared = TypeVar("_Declared", bound=Strict)
+
 
 class RewardModel(Strict):
-    """`--reward rm:MODEL`; these are its `args`."""
+    """A sequence classifier with one label: `--reward rm:MODEL`, with these as `args`."""
 
     model: str
-    """A hub id or folder of a sequence classifier with one label."""
+    """A hub id or folder."""
 
     center: float = 0.0
-    """Taken from the model's number: its mean over ordinary completions, say."""
+    """Subtracted from the logit; for example its mean over ordinary completions."""
 
     multiplier: Annotated[float, Field(gt=0)] = 1.0
     clip: tuple[float, float] | None = None
-    """The least and the most that it may give, after both."""
+    """The least and the most reward, after both."""
 
     max_model_len: Positive | None = None
     """Longest prompt plus completion, in tokens; None is the model's own context, 4096 at most."""
 
     @model_validator(mode="after")
-    def _clips_a_range(self) -> Self:
+    def _check_clip(self) -> Self:
         if self.clip is not None and self.clip[0] >= self.clip[1]:
             raise ValueError(f"clip is the least and the most, in this order; it is {list(self.clip)}")
         return self
@@ -47,9 +45,6 @@ class RewardModel(Strict):
     def reward(self, logit: float) -> float:
         value = (logit - self.center) * self.multiplier
         return value if self.clip is None else min(max(value, self.clip[0]), self.clip[1])
-
-
-JUDGE_PREFIX, REWARD_MODEL_PREFIX = "judge:", "rm:"
 
 
 def is_judge(spec: RewardConfig) -> bool:
@@ -61,39 +56,43 @@ def is_reward_model(spec: RewardConfig) -> bool:
 
 
 def is_rule(spec: RewardConfig) -> bool:
-    """Whether it is a plain function, for the worker processes."""
+    """Whether the reward is a plain function, for the worker processes."""
     return not is_judge(spec) and not is_reward_model(spec)
 
 
 def with_declarations(config: RunConfig) -> RunConfig:
-    """The run with every judge's file read into its `args`; RewardError where a declaration cannot work."""
+    """Read every judge's file into its reward's `args`.
+
+    Raises:
+        RewardError: A declaration cannot work.
+    """
     return config.model_copy(update={"rewards": [_with_declaration(spec) for spec in config.rewards]})
 
 
 def judge_of(spec: RewardConfig) -> Judge:
-    """The judge of a `judge:` reward."""
+    """The declaration of a `judge:` reward, from its `args`, a file, or ycore's own judges; RewardError."""
     name = spec.reward.removeprefix(JUDGE_PREFIX)
-    data = {**_told_elsewhere(name, spec.args), **spec.args}
-    try:
-        return Judge.model_validate(data)
-    except ValidationError as problem:
-        raise RewardError(str(declared_error(problem, data, what=f"judge {name}", model=Judge))) from None
+    return _validated(Judge, {**_load_yaml(name, spec.args), **spec.args}, what=f"judge {name}")
 
 
 def reward_model_of(spec: RewardConfig) -> RewardModel:
-    """The reward model of an `rm:` reward."""
+    """The declaration of an `rm:` reward; RewardError."""
     name = spec.reward.removeprefix(REWARD_MODEL_PREFIX)
     if not name:
         raise RewardError("rm: needs a model's name: --reward rm:MODEL, a hub id or a folder")
-    data = {"model": name, **spec.args}
-    try:
-        return RewardModel.model_validate(data)
-    except ValidationError as problem:
-        raise RewardError(str(declared_error(problem, data, what=f"reward model {name}", model=RewardModel))) from None
+    return _validated(RewardModel, {"model": name, **spec.args}, what=f"reward model {name}")
 
 
 def require_columns(name: str, judge: Judge, columns: Iterable[str]) -> None:
-    """RewardError when a question needs a column that the dataset has not."""
+    """Check that the dataset has the columns that a judge's questions need.
+
+    Args:
+        name: The judge's name, for the message.
+        columns: The dataset's.
+
+    Raises:
+        RewardError: Naming the first that is missing.
+    """
     known = sorted(columns)
     for column in sorted(judge.columns - set(known)):
         what = "reference_column" if column == judge.reference_column else "a field of its messages"
@@ -102,34 +101,36 @@ def require_columns(name: str, judge: Judge, columns: Iterable[str]) -> None:
 
 
 def _with_declaration(spec: RewardConfig) -> RewardConfig:
-    if is_rule(spec):
-        return spec
     if is_reward_model(spec):
-        reward_model_of(spec)
+        reward_model_of(spec)  # only checked: its `args` are all there is
+    if not is_judge(spec):
         return spec
-    told: Strict = judge_of(spec)
     name = spec.reward.removeprefix(JUDGE_PREFIX)
     name = Path(name).stem if name.endswith(SUFFIXES) else name
-    args = told.model_dump(mode="json", exclude_defaults=True)
+    args = judge_of(spec).model_dump(mode="json", exclude_defaults=True)
     return spec.model_copy(update={"reward": JUDGE_PREFIX + name, "args": args})
 
 
-def _told_elsewhere(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
-    """What a file says, or a judge that comes with ycore; nothing where the reward's `args` say it all."""
+def _validated(model: type[_Declared], data: Mapping[str, Any], *, what: str) -> _Declared:
+    try:
+        return model.model_validate(data)
+    except ValidationError as problem:
+        raise RewardError(str(declared_error(problem, data, what=what, model=model))) from None
+
+
+def _load_yaml(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a judge's file, or of a judge that comes with ycore; none where `args` declare it all."""
     shipped = {entry.name.removesuffix(".yaml"): entry for entry in (files("ycore_recipes") / "judges").iterdir()}
     if name.endswith(SUFFIXES):
-        way_out = f"with ycore come {', '.join(f'judge:{one}' for one in sorted(shipped))}"
+        way_out = f"with ycore come {', '.join(f'judge:{known}' for known in sorted(shipped))}"
         text = read_yaml_file(Path(name).expanduser(), what="judge", way_out=way_out, error=RewardError)
-        return _parsed(name, text)
-    if name in shipped:
-        return _parsed(name, shipped[name].read_text(encoding="utf-8"))
-    if "verdict" in args:
+    elif name in shipped:
+        text = shipped[name].read_text(encoding="utf-8")
+    elif "verdict" in args:
         return {}
-    near = nearest(name, shipped) or f"; with ycore come {', '.join(sorted(shipped))}"
-    raise RewardError(f"no judge {name!r}: say judge:FILE.yaml, or write the judge under the reward's args{near}")
-
-
-def _parsed(name: str, text: str) -> dict[str, Any]:
-    told = parse_yaml(text, what=f"the judge {name}", example="rubric", error=RewardError)
-    told.pop("description", None)
-    return told
+    else:
+        near = nearest(name, shipped) or f"; with ycore come {', '.join(sorted(shipped))}"
+        raise RewardError(f"no judge {name!r}: use judge:FILE.yaml, or write the judge under the reward's args{near}")
+    declared = parse_yaml(text, what=f"the judge {name}", example="rubric", error=RewardError)
+    declared.pop("description", None)
+    return declared

@@ -20,7 +20,7 @@ from ycore.engine import Engine
 from ycore.engine.judge_engine import JudgeEngine, RemoteJudge, VllmJudge
 from ycore.engine.server import Server, restart_timeout_s
 from ycore.engine.vllm_engine import VllmRewardModel
-from ycore.judge.question import Questioner, without_special_tokens
+from ycore.judge.question import Questioner, break_special_tokens
 from ycore.judge.sources import RewardModel, is_judge, is_reward_model, is_rule, judge_of, reward_model_of
 from ycore.placement.placement import REWARD_MODEL
 from ycore.rewards.answers import without_thinking
@@ -298,7 +298,7 @@ def reward_model_encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
     special = special_tokens(tokenizer)
 
     def encode(prompt: Prompt, completion: str) -> list[int]:
-        written = without_special_tokens(completion, special)
+        written = break_special_tokens(completion, special)
         if isinstance(prompt.content, str):
             text = prompt.content + written
             end = str(tokenizer.eos_token or "")

@@ -93,7 +93,7 @@ class Server:
         self._client = httpx.AsyncClient(
             transport=httpx.AsyncHTTPTransport(uds=str(socket), limits=_LIMITS, verify=False),
             base_url=f"http://{name}",
-            timeout=httpx.Timeout(request_timeout_s, pool=None),
+            timeout=None,  # `request` has the deadline
         )
 
     async def wait_ready(self, *, timeout_s: float) -> None:
@@ -133,14 +133,15 @@ class Server:
                 f"{self.name}: lost, and no answer to {path} from another process within "
                 f"{self._timeout_s + self._restart_timeout_s:.0f} s; see logs/{self.name}.log"
             )
-        raise self._deadline_missed(path, failures)
+        why = f", sent {len(failures) + 1} times; first failure: {failures[0]}" if failures else ""
+        raise EngineError(
+            f"{self.name}: no answer to {path} within {self._timeout_s:.0f} s (engine.request_timeout_s){why}"
+        )
 
     async def request_once(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Send one request to whatever process is there; NoAnswer where a retry may help, else EngineError."""
         try:
             response = await self._client.request(method, path, json=body)
-        except httpx.TimeoutException:
-            raise self._deadline_missed(path, []) from None
         except httpx.HTTPError as error:
             raise NoAnswer(
                 f"{self.name}: {path} failed, {error or type(error).__name__}; see logs/{self.name}.log"
@@ -217,13 +218,6 @@ class Server:
             return (await self._client.get("/health", timeout=5)).status_code == httpx.codes.OK
         except httpx.HTTPError:
             return False
-
-    def _deadline_missed(self, path: str, failures: list[str]) -> EngineError:
-        """The error of a process that is still there and gave no good answer in time."""
-        why = f", sent {len(failures) + 1} times; first failure: {failures[0]}" if failures else ""
-        return EngineError(
-            f"{self.name}: no answer to {path} within {self._timeout_s:.0f} s (engine.request_timeout_s){why}"
-        )
 
 
 class ServerClient:

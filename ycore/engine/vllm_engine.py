@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -59,19 +60,13 @@ class VllmEngine(ServerClient):
         return self._server.restarts
 
     async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
-        sampling, version = self._sampling, self.version
+        version = self.version
         request = {
             "model": ROLLOUT,
             "prompt": list(prompt_ids),
-            "n": 1,
             "seed": seed,
-            "max_tokens": sampling.max_tokens,
-            "temperature": 0.0 if greedy else sampling.temperature,
-            "top_p": sampling.top_p,
-            "top_k": sampling.top_k,
-            "min_p": sampling.min_p,
-            "repetition_penalty": sampling.repetition_penalty,
-            "stop_token_ids": list(sampling.stop_token_ids),
+            **asdict(self._sampling),
+            **({"temperature": 0.0} if greedy else {}),
             "logprobs": 0,
             "return_token_ids": True,
         }

@@ -105,10 +105,10 @@ def _checked_model(config: RunConfig) -> "ModelPlan":
 
 
 def _checked_dataset(config: RunConfig, model: "ModelPlan") -> dict[str, Any]:
-    from ycore.data.prompts import check_dataset
+    from ycore.data.prompts import load_prompts
     from ycore.models.names import require_chat_template
 
-    prompts = check_dataset(config, as_chat=model.has_chat_template is True)
+    prompts = load_prompts(config, as_chat=model.has_chat_template is True)
     if prompts.is_chat:
         require_chat_template(model)
     return {
@@ -221,7 +221,6 @@ def _held_out_rows(measured: Mapping[str, Any]) -> list[tuple[str, str]]:
 
 
 def _tune_plan_checked_dataset(config: TuneConfig, model: "ModelPlan") -> dict[str, Any]:
-    from ycore.data.example_rows import in_words
     from ycore.data.examples import load_examples
     from ycore.models.names import require_chat_template
 
@@ -233,7 +232,7 @@ def _tune_plan_checked_dataset(config: TuneConfig, model: "ModelPlan") -> dict[s
         "held_out": len(examples.held_out),
         "columns": list(examples.columns),
         "chat": examples.is_chat,
-        "left_out": in_words(examples.left_out),
+        "left_out": examples.left_out_note,
         "fingerprint": examples.fingerprint,
     }
 

@@ -11,9 +11,8 @@ from hypothesis import strategies as st
 
 from ycore.config.algorithms import tune_kind
 from ycore.config.resolve import resolve_as
-from ycore.data.columns import is_dialogue, to_messages
-from ycore.data.example_rows import in_words
 from ycore.data.examples import ExampleSet, hold_out, load_examples
+from ycore.data.table import is_dialogue, to_messages
 from ycore.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
@@ -84,6 +83,13 @@ def test_texts_without_a_dialogue_are_cut_at_the_last_blank_they_share(tmp_path:
     ]
 
 
+def test_texts_that_share_no_beginning_are_left_out(tmp_path: Path) -> None:
+    rows = [{"chosen": "The sky is blue.", "rejected": "The sky is red."}, {"chosen": "red wine", "rejected": "A wine"}]
+    examples = load(tmp_path, "dpo", rows)
+    assert len(examples.train) == 1
+    assert examples.left_out_note == "1 left out (1 conversations part before the last answer)"
+
+
 def test_pairs_that_say_nothing_are_left_out_and_counted(tmp_path: Path) -> None:
     good = {"chosen": f"{TALK} blue", "rejected": f"{TALK} green"}
     equal = {"chosen": f"{TALK} blue", "rejected": f"{TALK} blue"}
@@ -91,7 +97,7 @@ def test_pairs_that_say_nothing_are_left_out_and_counted(tmp_path: Path) -> None
     apart = {"chosen": f"{TALK} blue", "rejected": "\n\nHuman: bye\n\nAssistant: bye"}
     examples = load(tmp_path, "reward", [good, equal, equal, empty, apart])
     assert len(examples.train) == 1
-    assert in_words(examples.left_out) == (
+    assert examples.left_out_note == (
         "4 left out (2 answers equal, 1 conversations part before the last answer, 1 no answer)"
     )
     with pytest.raises(DataError, match=r"no row of .* can be learned from \(answers equal\)"):
@@ -116,14 +122,14 @@ def test_columns_may_have_other_names(tmp_path: Path) -> None:
 
 
 REFUSED: list[tuple[str, list[dict[str, Any]], str]] = [
-    ("sft", [{"a": "b"}], r"has not the columns that sft reads.*it has a; name yours, e.g. --set columns.completion=a"),
+    ("sft", [{"a": "b"}], r"lacks the columns that sft reads.*it has a; name yours, e.g. --set columns.completion=a"),
     ("dpo", [{"prompt": "p", "chosen": "c"}], r"has no column rejected; wanted are chosen and rejected"),
     ("kto", [{"prompt": "p", "completion": "c"}], r"has no column label"),
     ("kto", [{"prompt": "p", "completion": "c", "label": True}], r"every label of .* is True"),
     ("kto", [{"prompt": "p", "completion": "c", "label": "good"}], r"'label' is 'good' in row 0 \(line 1\)"),
     ("sft", [{"text": 3}], r"'text' is int in row 0 \(line 1\)"),
     ("sft", [{"messages": "hello"}], r"'messages' is text in row 0"),
-    ("sft", [{"messages": [{"role": "user"}]}], r"a turn of 'messages' in row 0 .*has role: str"),
+    ("sft", [{"messages": [{"role": "user"}]}], r"turn 0 of 'messages' has role: str in row 0 \(line 1\)"),
     ("sft", [{"messages": [USER, ANSWER]}, {"messages": [USER]}, {"messages": 3}], r"'messages' is int in row 2"),
     ("sft", [], r"is empty; a run needs at least one row"),
 ]

@@ -1,4 +1,4 @@
-"""The whole of it: what a dataset's name means, real datasets, and what it costs to look."""
+"""From a dataset's name to its prompts: columns, refusals, real datasets, cost, and the order of a run."""
 
 import json
 import subprocess
@@ -9,18 +9,22 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from ycore.config.schema import RewardConfig, RunConfig
-from ycore.data.prompts import PromptSet, check_dataset, load_prompts
+from ycore.data.prompts import PromptOrder, PromptSet, load_prompts, to_prompts
+from ycore.data.table import Table, columns_of
 from ycore.errors import DataError
+from ycore.types import Prompt
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 COLD = """
 import sys, time
 from ycore.config.schema import RunConfig
-from ycore.data.prompts import check_dataset
+from ycore.data.prompts import load_prompts
 begin = time.monotonic()
-found = check_dataset(RunConfig(model="m", dataset=sys.argv[1], rewards=[{"reward": "r"}], output="o"))
+found = load_prompts(RunConfig(model="m", dataset=sys.argv[1], rewards=[{"reward": "r"}], output="o"))
 print(len(found.prompts), time.monotonic() - begin, *({"torch", "transformers", "trl", "datasets"} & set(sys.modules)))
 """
 
@@ -90,7 +94,7 @@ def test_as_chat_and_system_prompt(tmp_path: Path) -> None:
     assert load_prompts(plain, as_chat=True).is_chat
     briefed = load_prompts(config("task:addition?size=1", system_prompt="Be brief."))
     assert briefed.is_chat and briefed.prompts[0].content[0] == {"role": "system", "content": "Be brief."}
-    again = check_dataset(config("task:addition?size=1", system_prompt="Be brief."))
+    again = load_prompts(config("task:addition?size=1", system_prompt="Be brief."))
     assert list(briefed.prompts) == list(again.prompts)
 
 
@@ -156,3 +160,234 @@ def test_a_rank_holds_what_it_draws_and_not_the_dataset(tmp_path: Path) -> None:
     tracemalloc.stop()
     assert drawn.columns == {"answer": "217"} and str(drawn.content).startswith("217 xxx")
     assert len(prompts) == 300 and peak < 3_000_000
+
+
+USER = {"role": "user", "content": "hi"}
+ANSWER = {"role": "assistant", "content": "hello"}
+SYSTEM = {"role": "system", "content": "be brief"}
+
+
+def prompts_of(
+    *rows: dict[str, Any], as_chat: bool = False, **options: Any
+) -> tuple[tuple[Prompt, ...], tuple[str, ...]]:
+    table = Table(name="data", rows=rows, columns=columns_of(rows))
+    found = to_prompts(table, config("data", **options), as_chat=as_chat)
+    return tuple(found.prompts), found.columns
+
+
+def contents(*rows: dict[str, Any], **options: Any) -> list[Any]:
+    return [prompt.content for prompt in prompts_of(*rows, **options)[0]]
+
+
+def refused_rows(*rows: dict[str, Any], **options: Any) -> str:
+    with pytest.raises(DataError) as caught:
+        prompts_of(*rows, **options)
+    assert "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("name", ["prompt", "messages", "question", "problem", "instruction"])
+def test_the_asking_column_is_found(name: str) -> None:
+    assert contents({"other": "x", name: "hi"}) == ["hi"]
+
+
+def test_the_first_of_several_asks_and_the_others_are_columns() -> None:
+    prompts, columns = prompts_of({"question": "q", "prompt": "p", "answer": "a"})
+    assert (prompts[0].content, prompts[0].columns, columns) == (
+        "p",
+        {"question": "q", "answer": "a"},
+        ("question", "answer"),
+    )
+
+
+def test_a_chosen_column_asks() -> None:
+    assert contents({"prompt": "p", "chosen": "c"}, prompt_column="chosen") == ["c"]
+
+
+def test_no_asking_column_lists_what_is_there() -> None:
+    message = refused_rows({"text": "a", "label": 1})
+    assert "it has text, label" in message and "--prompt-column" in message
+
+
+def test_a_mistyped_column_names_the_nearest() -> None:
+    assert "did you mean 'question'?" in refused_rows({"question": "q"}, prompt_column="qestion")
+    assert "did you mean 'solution'?" in refused_rows({"prompt": "q", "solution": "s"}, answer_column="soluton")
+
+
+def test_the_answer_column_is_renamed_and_wins() -> None:
+    prompts, columns = prompts_of({"prompt": "p", "answer": "long", "final": "short"}, answer_column="final")
+    assert prompts[0].columns == {"answer": "short"} and columns == ("answer",)
+
+
+def test_names_that_a_reward_is_called_with_are_not_columns() -> None:
+    assert prompts_of({"question": "q", "prompts": 1, "completions": 2, "completion": 3, "kept": 4})[1] == ("kept",)
+
+
+def test_a_missing_value_is_none() -> None:
+    assert prompts_of({"prompt": "a", "answer": "1"}, {"prompt": "b"})[0][1].columns == {"answer": None}
+
+
+def test_an_empty_dataset(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is empty"):
+        load(write(tmp_path / "d.jsonl"))
+
+
+@pytest.mark.parametrize(
+    ("value", "found"), [(None, "null"), (3, "int"), (1.5, "float"), ({"role": "user"}, "dict"), (b"x", "bytes")]
+)
+def test_prompts_of_another_type(value: Any, found: str) -> None:
+    assert f"is {found} in row 1 of data" in refused_rows({"prompt": "a"}, {"prompt": value})
+
+
+@pytest.mark.parametrize("value", ["", "  \n"])
+def test_empty_text(value: str) -> None:
+    assert "is empty in row 1 of data" in refused_rows({"prompt": "a"}, {"prompt": value})
+
+
+def test_half_a_character() -> None:
+    assert "lone surrogate" in refused_rows({"prompt": "a\ud800"})
+
+
+def test_text_and_chat_do_not_mix() -> None:
+    message = refused_rows({"prompt": "a"}, {"prompt": "b"}, {"prompt": [USER]})
+    assert "text in row 0" in message and "chat in row 2" in message
+    message = refused_rows({"prompt": [USER]}, {"prompt": "b"})
+    assert "chat in row 0" in message and "text in row 1" in message
+
+
+def test_chat_prompts_keep_role_and_content() -> None:
+    assert contents({"prompt": [SYSTEM, {**USER, "name": None}]}) == [[SYSTEM, USER]]
+
+
+def test_a_conversation_as_sharegpt_writes_it() -> None:
+    talk = [
+        {"from": "system", "value": "be brief"},
+        {"from": "human", "value": "hi"},
+        {"from": "gpt", "value": "hello"},
+    ]
+    assert contents({"conversations": talk}, prompt_column="conversations") == [[SYSTEM, USER]]
+
+
+def test_the_last_answer_of_a_conversation_is_dropped() -> None:
+    assert contents({"messages": [USER, ANSWER, USER, ANSWER]}) == [[USER, ANSWER, USER]]
+    assert contents({"messages": [USER]}) == [[USER]]
+    assert contents({"talk": [USER, ANSWER]}, prompt_column="talk") == [[USER]]
+
+
+@pytest.mark.parametrize(
+    "told", [[USER, ANSWER, USER, ANSWER], "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: hi\n\nAssistant: "]
+)
+def test_a_pair_of_conversations_asks_with_what_is_before_the_last_answer(told: Any) -> None:
+    (prompt,), names = prompts_of({"chosen": told, "rejected": told})
+    assert prompt.content == [USER, ANSWER, USER]
+    assert names == ("rejected",)
+
+
+def test_a_pair_of_answers_without_their_conversation_cannot_ask() -> None:
+    assert "'chosen' is an answer without its conversation in row 0" in refused_rows(
+        {"chosen": "blue", "rejected": "red"}
+    )
+    assert contents({"chosen": "blue", "rejected": "red", "question": "sky?"}) == ["sky?"]
+
+
+def test_a_prompt_does_not_end_with_an_answer() -> None:
+    assert "ends with an assistant turn in row 0" in refused_rows({"prompt": [USER, ANSWER]})
+    assert "ends with an assistant turn in row 0" in refused_rows({"messages": [USER, ANSWER, ANSWER]})
+
+
+@pytest.mark.parametrize("value", [[], [ANSWER]])
+def test_a_conversation_without_a_question(value: list[Any]) -> None:
+    assert "has no turns in row 0" in refused_rows({"messages": value})
+
+
+@pytest.mark.parametrize(
+    ("turn", "found"),
+    [
+        ("hi", "turn 1 of 'prompt' is str in row 0 of data"),
+        (
+            {"speaker": "human", "text": "hi"},
+            "has speaker: str, text: str in row 0 of data; a turn has role and content",
+        ),
+        ({"role": "user", "content": None}, "content: NoneType"),
+        ({"role": "user", "content": [{"type": "text"}]}, "content: list"),
+        ({"role": "", "content": "hi"}, "a turn has role and content"),
+        ({}, "has nothing"),
+        ({"role": "user", "content": " "}, "turn 1 of 'prompt' is empty in row 0"),
+        ({"role": "assistant", "content": "", "tool_calls": [{}]}, "calls tools"),
+    ],
+)
+def test_turns_that_are_none(turn: Any, found: str) -> None:
+    assert found in refused_rows({"prompt": [USER, turn]})
+
+
+def test_a_system_prompt_makes_text_a_chat() -> None:
+    assert contents({"prompt": "hi"}, system_prompt="be brief") == [[SYSTEM, USER]]
+
+
+def test_a_system_prompt_goes_before_chats_that_have_none() -> None:
+    own = {"role": "system", "content": "be long"}
+    assert contents({"prompt": [USER]}, {"prompt": [own, USER]}, system_prompt="be brief") == [
+        [SYSTEM, USER],
+        [own, USER],
+    ]
+
+
+def test_a_chat_model_gets_text_as_a_users_turn() -> None:
+    assert contents({"prompt": "hi"}, as_chat=True) == [[USER]]
+    assert contents({"prompt": [SYSTEM, USER]}, as_chat=True) == [[SYSTEM, USER]]
+
+
+seeds = st.integers(0, 2**32 - 1)
+sizes = st.integers(1, 60)
+
+
+@given(seed=seeds, num_rows=sizes, epoch=st.integers(0, 5))
+def test_every_row_once_an_epoch(seed: int, num_rows: int, epoch: int) -> None:
+    order = PromptOrder(seed=seed, num_rows=num_rows)
+    rows = [order.row_at(position) for position in range(epoch * num_rows, (epoch + 1) * num_rows)]
+    assert sorted(rows) == list(range(num_rows))
+
+
+@given(seed=seeds, num_rows=sizes, start=st.integers(0, 200), world=st.integers(1, 5))
+def test_a_restart_and_a_shard_see_the_same(seed: int, num_rows: int, start: int, world: int) -> None:
+    whole = PromptOrder(seed=seed, num_rows=num_rows)
+    rows = [whole.row_at(position) for position in range(start + 40)]
+
+    resumed = PromptOrder(seed=seed, num_rows=num_rows)
+    assert [resumed.row_at(position) for position in range(start, start + 40)] == rows[start:]
+
+    shards = [PromptOrder(seed=seed, num_rows=num_rows) for _ in range(world)]
+    assert [shards[position % world].row_at(position) for position in range(start + 40)] == rows
+
+
+@given(seed=seeds, num_rows=sizes, positions=st.lists(st.integers(0, 300), max_size=30))
+def test_the_cache_changes_nothing(seed: int, num_rows: int, positions: list[int]) -> None:
+    order = PromptOrder(seed=seed, num_rows=num_rows)
+    alone = [PromptOrder(seed=seed, num_rows=num_rows).row_at(position) for position in positions]
+    assert [order.row_at(position) for position in positions] == alone
+
+
+def test_epochs_and_seeds_differ() -> None:
+    def epoch(seed: int, number: int) -> list[int]:
+        order = PromptOrder(seed=seed, num_rows=50)
+        return [order.row_at(position) for position in range(number * 50, number * 50 + 50)]
+
+    orders = [epoch(0, 0), epoch(0, 1), epoch(1, 0), epoch(1, 1)]
+    assert len({tuple(order) for order in orders}) == 4
+
+
+def test_the_order_of_a_seed_is_written_down() -> None:
+    """A run of last month must resume with the numpy of today."""
+    order = PromptOrder(seed=7, num_rows=8)
+    assert [order.row_at(position) for position in range(16)] == [0, 6, 7, 2, 4, 5, 1, 3, 6, 3, 1, 0, 2, 4, 7, 5]
+
+
+@pytest.mark.parametrize(("seed", "num_rows"), [(0, 0), (-1, 3)])
+def test_an_order_of_nothing(seed: int, num_rows: int) -> None:
+    with pytest.raises(ValueError, match="an order needs"):
+        PromptOrder(seed=seed, num_rows=num_rows)
+
+
+def test_positions_count_from_zero() -> None:
+    with pytest.raises(ValueError, match="counts from 0"):
+        PromptOrder(seed=0, num_rows=3).row_at(-1)

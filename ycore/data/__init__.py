@@ -1,7 +1,4 @@
-"""From a dataset's name to prompts with their columns, and the order in which a run draws them.
+"""From a dataset's name to checked rows: prompts for a run with rollouts, examples for one without.
 
-Order of reading: `prompts` (the whole of it), `columns` (rows to prompts), `order`; then one file a source:
-`local_files`, `tasks`, `gym`, `hub`; `table` and `generator_name` are what they share.
-
-Not here: tokens, rewards, and who draws which prompt.
+Read `prompts` or `examples` first, then `source` (what a dataset's name means), `local_files`, `generated` and `table`.
 """

@@ -1,31 +1,41 @@
-"""Every example of a run without rollouts: what is trained on, what is held out, what was left out and why.
+"""The examples of a run without rollouts, as TRL's trainers take them: what is trained on, held out and left out.
 
-Not here: what a trainer's columns are (`sft_rows`, `pairs`), and tokens.
+Rows are text, prompt and completion, or whole conversations (sft); pairs of a better and a worse answer (dpo, reward);
+or answers with a label (kto). A pair comes with its prompt, or as two conversations that differ in their last answer.
 """
 
 import hashlib
 import json
 import random
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ycore.config.schema import TuneConfig
-from ycore.data.example_rows import LeftOut, Row, labelled_rows, pair_rows, sft_rows
-from ycore.data.prompts import read_table
-from ycore.data.table import Table
-from ycore.errors import DataError, nearest
+from ycore.data.source import read_table
+from ycore.data.table import QUESTION_COLUMNS, Table, TableRow
+from ycore.errors import DataError
+from ycore.types import Content, Message
 
-_HELD_OUT_SHARE, _MOST_HELD_OUT = 10, 256
+Example = dict[str, Any]
+"""One row of TRL's: its columns depend on the trainer."""
+
+CONVERSATION_COLUMNS = ("messages", "conversations", "conversation")
+COMPLETION_COLUMNS = ("completion", "response", "output", "answer", "solution")
+
+_HELD_OUT_SHARE, _MAX_HELD_OUT = 10, 256
+_LABELS = {"true": True, "1": True, "false": False, "0": False}
+_ANSWER_MARK = "\n\nAssistant:"
 
 
 @dataclass(frozen=True, slots=True)
 class ExampleSet:
-    """Rows as TRL takes them, shuffled; the held-out ones share no prompt with the others."""
+    """Shuffled examples. The held-out ones share no prompt with the others; `left_out` counts rows by reason."""
 
-    train: Sequence[Row]
-    held_out: Sequence[Row]
-    left_out: LeftOut = field(default_factory=LeftOut)
+    train: Sequence[Example]
+    held_out: Sequence[Example]
+    left_out: Counter[str] = field(default_factory=Counter)
 
     @property
     def is_chat(self) -> bool:
@@ -37,95 +47,267 @@ class ExampleSet:
 
     @property
     def fingerprint(self) -> str:
-        """Changes when any row, or the order, does."""
+        """Changes with any example and with their order."""
         digest = hashlib.sha256()
-        for row in (*self.train, *self.held_out):
-            digest.update(json.dumps(row).encode())
+        for example in (*self.train, *self.held_out):
+            digest.update(json.dumps(example).encode())
         return digest.hexdigest()
+
+    @property
+    def left_out_note(self) -> str:
+        """`3 left out (1 answers equal, 2 no answer)`, or nothing."""
+        listed = ", ".join(f"{count} {reason}" for reason, count in sorted(self.left_out.items()))
+        return f"{self.left_out.total()} left out ({listed})" if self.left_out else ""
 
 
 def load_examples(config: TuneConfig, *, as_chat: bool) -> ExampleSet:
-    """The rows of `config.dataset`, all of them checked; `as_chat` for a model with a chat template.
+    """The examples of `config.dataset`, all of them checked.
 
     They are shuffled by the seed here: kto's trainer reads its rows in order, and pairs that were split in two would
-    come all good ones first.
+    come with every good answer first.
+
+    Args:
+        config: names the dataset, its columns, the algorithm and what to hold out.
+        as_chat: make texts chat turns, for a model with a chat template.
+
+    Raises:
+        DataError: the dataset cannot be read, a row is malformed, or no row is left to train on.
     """
-    left_out: LeftOut = LeftOut()
-    rows = _rows(config, config.dataset, config.split, as_chat=as_chat, left_out=left_out)
+    examples, left_out = _read_examples(config, config.dataset, config.split, as_chat=as_chat)
     chance = random.Random(config.seed)
     if config.eval_dataset is not None or config.eval_split is not None:
         name, split = config.eval_dataset or config.dataset, config.eval_split or config.split
-        apart = _rows(config, name, split, as_chat=as_chat, left_out=LeftOut())
-        chance.shuffle(rows)
-        return ExampleSet(rows, apart[: config.held_out], left_out)
-    train, held_out = hold_out(rows, _num_held_out(config, len(rows)), chance)
+        held_out, _ = _read_examples(config, name, split, as_chat=as_chat)
+        chance.shuffle(examples)
+        return ExampleSet(examples, held_out[: config.held_out], left_out)
+    count = min(len(examples) // _HELD_OUT_SHARE, _MAX_HELD_OUT) if config.held_out is None else config.held_out
+    train, held_out = hold_out(examples, count, chance)
     if not train:
         raise DataError(
-            f"{config.held_out} held-out rows of {len(rows)} leave none to train on; lower --held-out"
+            f"{config.held_out} held-out rows of {len(examples)} leave none to train on; lower --held-out"
             if config.held_out
-            else f"the rows of {config.dataset} all have one prompt; say --held-out 0"
+            else f"the rows of {config.dataset} all have one prompt; pass --held-out 0"
         )
     return ExampleSet(train, held_out, left_out)
 
 
-def hold_out(rows: Sequence[Row], count: int, chance: random.Random) -> tuple[list[Row], list[Row]]:
-    """Train and held-out rows, both shuffled; rows of one prompt stay together, so `count` may be passed a little."""
-    groups: dict[str, list[Row]] = {}
-    for row in rows:
-        groups.setdefault(json.dumps(row.get("prompt", row)), []).append(row)
+def hold_out(examples: Sequence[Example], count: int, chance: random.Random) -> tuple[list[Example], list[Example]]:
+    """Train and held-out examples, shuffled. Those of one prompt stay together, so a few more may be held out."""
+    groups: dict[str, list[Example]] = {}
+    for example in examples:
+        groups.setdefault(json.dumps(example.get("prompt", example)), []).append(example)
     shuffled = list(groups.values())
     chance.shuffle(shuffled)
-    apart: list[Row] = []
-    while shuffled and len(apart) < count:
-        apart += shuffled.pop()
-    train = [row for group in shuffled for row in group]
+    held_out: list[Example] = []
+    while shuffled and len(held_out) < count:
+        held_out += shuffled.pop()
+    train = [example for group in shuffled for example in group]
     chance.shuffle(train)
-    return train, apart
+    return train, held_out
 
 
-def _num_held_out(config: TuneConfig, num_rows: int) -> int:
-    if config.held_out is not None:
-        return config.held_out
-    return min(num_rows // _HELD_OUT_SHARE, _MOST_HELD_OUT)
+def _read_examples(config: TuneConfig, name: str, split: str, *, as_chat: bool) -> tuple[list[Example], Counter[str]]:
+    table = _rename_columns(read_table(name, split=split, seed=config.seed, limit=config.limit), config.columns)
+    to_example = _converter(config, table, as_chat)
+    made = [to_example(table.row(number)) for number in range(len(table.rows))]
+    left_out = Counter(example for example in made if isinstance(example, str))
+    examples = [example for example in made if not isinstance(example, str)]
+    if not examples:
+        raise DataError(f"no row of {table.name} can be learned from ({', '.join(left_out)}); give another dataset")
+    if config.algorithm == "kto":
+        examples = _labelled(table, examples)
+    # TRL decides by the first row whether all of them are chats.
+    kinds = {frozenset((key, type(value)) for key, value in row.items() if key != "margin") for row in examples}
+    if len(kinds) > 1:
+        raise DataError(f"{table.name} mixes text and chats; make every row the same kind")
+    return examples, left_out
 
 
-def _rows(config: TuneConfig, name: str, split: str, *, as_chat: bool, left_out: LeftOut) -> list[Row]:
-    table = _renamed(read_table(name, split=split, seed=config.seed, limit=config.limit), config.columns)
-    if not table.rows:
-        raise DataError(f"the dataset {table.name} is empty; a run needs at least one row")
-    if config.algorithm == "sft":
-        whole = bool(config.trl.get("assistant_only_loss")) or config.trl.get("completion_only_loss") is False
-        rows = sft_rows(table, as_chat=as_chat, whole=whole, left_out=left_out)
-    elif config.algorithm == "kto":
-        rows = labelled_rows(table, as_chat=as_chat, left_out=left_out)
-    else:
-        rows = pair_rows(table, as_chat=as_chat, left_out=left_out)
-    if not rows:
-        reasons = ", ".join(left_out)
-        raise DataError(f"no row of {table.name} can be learned from ({reasons}); look at the file, or give another")
-    _check_one_kind(table, rows)
-    return rows
-
-
-def _renamed(table: Table, columns: dict[str, str]) -> Table:
-    """The table with the user's names of columns replaced by the trainer's."""
-    for wanted, theirs in columns.items():
-        if theirs not in table.columns:
-            way_out = nearest(theirs, table.columns) or f"; it has {', '.join(table.columns) or 'none'}"
-            raise DataError(f"{table.name} has no column {theirs!r} (columns.{wanted}){way_out}")
+def _rename_columns(table: Table, columns: dict[str, str]) -> Table:
+    """The table with the trainer's names in place of the user's; `columns` maps the former to the latter."""
+    for wanted, given in columns.items():
+        table.require_column(given, f"columns.{wanted}")
     if not columns:
         return table
-    names = {theirs: wanted for wanted, theirs in columns.items()}
-    hidden = set(columns) - set(names)  # a column that had the name before
-    rows: list[dict[str, Any]] = [
-        {names.get(name, name): value for name, value in row.items() if name not in hidden} for row in table.rows
-    ]
+    names = {given: wanted for wanted, given in columns.items()}
+    hidden = set(columns) - set(names)  # columns that had one of these names before
+    rows = [{names.get(name, name): value for name, value in row.items() if name not in hidden} for row in table.rows]
     kept = tuple(names.get(name, name) for name in table.columns if name not in hidden)
     return replace(table, rows=rows, columns=kept)
 
 
-def _check_one_kind(table: Table, rows: Sequence[Row]) -> None:
-    """TRL decides by the first row whether all of them are chats."""
-    kinds = {frozenset((name, type(value)) for name, value in row.items() if name != "margin") for row in rows}
-    if len(kinds) > 1:
-        raise DataError(f"{table.name} mixes text and chats; make every row the same kind")
+ToExample = Callable[[TableRow], Example | str]
+"""One row's example, or the reason why nothing can be learned from it."""
+
+
+def _converter(config: TuneConfig, table: Table, as_chat: bool) -> ToExample:
+    question = next((name for name in QUESTION_COLUMNS if name in table.columns), None)
+    if config.algorithm == "sft":
+        whole = bool(config.trl.get("assistant_only_loss")) or config.trl.get("completion_only_loss") is False
+        return _sft_converter(table, question, as_chat=as_chat, whole=whole)
+    has_pairs = {"chosen", "rejected"} <= set(table.columns)
+    if config.algorithm == "kto" and ("label" in table.columns or not has_pairs):
+        _require_columns(table, ("prompt", "completion", "label"), "or the columns of pairs")
+        return lambda row: _labelled_example(row, as_chat=as_chat)
+    _require_columns(table, ("chosen", "rejected"), "with or without prompt")
+    return lambda row: _pair_example(row, question, as_chat=as_chat)
+
+
+def _sft_converter(table: Table, question: str | None, *, as_chat: bool, whole: bool) -> ToExample:
+    conversation = next((name for name in CONVERSATION_COLUMNS if name in table.columns), None)
+    completion = next((name for name in COMPLETION_COLUMNS if name in table.columns), None)
+    if conversation is not None:
+        return lambda row: _conversation_example(row, conversation, whole=whole)
+    if question is not None and completion is not None:
+        return lambda row: _completion_example(row, question, completion, as_chat=as_chat)
+    if "text" in table.columns:
+        return lambda row: _text_example(row, as_chat=as_chat, whole=whole)
+    raise DataError(
+        f"{table.name} lacks the columns that sft reads: `messages`, or `prompt` and `completion` "
+        f"(or {', '.join(QUESTION_COLUMNS[1:])} and {', '.join(COMPLETION_COLUMNS[1:])}), or `text`; "
+        f"{_has(table, 'completion')}"
+    )
+
+
+def _conversation_example(row: TableRow, column: str, *, whole: bool) -> Example | str:
+    """Cut before the last answer, so that the loss is of that answer and not of what the user said.
+
+    With `whole` it stays in one piece, for TRL's `assistant_only_loss` or a loss over all of it.
+    """
+    turns = row.conversation(column)
+    if isinstance(turns, str):
+        raise DataError(f"{column!r} is text in {row.place}; it must be a list of {{role, content}} turns")
+    if whole and not _is_empty(turns):
+        return {"messages": turns}
+    while turns and turns[-1]["role"] != "assistant":
+        turns = turns[:-1]  # nobody answers these last turns
+    return "no answer" if _is_empty(turns) else {"prompt": turns[:-1], "completion": turns[-1:]}
+
+
+def _completion_example(row: TableRow, question: str, completion: str, *, as_chat: bool) -> Example | str:
+    prompt, answer = row.conversation(question), row.conversation(completion)
+    extra = row.values.get("input")  # Alpaca's second column of the question
+    if question == "instruction" and isinstance(prompt, str) and isinstance(extra, str) and extra.strip():
+        prompt = f"{prompt}\n\n{extra}"
+    if _is_empty(answer):
+        return "no answer"
+    if as_chat or not (isinstance(prompt, str) and isinstance(answer, str)):
+        return {"prompt": _turns(prompt, "user"), "completion": _turns(answer, "assistant")}
+    return {"prompt": prompt, "completion": answer}
+
+
+def _text_example(row: TableRow, *, as_chat: bool, whole: bool) -> Example | str:
+    content = row.conversation("text")
+    if _is_empty(content):
+        return "no text"
+    if isinstance(content, str) or not as_chat:
+        return {"text": row.values["text"]}
+    return _conversation_example(row, "text", whole=whole)
+
+
+def _pair_example(row: TableRow, question: str | None, *, as_chat: bool) -> Example | str:
+    """`prompt`, `chosen`, `rejected`, and `margin` where the table has it."""
+    chosen, rejected = row.conversation("chosen"), row.conversation("rejected")
+    if _is_empty(chosen) or _is_empty(rejected):
+        return "no answer"
+    if chosen == rejected:
+        return "answers equal"
+    if question is not None:
+        pair: Example | None = _with_prompt(row.conversation(question), as_chat, chosen=chosen, rejected=rejected)
+    elif isinstance(chosen, str) or isinstance(rejected, str) or not as_chat:
+        pair = _split_texts(_raw_text(row, "chosen"), _raw_text(row, "rejected"))
+    else:
+        pair = _split_turns(chosen, rejected)
+    if pair is None:
+        return "conversations part before the last answer"
+    margin = row.values.get("margin")
+    return {**pair, "margin": float(margin)} if isinstance(margin, int | float) else pair
+
+
+def _split_turns(chosen: list[Message], rejected: list[Message]) -> Example | None:
+    before, last_roles = chosen[:-1], {chosen[-1]["role"], rejected[-1]["role"]}
+    if not before or before != rejected[:-1] or last_roles != {"assistant"}:
+        return None
+    return {"prompt": before, "chosen": chosen[-1:], "rejected": rejected[-1:]}
+
+
+def _split_texts(chosen: str, rejected: str) -> Example | None:
+    """Cut where the assistant's last turn begins, else at the last space of what the two have in common."""
+    differing = (place for place, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other)
+    common = chosen[: next(differing, min(len(chosen), len(rejected)))]
+    end = common.rfind(_ANSWER_MARK) + len(_ANSWER_MARK) if _ANSWER_MARK in common else common.rfind(" ")
+    if end <= 0 or not chosen[end:].strip() or not rejected[end:].strip():
+        return None
+    return {"prompt": chosen[:end], "chosen": chosen[end:], "rejected": rejected[end:]}
+
+
+def _raw_text(row: TableRow, column: str) -> str:
+    value = row.values.get(column)
+    if not isinstance(value, str):
+        raise DataError(
+            f"{column!r} is chat turns in {row.place}, and the other answer is text, or the model has no "
+            "chat template; make them the same kind, or give an instruct model"
+        )
+    return value
+
+
+def _labelled_example(row: TableRow, *, as_chat: bool) -> Example | str:
+    prompt, completion = row.conversation("prompt"), row.conversation("completion")
+    if _is_empty(completion):
+        return "no answer"
+    value = row.values.get("label")
+    label = _LABELS.get(str(value).strip().lower())
+    if label is None:
+        raise DataError(f"'label' is {value!r} in {row.place}; a label is true or false, or 1 or 0")
+    return {**_with_prompt(prompt, as_chat, completion=completion), "label": label}
+
+
+def _labelled(table: Table, examples: list[Example]) -> list[Example]:
+    """Each pair as two labelled examples; both labels must occur."""
+    if "chosen" in examples[0]:
+        examples = [
+            {"prompt": pair["prompt"], "completion": pair[column], "label": label}
+            for pair in examples
+            for column, label in (("chosen", True), ("rejected", False))
+        ]
+    if len({example["label"] for example in examples}) == 1:
+        raise DataError(
+            f"kto compares good answers with bad ones, and every label of {table.name} is {examples[0]['label']}; "
+            "add answers of the other kind, or train with `ycore sft`"
+        )
+    return examples
+
+
+def _with_prompt(prompt: Content, as_chat: bool, **answers: Content) -> Example:
+    """Prompt and answers as texts, or all of them as chat turns; turns that repeat the prompt lose it."""
+    if not as_chat and all(isinstance(content, str) for content in (prompt, *answers.values())):
+        return {"prompt": prompt, **answers}
+    before = _turns(prompt, "user")
+    example: Example = {"prompt": before}
+    for column, content in answers.items():
+        turns = _turns(content, "assistant")
+        repeats = len(turns) > len(before) and turns[: len(before)] == before
+        example[column] = turns[len(before) :] if repeats else turns
+    return example
+
+
+def _is_empty(content: Content) -> bool:
+    """Nothing to learn from: no turns, blank text, or a last turn that is blank."""
+    last = content if isinstance(content, str) else content[-1]["content"] if content else ""
+    return not last.strip()
+
+
+def _turns(content: Content, role: str) -> list[Message]:
+    return [{"role": role, "content": content}] if isinstance(content, str) else content
+
+
+def _require_columns(table: Table, required: Sequence[str], note: str) -> None:
+    missing = [name for name in required if name not in table.columns]
+    if missing:
+        absent, wanted = " and no ".join(missing), " and ".join(required)
+        raise DataError(f"{table.name} has no column {absent}; wanted are {wanted}, {note}; {_has(table, missing[0])}")
+
+
+def _has(table: Table, wanted: str) -> str:
+    last = table.columns[-1] if table.columns else "answer"
+    return f"it has {table.listed_columns}; name yours, e.g. --set columns.{wanted}={last}"

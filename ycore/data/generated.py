@@ -1,13 +1,8 @@
-"""`task:NAME?args`: questions with one right answer, made on the spot; no file and no hub.
+"""Generated datasets: `task:NAME?args`, questions with one right answer that ycore makes itself, and `gym:NAME?args`,
+the tasks of the optional package reasoning-gym.
 
-A dataset is a pure function of its arguments, split and seed. `size` is the most rows to make: where a task has
-fewer distinct questions, it gives those.
-
-The names of generated datasets, `task:addition?digits=1&size=2000` and `gym:chain_sum?size=500`, taken apart.
-
-`gym:NAME?args`: the generated tasks of reasoning-gym, an optional package.
-
-Not here: judging an answer (the rewards do).
+A generated dataset is a pure function of its arguments, its split and the seed. `size` is the number of rows wanted:
+a task with fewer distinct questions gives fewer.
 """
 
 import hashlib
@@ -22,57 +17,12 @@ from urllib.parse import parse_qsl
 from ycore.data.table import Table
 from ycore.errors import DataError, nearest
 
-SPLITS = ("train", "test")
+_SPLITS = ("train", "test")
 _TEST_SHARE = 5  # about every fifth question is held out
 _SALT = "2 "  # chosen so that the smallest tasks hold out a fifth too: 20 of the 100 sums of two digits
-
-
-@dataclass(frozen=True, slots=True)
-class GeneratorName:
-    """Example: `task:addition?digits=1` is scheme `task`, generator `addition`, arguments `{"digits": "1"}`."""
-
-    text: str
-    generator: str
-    arguments: dict[str, str]
-
-
-def parse(text: str) -> GeneratorName:
-    """Take a `scheme:name?key=value&...` apart."""
-    generator, _, query = text.partition(":")[2].partition("?")
-    try:
-        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
-    except ValueError:
-        raise DataError(f"{text}: arguments are written `?name=value&name=value`, not `?{query}`") from None
-    arguments = dict(pairs)
-    if len(arguments) != len(pairs):
-        raise DataError(f"{text}: an argument is given twice; give each one once")
-    return GeneratorName(text=text, generator=generator, arguments=arguments)
-
-
-def check_split(text: str, split: str) -> None:
-    """Generated datasets have two splits."""
-    if split not in SPLITS:
-        way_out = nearest(split, SPLITS) or "; take one of them"
-        raise DataError(f"{text} has the splits {' and '.join(SPLITS)}, not {split!r}{way_out}")
-
-
-def whole_number(name: GeneratorName, key: str, value: str, *, low: int, high: int) -> int:
-    """An argument that must be a whole number from `low` to `high`."""
-    if not value.isascii() or not value.isdigit() or not low <= int(value[:12]) <= high:
-        raise DataError(f"{name.text}: {key} is a whole number from {low} to {high}, not {value!r}")
-    return int(value)
-
-
-def in_split(key: str, split: str) -> bool:
-    """Whether the question known by `key` belongs to `split`."""
-    number = int.from_bytes(hashlib.sha256((_SALT + key).encode()).digest()[:8], "big")
-    return (number % _TEST_SHARE == 0) == (split == "test")
-
-
-_SIZE_LIMITS = (1, 1_000_000)
-_DEFAULT_SIZE = 1000
-_ENUMERATED = 1 << 18
-"""Up to this many questions a task is listed and shuffled; beyond it, questions are drawn until there are enough."""
+_MAX_SIZE = 1_000_000
+_MAX_LISTED = 1 << 18  # up to so many questions a task is listed and shuffled; beyond, questions are drawn
+_GYM_DRAWS_PER_ROW = 12  # a test question is one of five: draws enough to find as many as wanted
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,45 +48,88 @@ class Task:
 
 def task_table(text: str, *, split: str, seed: int) -> Table:
     """The rows of `task:NAME?args`."""
-    name = parse(text)
-    if name.generator not in TASKS:
-        way_out = nearest(name.generator, TASKS) or "; take one of them"
-        raise DataError(f"no task {name.generator!r}; there are {', '.join(TASKS)}{way_out}")
-    check_split(text, split)
-    task = TASKS[name.generator]
-    arguments, size = _arguments(name, task)
-    questions = _questions(name.generator, task, arguments, split, random.Random(f"{name.generator} {split} {seed}"))
-    rows = [{"prompt": question.prompt, "answer": question.answer} for question in islice(questions, size)]
-    return Table(name=text, rows=rows, columns=("prompt", "answer"))
-
-
-def _arguments(name: GeneratorName, task: Task) -> tuple[dict[str, int], int]:
-    limits = {**task.limits, "size": (_SIZE_LIMITS[0], _DEFAULT_SIZE, _SIZE_LIMITS[1])}
-    for key in name.arguments:
+    name, given = _parse(text, split)
+    if name not in TASKS:
+        way_out = nearest(name, TASKS) or "; take one of them"
+        raise DataError(f"no task {name!r}; there are {', '.join(TASKS)}{way_out}")
+    task = TASKS[name]
+    limits = {**task.limits, "size": (1, 1000, _MAX_SIZE)}
+    for key in given:
         if key not in limits:
             way_out = nearest(key, limits) or "; take one of them"
-            raise DataError(f"the task {name.generator!r} has no argument {key!r}; it has {', '.join(limits)}{way_out}")
-    values = {
-        key: whole_number(name, key, name.arguments[key], low=low, high=high) if key in name.arguments else default
+            raise DataError(f"the task {name!r} has no argument {key!r}; it has {', '.join(limits)}{way_out}")
+    arguments = {
+        key: _whole_number(text, key, given[key], low=low, high=high) if key in given else default
         for key, (low, default, high) in limits.items()
     }
-    return values, values.pop("size")
+    questions = _questions(name, task, arguments, split, random.Random(f"{name} {split} {seed}"))
+    rows = [{"prompt": made.prompt, "answer": made.answer} for made in islice(questions, arguments["size"])]
+    return Table(text, rows, ("prompt", "answer"))
+
+
+def gym_table(text: str, *, split: str, seed: int) -> Table:
+    """The rows of `gym:NAME?args`; `gym_entry` is the whole entry as JSON, for reasoning-gym's own scorer."""
+    name, given = _parse(text, split)
+    size = _whole_number(text, "size", given.pop("size", "500"), low=1, high=_MAX_SIZE)
+    entries = _gym_dataset(text, name, given, size=size * _GYM_DRAWS_PER_ROW, seed=seed)
+    rows: dict[str, dict[str, Any]] = {}
+    for number in range(size * _GYM_DRAWS_PER_ROW):
+        if len(rows) == size:
+            break
+        try:
+            entry = entries[number]
+        except (ValueError, TypeError, IndexError, KeyError) as problem:
+            raise DataError(
+                f"{text}: reasoning-gym could not make entry {number}: {problem}; change its arguments"
+            ) from None
+        question = entry["question"]
+        if question not in rows and _is_in_split(f"{name} {question}", split):
+            kept = {"gym_task": name, "gym_entry": json.dumps(_without_objects(entry))}
+            rows[question] = {"prompt": question, "answer": entry["answer"], **kept}
+    return Table(text, list(rows.values()), ("prompt", "answer", "gym_task", "gym_entry"))
+
+
+def _parse(text: str, split: str) -> tuple[str, dict[str, str]]:
+    """Name and arguments of a `scheme:name?key=value&...`, whose split must exist."""
+    name, _, query = text.partition(":")[2].partition("?")
+    try:
+        pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
+    except ValueError:
+        raise DataError(f"{text}: arguments are written `?name=value&name=value`, not `?{query}`") from None
+    if len(dict(pairs)) != len(pairs):
+        raise DataError(f"{text}: an argument is given twice; give each one once")
+    if split not in _SPLITS:
+        way_out = nearest(split, _SPLITS) or "; take one of them"
+        raise DataError(f"{text} has the splits {' and '.join(_SPLITS)}, not {split!r}{way_out}")
+    return name, dict(pairs)
+
+
+def _whole_number(text: str, key: str, value: str, *, low: int, high: int) -> int:
+    if not value.isascii() or not value.isdigit() or not low <= int(value[:12]) <= high:
+        raise DataError(f"{text}: {key} is a whole number from {low} to {high}, not {value!r}")
+    return int(value)
+
+
+def _is_in_split(key: str, split: str) -> bool:
+    number = int.from_bytes(hashlib.sha256((_SALT + key).encode()).digest()[:8], "big")
+    return (number % _TEST_SHARE == 0) == (split == "test")
 
 
 def _questions(
-    generator: str, task: Task, arguments: Mapping[str, int], split: str, chance: random.Random
+    name: str, task: Task, arguments: Mapping[str, int], split: str, chance: random.Random
 ) -> Iterator[Question]:
-    asked: set[str] = set()
-    for number in _numbers(task.count(arguments), chance):
+    """The distinct questions of a split, in random order."""
+    seen: set[str] = set()
+    for number in _shuffled_numbers(task.count(arguments), chance):
         question = task.question(arguments, number)
-        if question.prompt not in asked and in_split(f"{generator} {question.key}", split):
-            asked.add(question.prompt)
+        if question.prompt not in seen and _is_in_split(f"{name} {question.key}", split):
+            seen.add(question.prompt)
             yield question
 
 
-def _numbers(count: int, chance: random.Random) -> Iterator[int]:
-    """The numbers below `count`, each once, shuffled."""
-    if count <= _ENUMERATED:
+def _shuffled_numbers(count: int, chance: random.Random) -> Iterator[int]:
+    """The numbers below `count`, each once."""
+    if count <= _MAX_LISTED:
         yield from chance.sample(range(count), count)
         return
     seen: set[int] = set()
@@ -147,11 +140,6 @@ def _numbers(count: int, chance: random.Random) -> Iterator[int]:
             yield number
 
 
-def _operands(arguments: Mapping[str, int], number: int) -> tuple[int, int]:
-    low, span = _range(arguments["digits"])
-    return low + number // span, low + number % span
-
-
 def _range(digits: int) -> tuple[int, int]:
     """The first number of so many digits, and how many there are; one digit begins at 0."""
     return (0, 10) if digits == 1 else (10 ** (digits - 1), 9 * 10 ** (digits - 1))
@@ -159,7 +147,8 @@ def _range(digits: int) -> tuple[int, int]:
 
 def _arithmetic(sign: str, compute: Callable[[int, int], int]) -> Task:
     def question(arguments: Mapping[str, int], number: int) -> Question:
-        a, b = _operands(arguments, number)
+        low, span = _range(arguments["digits"])
+        a, b = low + number // span, low + number % span
         if sign == "-" and a < b:
             a, b = b, a  # no negative answers: the minus sign is another lesson
         prompt = f"What is {a} {sign} {b}? Answer with just the number."
@@ -195,83 +184,42 @@ TASKS: dict[str, Task] = {
 }
 
 
-COLUMNS = ("prompt", "answer", "gym_task", "gym_entry")
-_GYM_DEFAULT_SIZE = 500
-_DRAWN_PER_ROW = 12  # a test question is one of five: enough draws to find as many as were asked for
-
-
-def gym_table(text: str, *, split: str, seed: int) -> Table:
-    """The rows of `gym:NAME?args`; `size` is the most of them, fewer where the task repeats itself."""
-    name = parse(text)
-    check_split(text, split)
-    size = whole_number(name, "size", name.arguments.get("size", str(_GYM_DEFAULT_SIZE)), low=1, high=1_000_000)
-    entries = _generator(name, size=size, seed=seed)
-    rows: dict[str, dict[str, Any]] = {}
-    for number in range(size * _DRAWN_PER_ROW):
-        if len(rows) == size:
-            break
-        entry = _entry(name, entries, number)
-        question = entry["question"]
-        if in_split(f"{name.generator} {question}", split):
-            rows.setdefault(question, _row(name.generator, entry))
-    return Table(name=text, rows=list(rows.values()), columns=COLUMNS)
-
-
-def _generator(name: GeneratorName, *, size: int, seed: int) -> Any:
+def _gym_dataset(text: str, name: str, given: Mapping[str, str], *, size: int, seed: int) -> Any:
     try:
         from reasoning_gym.factory import DATASETS, create_dataset
     except ImportError:
-        raise DataError(f"{name.text} needs the package reasoning-gym: pip install 'ycore[gym]'") from None
-    if name.generator not in DATASETS:
-        way_out = nearest(name.generator, DATASETS) or f"; there are {len(DATASETS)}, such as chain_sum and countdown"
-        raise DataError(f"reasoning-gym has no task {name.generator!r}{way_out}")
-    known = [field.name for field in fields(DATASETS[name.generator][1]) if field.name not in ("size", "seed")]
-    arguments = {key: _value(value) for key, value in name.arguments.items() if key != "size"}
-    for key in arguments:
+        raise DataError(f"{text} needs the package reasoning-gym: pip install 'ycore[gym]'") from None
+    if name not in DATASETS:
+        way_out = nearest(name, DATASETS) or f"; there are {len(DATASETS)}, such as chain_sum and countdown"
+        raise DataError(f"reasoning-gym has no task {name!r}{way_out}")
+    known = [field.name for field in fields(DATASETS[name][1]) if field.name not in ("size", "seed")]
+    for key in given:
         if key not in known:
             way_out = nearest(key, known) or "; take one of them"
-            raise DataError(f"{name.text}: no argument {key!r}; there are size, {', '.join(known)}{way_out}")
+            raise DataError(f"{text}: no argument {key!r}; there are size, {', '.join(known)}{way_out}")
+    arguments = {key: _json_or_text(value) for key, value in given.items()}
     try:
-        return create_dataset(name.generator, size=size * _DRAWN_PER_ROW, seed=seed, **arguments)
+        return create_dataset(name, size=size, seed=seed, **arguments)
     except (ValueError, TypeError, AssertionError) as problem:
-        raise DataError(f"{name.text}: {problem}; change that argument") from None
+        raise DataError(f"{text}: {problem}; change that argument") from None
 
 
-def _entry(name: GeneratorName, entries: Any, number: int) -> Mapping[str, Any]:
-    try:
-        entry: Mapping[str, Any] = entries[number]
-    except (ValueError, TypeError, IndexError, KeyError) as problem:
-        raise DataError(
-            f"{name.text}: reasoning-gym could not make entry {number}: {problem}; change its arguments"
-        ) from None
-    return entry
-
-
-def _row(task: str, entry: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "prompt": entry["question"],
-        "answer": entry["answer"],
-        "gym_task": task,
-        "gym_entry": json.dumps(_plain(entry)),
-    }
-
-
-def _plain(value: Any) -> Any:
-    """`value` without what JSON cannot hold."""
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items() if _is_plain(item)}
-    if isinstance(value, list | tuple):
-        return [_plain(item) for item in value if _is_plain(item)]
-    return value
-
-
-def _is_plain(value: Any) -> bool:
-    return value is None or isinstance(value, str | int | float | bool | Mapping | list | tuple)
-
-
-def _value(text: str) -> Any:
+def _json_or_text(text: str) -> Any:
     """Numbers, true/false and lists as JSON writes them; anything else is text."""
     try:
         return json.loads(text)
     except ValueError:
         return text
+
+
+def _without_objects(value: Any) -> Any:
+    """`value` without what JSON cannot hold."""
+    if isinstance(value, Mapping):
+        return {str(key): _without_objects(item) for key, item in value.items() if _is_json(item)}
+    if isinstance(value, list | tuple):
+        return [_without_objects(item) for item in value if _is_json(item)]
+    return value
+
+
+def _is_json(value: Any) -> bool:
+    return value is None or isinstance(value, str | int | float | bool | Mapping | list | tuple)

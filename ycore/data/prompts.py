@@ -1,39 +1,34 @@
-"""Every prompt of a run, from whatever `dataset` names.
-
-The order in which a run sees its prompts: a pure function of seed, number of rows and position.
-
-Not here: the order in which they are drawn (`order`).
-"""
+"""The prompts of a run with rollouts, with the columns that rewards read, and the order in which a run draws them."""
 
 import hashlib
 import json
-import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ycore.config.schema import RunConfig
-from ycore.data.columns import to_prompts
-from ycore.data.generated import TASKS, gym_table, task_table
-from ycore.data.local_files import file_suffix, file_table
-from ycore.data.table import Table, hub_table
-from ycore.errors import DataError, nearest
-from ycore.types import Prompt
+from ycore.data.source import read_table
+from ycore.data.table import QUESTION_COLUMNS, Table, TableRow
+from ycore.errors import DataError
+from ycore.types import Content, Message, Prompt
 
-_SCHEMES = ("task", "gym")
+PROMPT_COLUMNS = (QUESTION_COLUMNS[0], "messages", *QUESTION_COLUMNS[1:])
+RESERVED_COLUMNS = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
+"""Keywords that every reward function is called with: a column of that name is not passed on."""
+
+_NUM_CACHED_EPOCHS = 2  # a round that crosses the end of an epoch reads from both
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSet:
-    """`columns` are what each prompt's row gives to rewards; `fingerprint` changes when any of it changes.
+    """Every prompt of a run. A prompt of a JSONL, Parquet or hub dataset is read each time it is drawn.
 
-    A prompt of a JSONL, Parquet or hub dataset is read when it is asked for, so that a rank holds only what it draws.
+    `columns` are the columns that rewards may ask for. `fingerprint` changes with any prompt, column or their order.
     """
 
     prompts: Sequence[Prompt]
@@ -43,101 +38,34 @@ class PromptSet:
 
 
 def load_prompts(config: RunConfig, *, as_chat: bool = False) -> PromptSet:
-    """The prompts of `config.dataset`, every one looked at once.
+    """The prompts of `config.dataset`, all of them checked.
 
-    With `as_chat`, for a model with a chat template, a text is a user's turn.
-    Local files have no splits: `config.split` chooses among those of hub and generated datasets.
+    Args:
+        config: names the dataset, its split, its columns and the system prompt.
+        as_chat: make a text prompt a user's turn, for a model with a chat template.
+
+    Raises:
+        DataError: the dataset cannot be read, or the first row that cannot be a prompt.
     """
     table = read_table(config.dataset, split=config.split, seed=config.seed, limit=config.limit)
-    prompts, columns = to_prompts(
-        table,
-        prompt_column=config.prompt_column,
-        answer_column=config.answer_column,
-        system_prompt=config.system_prompt,
-        as_chat=as_chat,
-    )
-    return PromptSet(prompts, columns, fingerprint=_fingerprint(prompts), is_chat=prompts[0].is_chat)
-
-
-def check_dataset(config: RunConfig, *, as_chat: bool = False) -> PromptSet:
-    """What a dry run does with the dataset: the same as a run, since only that says that it will work."""
-    return load_prompts(config, as_chat=as_chat)
-
-
-def read_table(name: str, *, split: str, seed: int, limit: int | None) -> Table:
-    """The first `limit` rows of a file, a generated task or a hub dataset."""
-    return _first_rows(_table(name, split=split, seed=seed, limit=limit), limit)
-
-
-def _table(name: str, *, split: str, seed: int, limit: int | None) -> Table:
-    path = Path(os.path.expanduser(name))
-    if not name.strip():
-        raise DataError("--dataset is empty; give a file, a hub id or a task such as task:addition")
-    if name.startswith("task:"):
-        return task_table(name, split=split, seed=seed)
-    if name.startswith("gym:"):
-        return gym_table(name, split=split, seed=seed)
-    if _means_a_file(name, path):
-        return file_table(path)
-    _refuse_near_misses(name)
-    return hub_table(name, split=split, limit=limit)
-
-
-def _means_a_file(name: str, path: Path) -> bool:
-    return (
-        os.path.exists(path) or file_suffix(path) is not None or name.startswith((".", "~", "/")) or name.count("/") > 1
-    )
-
-
-def _refuse_near_misses(name: str) -> None:
-    """Names that are a slip of the pen rather than a hub dataset."""
-    scheme, colon, rest = name.partition(":")
-    if colon and "/" not in scheme and nearest(scheme, _SCHEMES):
-        near = nearest(scheme, _SCHEMES, limit=1).split("'")[1]
-        raise DataError(f"no dataset {name!r}; did you mean {f'{near}:{rest}'!r}?")
-    if name.partition("?")[0] in TASKS:
-        raise DataError(f"no dataset {name!r}; did you mean {f'task:{name}'!r}?")
-
-
-def _first_rows(table: Table, limit: int | None) -> Table:
-    if limit is None or limit >= len(table.rows):
-        return table
-    lines = None if table.lines is None else table.lines[:limit]
-    return Table(name=table.name, rows=[table.rows[row] for row in range(limit)], columns=table.columns, lines=lines)
-
-
-def _fingerprint(prompts: Iterable[Prompt]) -> str:
-    digest = hashlib.sha256()
-    for prompt in prompts:
-        digest.update(json.dumps([prompt.content, prompt.columns], default=_as_text).encode())
-    return digest.hexdigest()
-
-
-def _as_text(value: Any) -> str:
-    """A stable text for what JSON cannot hold; for other objects only their kind is stable."""
-    if isinstance(value, bytes | date | time | timedelta | Decimal):
-        return repr(value)
-    return type(value).__qualname__
-
-
-_NUM_CACHED = 2  # a round that crosses the edge of an epoch looks at both
+    return to_prompts(table, config, as_chat=as_chat)
 
 
 class PromptOrder:
-    """Every row once an epoch, in a fresh order each epoch.
+    """Every row once an epoch, in a fresh order each epoch: a pure function of seed, number of rows and position.
 
     Example: `PromptOrder(seed=0, num_rows=3)` gives `row_at(0..2)` some order of 0, 1, 2 and `row_at(3..5)` another.
     """
 
     def __init__(self, *, seed: int, num_rows: int) -> None:
         if num_rows < 1 or seed < 0:
-            raise ValueError(f"an order needs a row and a seed from 0, not num_rows={num_rows}, seed={seed}")
+            raise ValueError(f"an order needs at least one row and a seed from 0: num_rows={num_rows}, seed={seed}")
         self.seed = seed
         self.num_rows = num_rows
         self._epochs: dict[int, npt.NDArray[np.int64]] = {}
 
     def row_at(self, position: int) -> int:
-        """The row that position `position` of the run draws; positions count from 0 over all epochs."""
+        """The row that the run draws at `position`, which counts from 0 over all epochs."""
         if position < 0:
             raise ValueError(f"a position counts from 0, not {position}")
         epoch, place = divmod(position, self.num_rows)
@@ -145,7 +73,125 @@ class PromptOrder:
 
     def _permutation(self, epoch: int) -> npt.NDArray[np.int64]:
         if epoch not in self._epochs:
-            while len(self._epochs) >= _NUM_CACHED:
+            while len(self._epochs) >= _NUM_CACHED_EPOCHS:
                 self._epochs.pop(next(iter(self._epochs)))
             self._epochs[epoch] = np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
         return self._epochs[epoch]
+
+
+def to_prompts(table: Table, config: RunConfig, *, as_chat: bool) -> PromptSet:
+    """Every row as a prompt; the answer column is passed on to rewards under the name `answer`."""
+    column, answer = _prompt_column(table, config.prompt_column), config.answer_column
+    passed = {name: name for name in table.columns if name not in {*RESERVED_COLUMNS, column, answer}}
+    if answer is not None:
+        table.require_column(answer, "--answer-column")
+        passed["answer"] = answer
+    prompts = PromptRows(table, column, passed, system_prompt=config.system_prompt, as_chat=as_chat)
+    return PromptSet(prompts, tuple(passed), fingerprint=_fingerprint(prompts), is_chat=prompts[0].is_chat)
+
+
+class PromptRows(Sequence[Prompt]):
+    """The prompts of a table, each made when it is read; DataError with the row where it cannot be a prompt.
+
+    `passed` maps the columns that rewards see to the table's.
+    """
+
+    def __init__(
+        self, table: Table, column: str, passed: Mapping[str, str], *, system_prompt: str | None, as_chat: bool
+    ) -> None:
+        self._table, self._column, self._passed = table, column, passed
+        self._system_prompt, self._as_chat = system_prompt, as_chat or system_prompt is not None
+        self._is_text = isinstance(self._content(table.row(0)), str)
+
+    def __len__(self) -> int:
+        return len(self._table.rows)
+
+    def __getitem__(self, index: Any) -> Any:
+        number = range(len(self))[index]
+        row = self._table.row(number)
+        content = self._content(row)
+        if isinstance(content, str) != self._is_text:
+            kinds = ("text", "chat") if self._is_text else ("chat", "text")
+            raise DataError(
+                f"the column {self._column!r} mixes text and chat: {kinds[0]} in "
+                f"{self._table.row(0).place}, {kinds[1]} in {row.place}; make every prompt the same kind"
+            )
+        columns = {new: row.values.get(old) for new, old in self._passed.items()}
+        return Prompt(row=number, content=self._as_asked(content), columns=columns)
+
+    def _content(self, row: TableRow) -> Content:
+        """The prompt as the dataset has it."""
+        column = self._column
+        is_pair = column == "chosen" and _has_pairs(self._table)
+        content = _without_answer(row) if is_pair else row.content(column)
+        if isinstance(content, str):
+            if not content.strip():
+                raise DataError(f"the prompt ({column!r}) is empty in {row.place}; correct or remove the row")
+            return content
+        if content and content[-1]["role"] == "assistant" and column != "prompt":
+            content = content[:-1]  # a whole conversation: the policy is to write its last answer
+        if not content:
+            raise DataError(f"the prompt ({column!r}) has no turns in {row.place}; correct or remove the row")
+        if content[-1]["role"] == "assistant":
+            raise DataError(
+                f"the prompt ({column!r}) ends with an assistant turn in {row.place}; "
+                "remove that turn: the policy writes it"
+            )
+        for number, turn in enumerate(content):
+            if turn["role"] != "system" and not turn["content"].strip():
+                raise DataError(f"turn {number} of {column!r} is empty in {row.place}; correct or remove the row")
+        return content
+
+    def _as_asked(self, content: Content) -> Content:
+        """The prompt as the policy gets it: as a chat and with the system prompt, where the run wants them."""
+        if isinstance(content, str):
+            if not self._as_chat:
+                return content
+            content = [{"role": "user", "content": content}]
+        if self._system_prompt is None or content[0]["role"] == "system":
+            return content
+        return [{"role": "system", "content": self._system_prompt}, *content]
+
+
+def _prompt_column(table: Table, chosen: str | None) -> str:
+    if chosen is None:
+        candidates = (*PROMPT_COLUMNS, "chosen") if _has_pairs(table) else PROMPT_COLUMNS
+        chosen = next((name for name in candidates if name in table.columns), None)
+        if chosen is None:
+            raise DataError(
+                f"{table.name} has none of the columns {', '.join(PROMPT_COLUMNS)}; it has "
+                f"{table.listed_columns}; name the one that holds the prompts with --prompt-column"
+            )
+    table.require_column(chosen, "--prompt-column")
+    return chosen
+
+
+def _has_pairs(table: Table) -> bool:
+    return {"chosen", "rejected"} <= set(table.columns)
+
+
+def _without_answer(row: TableRow) -> list[Message]:
+    """A pair's conversation up to its last answer."""
+    turns = row.conversation("chosen")
+    if isinstance(turns, str):
+        raise DataError(
+            f"'chosen' is an answer without its conversation in {row.place}; "
+            "name the column that holds the prompts with --prompt-column"
+        )
+    while turns and turns[-1]["role"] == "assistant":
+        turns = turns[:-1]
+    return turns
+
+
+def _fingerprint(prompts: Iterable[Prompt]) -> str:
+    digest = hashlib.sha256()
+    for prompt in prompts:
+        digest.update(json.dumps([prompt.content, prompt.columns], default=_stable_text).encode())
+    return digest.hexdigest()
+
+
+def _stable_text(value: Any) -> str:
+    """For what JSON cannot hold; of an object of another kind, only its type's name is stable."""
+    if isinstance(value, bytes | date | time | timedelta | Decimal):
+        return repr(value)
+    return type(value).__qualname__

@@ -1,32 +1,99 @@
-"""Datasets of the hub, `name` or `name:config`, through the datasets library.
+"""A dataset's rows as its source gives them, and the reading of one cell as text or chat turns."""
 
-Rows as a source gives them, before anything is asked of them.
-
-Not here: local files, which need neither that library nor a network.
-"""
-
-import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ycore.errors import DataError
-from ycore.models.hub import ask_hub
+from ycore.errors import DataError, nearest
+from ycore.types import Content, Message
+
+QUESTION_COLUMNS = ("prompt", "question", "problem", "instruction")
+"""The columns that hold a question, in order of preference, where the user names none."""
+
+_SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
+_SPEAKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
+_SPEAKER_ROLES = {"Human": "user", "Assistant": "assistant"}
 
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """`rows[i]` may lack a column that another row has. `lines[i]` is where it stands in its file, where it has one."""
+    """Rows by column name; a row may lack a column that another row has.
+
+    `lines[i]` is the line of row `i` in its file, where the source has lines.
+    """
 
     name: str
     rows: Sequence[Mapping[str, Any]]
     columns: tuple[str, ...]
     lines: Sequence[int] | None = None
 
-    def place(self, row: int) -> str:
-        """Where row `row` is, in words."""
-        where = "" if self.lines is None else f" (line {self.lines[row]})"
-        return f"row {row}{where} of {self.name}"
+    def row(self, number: int) -> "TableRow":
+        line = "" if self.lines is None else f" (line {self.lines[number]})"
+        return TableRow(self.rows[number], f"row {number}{line} of {self.name}")
+
+    @property
+    def listed_columns(self) -> str:
+        return ", ".join(self.columns) or "none"
+
+    def require_column(self, name: str, option: str) -> None:
+        """DataError where the table lacks a column that the user named by `option`."""
+        if name not in self.columns:
+            way_out = nearest(name, self.columns) or "; take one of them"
+            raise DataError(f"{self.name} has no column {name!r} ({option}); it has {self.listed_columns}{way_out}")
+
+    def head(self, count: int) -> "Table":
+        """The first `count` rows, read now."""
+        lines = None if self.lines is None else self.lines[:count]
+        return Table(self.name, [self.rows[number] for number in range(count)], self.columns, lines)
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """One row, and its place as error messages name it."""
+
+    values: Mapping[str, Any]
+    place: str
+
+    def content(self, column: str) -> Content:
+        """The cell as text or chat turns; DataError where it is neither."""
+        value = self.values.get(column)
+        if isinstance(value, str):
+            self._check_characters(value, repr(column))
+            return value
+        if isinstance(value, Sequence) and not isinstance(value, bytes):
+            return [self._turn(turn, f"turn {number} of {column!r}") for number, turn in enumerate(value)]
+        found = "null" if value is None else type(value).__name__
+        raise DataError(
+            f"{column!r} is {found} in {self.place}; it must be text or a list of {{role, content}} turns: "
+            "correct or remove the row"
+        )
+
+    def conversation(self, column: str) -> Content:
+        """`content`, with a dialogue that is written as one text taken apart into turns."""
+        content = self.content(column)
+        return to_messages(content) if isinstance(content, str) and is_dialogue(content) else content
+
+    def _turn(self, turn: Any, what: str) -> Message:
+        """A turn with `role` and `content`, or with `from` and `value` as ShareGPT files have them."""
+        if not isinstance(turn, Mapping):
+            raise DataError(
+                f"{what} is {type(turn).__name__} in {self.place}; a turn is an object with role and content"
+            )
+        role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+        if not isinstance(role, str) or not isinstance(content, str) or not role:
+            found = ", ".join(f"{key}: {type(item).__name__}" for key, item in turn.items()) or "nothing"
+            raise DataError(f"{what} has {found} in {self.place}; a turn has role and content, both text")
+        if turn.get("tool_calls"):
+            raise DataError(f"{what} calls tools in {self.place}, which ycore does not support yet; remove the row")
+        self._check_characters(content, what)
+        return {"role": _SHAREGPT_ROLES.get(role, role), "content": content}
+
+    def _check_characters(self, text: str, what: str) -> None:
+        if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):
+            raise DataError(
+                f"{what} holds half of a character (a lone surrogate) in {self.place}; correct or remove the row"
+            )
 
 
 def columns_of(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
@@ -34,67 +101,16 @@ def columns_of(rows: Sequence[Mapping[str, Any]]) -> tuple[str, ...]:
     return tuple(dict.fromkeys(name for row in rows for name in row))
 
 
-class ArrowRows(Sequence[Mapping[str, Any]]):
-    """The rows of an Arrow table, made into Python values one at a time."""
-
-    def __init__(self, table: Any) -> None:
-        self._table = table
-
-    def __len__(self) -> int:
-        return int(self._table.num_rows)
-
-    def __getitem__(self, index: Any) -> Any:
-        if isinstance(index, slice):
-            return [self[place] for place in range(*index.indices(len(self)))]
-        if not -len(self) <= index < len(self):
-            raise IndexError(index)
-        (row,) = self._table.slice(index % len(self), 1).to_pylist()
-        return row
+def is_dialogue(text: str) -> bool:
+    """Whether `text` is a whole conversation in one text, `Human: ... Assistant: ...`, as in hh-rlhf."""
+    return re.match(r"\s*Human:", text) is not None and "\n\nAssistant:" in text
 
 
-_WAY_OUT = "give a local file (.jsonl, .csv, .parquet), `task:addition` or another task, which need no hub"
-
-
-def hub_table(text: str, *, split: str, limit: int | None) -> Table:
-    """The rows of one split of a hub dataset; a hub that does not answer is asked for three seconds."""
-    name, _, config = text.partition(":")
-    answer = ask_hub(lambda api: api.dataset_info(name, timeout=3.0))
-    if answer.state in ("absent", "refused"):
-        raise DataError(f"no dataset file and no hub dataset {name!r} to be had: {answer.problem}; {_WAY_OUT}")
-    if answer.state == "unreachable" and not _is_cached(name):
-        raise DataError(
-            f"no dataset file {name!r}, and the hub cannot be asked for a dataset of that name: "
-            f"{answer.problem}; {_WAY_OUT}"
-        )
-    rows = _load(name, config or None, split, offline=answer.state == "unreachable")
-    if limit is not None:
-        rows = rows.select(range(min(limit, len(rows))))
-    return Table(name=text, rows=rows.with_format(None), columns=tuple(rows.column_names))
-
-
-def _is_cached(name: str) -> bool:
-    """Whether the datasets library has built some configuration of this dataset before."""
-    from datasets import config
-    from datasets.naming import camelcase_to_snakecase
-
-    owner, _, last = name.rpartition("/")
-    folder = "___".join(part for part in (owner, camelcase_to_snakecase(last)) if part)
-    cached = config.HF_DATASETS_CACHE / folder
-    return os.path.isdir(cached) and any(cached.glob("*/*/*"))
-
-
-def _load(name: str, config: str | None, split: str, *, offline: bool) -> Any:
-    import datasets
-    from datasets.exceptions import DatasetsError
-    from huggingface_hub import constants
-
-    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
-    if offline:  # else the library asks a hub that did not answer again, and waits far longer
-        datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
-    try:
-        return datasets.load_dataset(name, config, split=split)
-    except (DatasetsError, ValueError, RuntimeError, OSError) as problem:
-        reason = " ".join(str(problem).split())[:300]
-        raise DataError(f"the hub dataset {name}{f':{config}' if config else ''}, split {split}: {reason}") from None
-    finally:
-        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before
+def to_messages(text: str) -> list[Message]:
+    """The turns of a dialogue, without the white space around each; an empty turn is kept."""
+    marks = list(_SPEAKER.finditer(text))
+    ends = [mark.start() for mark in marks[1:]] + [len(text)]
+    return [
+        {"role": _SPEAKER_ROLES[mark[1]], "content": text[mark.end() : end].strip()}
+        for mark, end in zip(marks, ends, strict=True)
+    ]

@@ -16,8 +16,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 from ycore.config.batch import derive_tune_batch
 from ycore.config.schema import TuneConfig
 from ycore.config.trl_arguments import tune_arguments
-from ycore.data.example_rows import Row
-from ycore.data.examples import ExampleSet
+from ycore.data.examples import Example, ExampleSet
 from ycore.models.folder import context_length, read_json
 from ycore.run.paths import RunFolder
 from ycore.trl import dpo, kto, reward, sft
@@ -66,7 +65,7 @@ def build_tuner(
     return trainer
 
 
-def _dataset(rows: Sequence[Row]) -> Dataset:
+def _dataset(rows: Sequence[Example]) -> Dataset:
     dataset: Dataset = Dataset.from_list([dict(row) for row in rows])
     return dataset
 

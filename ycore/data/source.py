@@ -1,0 +1,94 @@
+"""What a dataset's name means: a local file, a generated dataset, or a dataset of the hub (`name` or `name:config`)."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+from ycore.data.generated import TASKS, gym_table, task_table
+from ycore.data.local_files import file_suffix, file_table
+from ycore.data.table import Table
+from ycore.errors import DataError, nearest
+from ycore.models.hub import ANSWER_WITHIN_S, ask_hub
+
+_NO_HUB_NEEDED = "give a local file (.jsonl, .csv, .parquet), `task:addition` or another task, which need no hub"
+
+
+def read_table(name: str, *, split: str, seed: int, limit: int | None) -> Table:
+    """The first `limit` rows of a dataset, at least one. Local files have no splits; the seed is for generated ones."""
+    path = Path(os.path.expanduser(name))
+    if not name.strip():
+        raise DataError("--dataset is empty; give a file, a hub id or a task such as task:addition")
+    if name.startswith("task:"):
+        table = task_table(name, split=split, seed=seed)
+    elif name.startswith("gym:"):
+        table = gym_table(name, split=split, seed=seed)
+    elif _is_file_name(name, path):
+        table = file_table(path)
+    else:
+        _refuse_mistyped_schemes(name)
+        table = _hub_table(name, split=split, limit=limit)
+    if not table.rows:
+        raise DataError(f"the dataset {table.name} is empty; a run needs at least one row")
+    return table if limit is None or limit >= len(table.rows) else table.head(limit)
+
+
+def _is_file_name(name: str, path: Path) -> bool:
+    is_path = name.startswith((".", "~", "/")) or name.count("/") > 1
+    return is_path or os.path.exists(path) or file_suffix(path) is not None
+
+
+def _refuse_mistyped_schemes(name: str) -> None:
+    scheme, colon, rest = name.partition(":")
+    if colon and "/" not in scheme and (near := nearest(scheme, ("task", "gym"), limit=1)):
+        near = near.split("'")[1]
+        raise DataError(f"no dataset {name!r}; did you mean {f'{near}:{rest}'!r}?")
+    if name.partition("?")[0] in TASKS:
+        raise DataError(f"no dataset {name!r}; did you mean {f'task:{name}'!r}?")
+
+
+def _hub_table(text: str, *, split: str, limit: int | None) -> Table:
+    """The rows of one split of a hub dataset; a hub that does not answer within three seconds counts as offline."""
+    name, _, config = text.partition(":")
+    answer = ask_hub(lambda api: api.dataset_info(name, timeout=ANSWER_WITHIN_S))
+    if answer.state in ("absent", "refused"):
+        raise DataError(
+            f"no dataset file and no hub dataset {name!r} that can be loaded: {answer.problem}; {_NO_HUB_NEEDED}"
+        )
+    is_offline = answer.state == "unreachable"
+    if is_offline and not _is_cached(name):
+        raise DataError(
+            f"no dataset file {name!r}, and the hub cannot be asked for a dataset of that name: "
+            f"{answer.problem}; {_NO_HUB_NEEDED}"
+        )
+    rows = _load(name, config or None, split, offline=is_offline)
+    if limit is not None:
+        rows = rows.select(range(min(limit, len(rows))))
+    return Table(name=text, rows=rows.with_format(None), columns=tuple(rows.column_names))
+
+
+def _is_cached(name: str) -> bool:
+    """Whether the datasets library has built some configuration of this dataset before."""
+    from datasets import config
+    from datasets.naming import camelcase_to_snakecase
+
+    owner, _, last = name.rpartition("/")
+    folder = "___".join(part for part in (owner, camelcase_to_snakecase(last)) if part)
+    cached = config.HF_DATASETS_CACHE / folder
+    return os.path.isdir(cached) and any(cached.glob("*/*/*"))
+
+
+def _load(name: str, config: str | None, split: str, *, offline: bool) -> Any:
+    import datasets
+    from datasets.exceptions import DatasetsError
+    from huggingface_hub import constants
+
+    before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
+    if offline:  # else the library asks a hub that did not answer again, and waits far longer
+        datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
+    try:
+        return datasets.load_dataset(name, config, split=split)
+    except (DatasetsError, ValueError, RuntimeError, OSError) as problem:
+        reason = " ".join(str(problem).split())[:300]
+        raise DataError(f"the hub dataset {name}{f':{config}' if config else ''}, split {split}: {reason}") from None
+    finally:
+        datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE = before

@@ -72,7 +72,7 @@ def test_the_plan_in_words(place: Path, capfd: pytest.CaptureFixture[str]) -> No
 
 
 BAD = [
-    ("sft", "has not the columns that sft reads"),
+    ("sft", "lacks the columns that sft reads"),
     ("reward --dataset {place}/texts.jsonl", "has no column chosen and no rejected"),
     ("reward --dataset {place}/empty.jsonl", "is empty; a run needs at least one row"),
     ("reward --dataset {place}/pair.jsonl", "did you mean 'pairs.jsonl'"),

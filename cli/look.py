@@ -1,15 +1,4 @@
-"""`ycore report`: one page about a run, or about several side by side.
-
-`ycore watch`: look at a run from another terminal, or at one that has ended.
-
-`ycore env`: versions, devices, what is missing and the command that mends it.
-
-`ycore doctor`: what works here, tried out, and the command that mends what does not.
-
-`ycore recipes`: the shipped runs by name. Not here: how a recipe is read (`ycore.config.recipe_files`).
-
-Not here: what stands on it (`ycore.view`).
-"""
+"""Commands about runs and this machine: `ycore watch`, `report`, `recipes`, `env`, `doctor` and `selftest`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,10 +7,20 @@ from typing import Annotated, Any
 import typer
 from ycore_cli import options as o
 
+Engines = Annotated[bool, typer.Option("--engines", help="Start a real engine too, which takes half a minute.")]
+Quick = Annotated[bool, typer.Option("--quick", help="The only mode, and the default: about a minute.")]
+Chaos = Annotated[bool, typer.Option("--chaos", hidden=True)]
+Seed = Annotated[int, typer.Option(min=0, help="Seed of the runs and of the step of the kill; e.g. 0.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would run, start nothing.")]
+JsonFile = Annotated[
+    str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; e.g. card.json.")
+]
+Output = Annotated[str | None, typer.Option(help="Keep both runs in this folder; else they are removed at the end.")]
+
 
 def watch(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, going on or ended.")],
-    once: Annotated[bool, typer.Option("--once", help="Show what there is and return.")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Show the run as it is now and return.")] = False,
 ) -> None:
     """Watch a run: its reward, its groups, where the time goes. Ctrl-C leaves; the run goes on.
 
@@ -34,7 +33,7 @@ def watch(
     try:
         follow(run, once=once)
     except KeyboardInterrupt:
-        print("left; the run is not touched")
+        print("left; the run goes on")
 
 
 def report(
@@ -72,35 +71,23 @@ def report(
         print_table([("damaged", problem) for run in made.runs for problem in run.problems])
 
 
-def env(context: typer.Context, json: o.Json = False) -> None:
+def env(json: o.Json = False) -> None:
     """Show what is here, what is missing, and the cure.
 
     \b
     ycore env
     ycore env --json
     """
-    from ycore_cli.output import print_json, print_table, stdout_for_json
+    from ycore_cli.output import stdout_for_json
 
     from ycore.tools.doctor import environment_report
 
     with stdout_for_json(json):
         report = environment_report()
-    if json:
-        print_json(report)
-    else:
-        print_table(row(check) for check in report["checks"])
+    _print_checks(report, json=json)
 
 
-def row(check: Mapping[str, Any]) -> tuple[str, str]:
-    """A check as a line of the table: its name, and what was found with what mends it."""
-    mend = f"  -> {check['mend']}" if check["mend"] else ""
-    return check["name"], f"{'ok ' if check['ok'] else '-- '} {check['value']}{mend}"
-
-
-Engines = Annotated[bool, typer.Option("--engines", help="Start a real engine too, which takes half a minute.")]
-
-
-def doctor(context: typer.Context, engines: Engines = False, json: o.Json = False) -> None:
+def doctor(engines: Engines = False, json: o.Json = False) -> None:
     """Try out what a run needs, and say what mends it.
 
     \b
@@ -111,23 +98,21 @@ def doctor(context: typer.Context, engines: Engines = False, json: o.Json = Fals
     ycore doctor
     ycore doctor --engines
     """
-    from ycore_cli.output import print_json, print_table, stdout_for_json
+    from ycore_cli.output import stdout_for_json
 
     from ycore.tools.doctor import doctor_report
 
     with stdout_for_json(json):
         report = doctor_report(engines=engines)
-    if json:
-        print_json(report)
-    else:
-        print_table(row(check) for check in report["checks"])
+    _print_checks(report, json=json)
+    if not json:
         broken = sum(not check["ok"] for check in report["checks"])
         print("everything works" if report["ok"] else f"{broken} to mend; each line says how")
     if not report["ok"]:
         raise typer.Exit(1)
 
 
-def recipes(context: typer.Context, json: o.Json = False) -> None:
+def recipes(json: o.Json = False) -> None:
     """List the recipes that come with ycore.
 
     \b
@@ -144,3 +129,45 @@ def recipes(context: typer.Context, json: o.Json = False) -> None:
         return
     print_table((entry.line, entry.description) for entry in entries)
     print("Run one with `ycore` before its line; a path to your own YAML file works too.")
+
+
+def selftest(
+    quick: Quick = False,
+    chaos: Chaos = False,
+    seed: Seed = 0,
+    json: JsonFile = None,
+    output: Output = None,
+    dry_run: DryRun = False,
+) -> int:
+    """Kill the trainer of a tiny run with SIGKILL, resume it, and compare the result to the bit.
+
+    \b
+    ycore selftest
+    ycore selftest --seed 1 --json card.json
+    """
+    from ycore.errors import ConfigError
+    from ycore.run.files import write_json_atomic
+    from ycore.tools.selftest import selftest as run_selftest
+
+    if chaos:
+        raise ConfigError("--chaos is now a test command of the repository: python -m tests.chaos --moments 30")
+    if dry_run:
+        print("Two runs of a tiny model, one kill, one resume. Nothing was started; leave out --dry-run to begin.")
+        return 0
+    folder = None if output is None else Path(output).expanduser()
+    result = run_selftest(seed=seed, output=folder, say=lambda line: print(line, flush=True))
+    if json is not None:
+        write_json_atomic(Path(json).expanduser().absolute(), result)
+    return 0 if result["passes"] else 1
+
+
+def _print_checks(report: Mapping[str, Any], *, json: bool) -> None:
+    from ycore_cli.output import print_json, print_table
+
+    if json:
+        print_json(report)
+        return
+    for_people = [(check, f"  -> {check['mend']}" if check["mend"] else "") for check in report["checks"]]
+    print_table(
+        (check["name"], f"{'ok ' if check['ok'] else '-- '} {check['value']}{mend}") for check, mend in for_people
+    )

@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from typing import Annotated
 
 import typer
-from ycore_cli.look import doctor, env, recipes, report, watch
+from ycore_cli.look import doctor, env, recipes, report, selftest, watch
 from ycore_cli.measure import evaluate, preflight
 from ycore_cli.pipeline import pipeline
 from ycore_cli.plan import plan
-from ycore_cli.selftest import selftest
 from ycore_cli.simulate import simulate
 from ycore_cli.train import grpo, rloo
 from ycore_cli.tune import dpo, kto, resume, reward, sft

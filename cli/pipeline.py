@@ -1,7 +1,4 @@
-"""`ycore pipeline`: several runs as one, from a file of stages.
-
-Not here: what a pipeline is (`ycore.tools`), and each stage's own checks and run, which are those of its command.
-"""
+"""`ycore pipeline`: several runs as one, from a file of stages."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -36,22 +33,24 @@ def pipeline(
     ycore pipeline stages.yaml --output runs/mine --set sft.steps=50
     ycore pipeline stages.yaml --output runs/mine --resume
     """
-    from ycore_cli.output import print_json, print_table, stdout_for_json
+    from ycore_cli.output import print_json, print_line, print_table, stdout_for_json
 
     from ycore.config.recipe_files import PIPELINE, load_recipe, recipe_name
+    from ycore.config.resolve import parse_set
     from ycore.tools.pipeline_run import check_folder, check_pipeline, run_pipeline, table_rows
     from ycore.tools.stages import parse_pipeline, steps_of, with_sets
 
     with stdout_for_json(json):
-        sets = _sets(set_ or ()) | {k: v for k, v in (("model", model), ("output", output)) if v is not None}
+        sets = {".".join(path): value for path, value in map(parse_set, set_ or ())}
+        sets |= {key: value for key, value in (("model", model), ("output", output)) if value is not None}
         declared = with_sets(load_recipe(file, command=PIPELINE), sets)
         parsed = parse_pipeline(declared, name=recipe_name(file))
         steps, commands = steps_of(parsed), _Commands()
         check_folder(Path(parsed.output), declared, resume=resume)
-        check_pipeline(parsed, steps, commands, show=print)
+        check_pipeline(parsed, steps, commands, show=print_line)
         report: dict[str, Any] = {"stages": [{"name": one.name, "command": one.command} for one in steps]}
         if not dry_run:
-            report = run_pipeline(parsed, steps, commands, declared=declared, resume=resume, say=print)
+            report = run_pipeline(parsed, steps, commands, declared=declared, resume=resume, say=print_line)
     if json:
         print_json(report)
     elif dry_run:
@@ -61,10 +60,10 @@ def pipeline(
 
 
 class _Commands:
-    """Each stage as its command does it."""
+    """Checks and runs each stage as its own command does."""
 
     def __init__(self) -> None:
-        self._num_steps: dict[str, int] = {}  # of the stages that were checked, for their progress bars
+        self._num_steps: dict[str, int] = {}  # by output folder, from the stage's check; for its progress bar
 
     def check(self, config: "AnyConfig", *, resume: bool) -> list[tuple[str, str]]:
         from ycore_cli.checks import checked_plan, plan_rows, tune_plan, tune_rows
@@ -72,14 +71,11 @@ class _Commands:
         from ycore.config.schema import TuneConfig
         from ycore.judge.sources import with_declarations
 
-        rows: list[tuple[str, str]]
-        if isinstance(config, TuneConfig):
-            plan = tune_plan(config, resume=resume)
-            self._num_steps[config.output] = plan["batch"]["steps"]
-            rows = tune_rows(plan, resume=resume)
-        else:
-            rows = plan_rows(checked_plan(with_declarations(config), resume=resume), resume=resume)
-        return rows
+        if not isinstance(config, TuneConfig):
+            return plan_rows(checked_plan(with_declarations(config), resume=resume), resume=resume)
+        plan = tune_plan(config, resume=resume)
+        self._num_steps[config.output] = plan["batch"]["steps"]
+        return tune_rows(plan, resume=resume)
 
     def run(self, config: "AnyConfig", *, resume: bool) -> Mapping[str, Any]:
         from ycore import launch
@@ -96,9 +92,3 @@ class _Commands:
         if config.algorithm == "eval":
             return launch.evaluate(with_declarations(config))
         return launch.run(with_declarations(config), resume=resume)
-
-
-def _sets(items: "tuple[str, ...] | list[str]") -> dict[str, Any]:
-    from ycore.config.resolve import parse_set
-
-    return {".".join(path): value for path, value in map(parse_set, items)}

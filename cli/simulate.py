@@ -1,111 +1,27 @@
-"""`ycore simulate`: a round under every placement, in virtual time: how long, how idle, and which to use.
-
-What `ycore simulate` shows: a table of placements, which to use, and lanes of the last round of each.
-
-Not here: the simulation (`ycore.plan`), and the decisions, which are the live run's (`ycore.placement`).
-"""
+"""`ycore simulate`: a round under every placement, in virtual time: how long, how idle, and which placement to use."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from ycore_cli import options as o
+from ycore_cli.plan import sizes_of, whole_number
 
 from ycore.errors import ConfigError
-from ycore.plan.comparison import Played, Result, recommend
 
 if TYPE_CHECKING:
-    from ycore.config.schema import RunConfig
+    from ycore.plan.comparison import Played, Result
     from ycore.plan.recording import Request
-
-
-def print_results(played: Played) -> None:
-    """Shortest first."""
-    from rich.console import Console
-    from rich.table import Table
-
-    print(played.note)
-    table = Table("placement", "round", "idle", "over the bound", "swaps", "swapping")
-    best = recommend(played.results)
-    for result in sorted(played.results, key=lambda result: result.seconds):
-        marked = "  <- use this" if result is best else ""
-        table.add_row(
-            f"{result.placement}{marked}",
-            f"{result.seconds:.1f} s",
-            f"{result.idle_share:.0%}",
-            f"{result.bound_ratio:.2f}",
-            f"{result.swaps:.1f}",
-            f"{result.swap_s:.1f} s",
-        )
-    Console().print(table)
-    print(f"use --placement {best.placement}: {_why(best, played)}")
-
-
-def _why(best: Result, played: Played) -> str:
-    others = [result for result in played.results if result is not best]
-    if not others:
-        return "there is no other role to place"
-    near = min(others, key=lambda result: result.seconds)
-    share = near.seconds / best.seconds - 1
-    if share < 0:
-        return f"{near.placement} is {-share:.1%} shorter here, but must be chosen anew when lengths drift"
-    return f"{near.placement}, the next, takes {share:.1%} longer"
-
-
-def as_json(played: Played) -> dict[str, Any]:
-    """The same figures."""
-    return {
-        "note": played.note,
-        "recorded_s": played.recorded_s,
-        "use": str(recommend(played.results).placement),
-        "placements": [
-            {
-                "placement": str(result.placement),
-                "round_s": result.seconds,
-                "idle_share": result.idle_share,
-                "bound_ratio": result.bound_ratio,
-                "swaps": result.swaps,
-                "swap_s": result.swap_s,
-            }
-            for result in played.results
-        ],
-    }
-
-
-def draw(played: Played, path: Path) -> None:
-    """The last round of every placement, on one scale."""
-    from ycore.run.trace import Span
-    from ycore.view.pictures import draw_panels
-
-    panels = [
-        (
-            f"{result.placement}: {result.rounds[-1].usage.seconds:.1f} s",
-            [Span(lane.name, 0, lane.slot, lane.began, lane.seconds) for lane in result.rounds[-1].lanes],
-        )
-        for result in sorted(played.results, key=lambda result: result.seconds)
-    ]
-    draw_panels(panels, path)
-
 
 Name = Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Sizes from a recipe, by name or YAML file.")]
 NumSlots = Annotated[str, typer.Option("--slots", metavar="N", help="Slots of a controller; e.g. 8.")]
-Trace = Annotated[
-    str | None, typer.Option(metavar="RUN", help="Take lengths and speeds from a run's trace.json; e.g. runs/first.")
-]
-JudgeWork = Annotated[
-    str,
-    typer.Option(metavar="X", help="The judge's work for a completion over the writing of it; e.g. 0.5; 0 is none."),
-]
+Trace = Annotated[str | None, typer.Option(metavar="RUN", help="Play a run's trace.json again; e.g. runs/first.")]
+JudgeWork = Annotated[str, typer.Option(metavar="X", help="Judging time over writing time; e.g. 0.5; 0 is no judge.")]
 MeanTokens = Annotated[
-    str | None, typer.Option(metavar="N", help="Mean length of a completion; a third of --max-tokens unless told.")
+    str | None, typer.Option(metavar="N", help="Mean length of a completion; a third of the longest.")
 ]
-SwapSeconds = Annotated[
-    str | None, typer.Option(metavar="S", help="Seconds of a sleep and a wake together; 0 unless told; e.g. 6.8.")
-]
-StepTime = Annotated[
-    str,
-    typer.Option(metavar="BASE:EACH", help="Milliseconds of an engine's step, and more for each request in flight."),
-]
+SwapSeconds = Annotated[str, typer.Option(metavar="S", help="Seconds of a sleep and a wake-up together; e.g. 6.8.")]
+StepTime = Annotated[str, typer.Option(metavar="BASE:EACH", help="Milliseconds of an engine's step, and per request.")]
 Rounds = Annotated[str, typer.Option(metavar="N", help="Rounds to simulate.")]
 Picture = Annotated[str | None, typer.Option(metavar="FILE", help="Draw the last round of each; e.g. placements.png.")]
 
@@ -121,7 +37,7 @@ def simulate(
     trace: Trace = None,
     judge_work: JudgeWork = "0.5",
     mean_tokens: MeanTokens = None,
-    swap_s: SwapSeconds = None,
+    swap_s: SwapSeconds = "0",
     step_time: StepTime = "12:0.2",
     rounds: Rounds = "8",
     picture: Picture = None,
@@ -145,13 +61,14 @@ def simulate(
     """
     from ycore_cli.output import print_json
 
-    from ycore.plan.comparison import Question, play_assumed, play_recorded
+    from ycore.plan.comparison import Question, play_assumed, play_recorded, recommend
 
-    config = _config(context, name)
+    config = sizes_of(context, name, fill_in=_FILLED_IN)
+    base_ms, _, each_ms = step_time.partition(":")
     question = Question(
-        num_slots=_whole("--slots", slots),
-        swap_s=_number("--swap-s", swap_s or "0"),
-        num_rounds=_whole("--rounds", rounds),
+        num_slots=whole_number("--slots", slots),
+        swap_s=_number("--swap-s", swap_s),
+        num_rounds=whole_number("--rounds", rounds),
         warm_up=_WARM_UP,
         group_size=config.group_size,
         need=config.prompts_per_step,
@@ -160,45 +77,92 @@ def simulate(
         max_tokens=config.max_tokens,
         mean_tokens=_number("--mean-tokens", mean_tokens, least=1) if mean_tokens else config.max_tokens / 3,
         judge_work=_number("--judge-work", judge_work),
-        step_s=_step_time(step_time),
+        step_s=(_number("--step-time", base_ms) / 1000, _number("--step-time", each_ms or "0") / 1000),
         seed=config.seed,
     )
-    played = play_assumed(question) if trace is None else play_recorded(_requests(Path(trace)), question)
+    played = play_assumed(question) if trace is None else play_recorded(_recorded_requests(Path(trace)), question)
+    best = recommend(played.results)
     if picture is not None:
-        draw(played, Path(picture))
+        _draw(played, Path(picture))
     if json:
-        print_json(as_json(played))
+        print_json(_as_json(played, best))
     else:
-        print_results(played)
+        _print_results(played, best)
 
 
-def _config(context: typer.Context, recipe: str | None) -> "RunConfig":
-    """The sizes of the run that is asked for; what only a real run needs is filled in."""
-    from ycore_cli.options import config_keys
-
-    from ycore.config.recipe_files import load_recipe
-    from ycore.config.resolve import resolve
-    from ycore.config.schema import RunConfig
-
-    base: dict[str, Any] = {**_FILLED_IN, **(load_recipe(recipe) if recipe else {})}
-    options = {**config_keys(context.params), "algorithm": "grpo"}
-    config = resolve(recipe=base, sets=context.params.get("set_") or (), options=options)
-    if not isinstance(config, RunConfig):
-        raise ConfigError(f"{recipe} has no rollouts to place; take a recipe of `ycore grpo`")
-    return config
-
-
-def _requests(run: Path) -> "list[list[Request]]":
-    """The turns of the run's first rank, round by round."""
+def _recorded_requests(run: Path) -> "list[list[Request]]":
+    """The requests of the run's first rank, round by round."""
     from ycore.errors import RunFolderError
     from ycore.plan.recording import requests_of
     from ycore.run.trace import read_trace
 
-    file = run / "trace.json"
-    spans = [span for span in read_trace(file) if span.rank == 0]
+    spans = [span for span in read_trace(run / "trace.json") if span.rank == 0]
     if not spans:
-        raise RunFolderError(f"no trace in {file}; a run writes it while its engines are vLLM's")
+        raise RunFolderError(f"no trace in {run / 'trace.json'}; a run writes it while its engines are vLLM's")
     return requests_of(spans)
+
+
+def _print_results(played: "Played", best: "Result") -> None:
+    """Shortest round first."""
+    from rich.console import Console
+    from rich.table import Table
+
+    print(played.note)
+    table = Table("placement", "round", "idle", "over the bound", "swaps", "swapping")
+    for result in sorted(played.results, key=lambda result: result.seconds):
+        table.add_row(
+            f"{result.placement}{'  <- use this' if result is best else ''}",
+            f"{result.seconds:.1f} s",
+            f"{result.idle_share:.0%}",
+            f"{result.bound_ratio:.2f}",
+            f"{result.swaps:.1f}",
+            f"{result.swap_s:.1f} s",
+        )
+    Console().print(table)
+    print(f"use --placement {best.placement}: {_why(best, played)}")
+
+
+def _why(best: "Result", played: "Played") -> str:
+    others = [result for result in played.results if result is not best]
+    if not others:
+        return "there is no other role to place"
+    near = min(others, key=lambda result: result.seconds)
+    share = near.seconds / best.seconds - 1
+    if share < 0:
+        return f"{near.placement} is {-share:.1%} shorter here, but must be chosen anew when lengths drift"
+    return f"{near.placement}, the next, takes {share:.1%} longer"
+
+
+def _as_json(played: "Played", best: "Result") -> dict[str, Any]:
+    return {
+        "note": played.note,
+        "recorded_s": played.recorded_s,
+        "use": str(best.placement),
+        "placements": [
+            {
+                "placement": str(result.placement),
+                "round_s": result.seconds,
+                "idle_share": result.idle_share,
+                "bound_ratio": result.bound_ratio,
+                "swaps": result.swaps,
+                "swap_s": result.swap_s,
+            }
+            for result in played.results
+        ],
+    }
+
+
+def _draw(played: "Played", path: Path) -> None:
+    """The last round of every placement, on one scale."""
+    from ycore.run.trace import Span
+    from ycore.view.pictures import draw_panels
+
+    panels = []
+    for result in sorted(played.results, key=lambda result: result.seconds):
+        last = result.rounds[-1]
+        spans = [Span(lane.name, 0, lane.slot, lane.began, lane.seconds) for lane in last.lanes]
+        panels.append((f"{result.placement}: {last.usage.seconds:.1f} s", spans))
+    draw_panels(panels, path)
 
 
 def _number(option: str, text: str, *, least: float = 0) -> float:
@@ -209,14 +173,3 @@ def _number(option: str, text: str, *, least: float = 0) -> float:
     if not least <= value < 1e9:
         raise ConfigError(f"{option} takes a number of {least:g} or more; it is {text!r}")
     return value
-
-
-def _whole(option: str, text: str) -> int:
-    if not (text.isascii() and text.isdigit() and int(text) > 0):
-        raise ConfigError(f"{option} takes a whole number of 1 or more; it is {text!r}; e.g. {option} 8")
-    return int(text)
-
-
-def _step_time(text: str) -> tuple[float, float]:
-    base, _, each = text.partition(":")
-    return _number("--step-time", base) / 1000, _number("--step-time", each or "0") / 1000

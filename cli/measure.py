@@ -4,7 +4,7 @@
 """
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import typer
@@ -205,7 +205,7 @@ def _measured_rows(measured: "Measurements") -> Iterator[tuple[str, str]]:
         yield "sync", f"{synced}; from the old ones by {measured.stale_gap:.4f}"
 
 
-def _histogram_lines(rewards: Sequence[float]) -> Iterator[str]:
+def _histogram_lines(rewards: tuple[float, ...]) -> Iterator[str]:
     from ycore.plan.preflight_verdict import histogram
 
     bins = [(low, high, count) for low, high, count in histogram(rewards) if count]

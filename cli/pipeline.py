@@ -71,11 +71,14 @@ class _Commands:
         from ycore.config.schema import TuneConfig
         from ycore.judge.sources import with_declarations
 
-        if not isinstance(config, TuneConfig):
-            return plan_rows(checked_plan(with_declarations(config), resume=resume), resume=resume)
-        plan = tune_plan(config, resume=resume)
-        self._num_steps[config.output] = plan["batch"]["steps"]
-        return tune_rows(plan, resume=resume)
+        rows: list[tuple[str, str]]
+        if isinstance(config, TuneConfig):
+            plan = tune_plan(config, resume=resume)
+            self._num_steps[config.output] = plan["batch"]["steps"]
+            rows = tune_rows(plan, resume=resume)
+        else:
+            rows = plan_rows(checked_plan(with_declarations(config), resume=resume), resume=resume)
+        return rows
 
     def run(self, config: "AnyConfig", *, resume: bool) -> Mapping[str, Any]:
         from ycore import launch

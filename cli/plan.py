@@ -68,8 +68,10 @@ def plan(
             devices=devices,
             judge=judge or named,
             judge_tokens=judge_tokens,
-            prompt_tokens=prompt_tokens and whole_number("--prompt-tokens", prompt_tokens),
-            completion_tokens=completion_tokens and whole_number("--completion-tokens", completion_tokens),
+            prompt_tokens=None if prompt_tokens is None else whole_number("--prompt-tokens", prompt_tokens),
+            completion_tokens=None
+            if completion_tokens is None
+            else whole_number("--completion-tokens", completion_tokens),
         )
     num_shown = whole_number("--top", top)
     if json:

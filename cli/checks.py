@@ -26,7 +26,7 @@ def checked_plan(config: RunConfig, *, resume: bool = False, how: Resume = AS_IT
     from ycore.config.trl_arguments import trl_arguments
     from ycore.launch.engines import choose_kind, is_vllm_installed, site_of
     from ycore.run.claim import check_claim
-    from ycore.run.files import redact
+    from ycore.run.secrets import redact
 
     engine, _ = choose_kind(config.engine.kind, vllm_installed=is_vllm_installed())
     engine = engine if config.replay is None else "replay"
@@ -141,7 +141,7 @@ def tune_plan(config: TuneConfig, *, resume: bool = False, how: Resume = AS_IT_W
     from ycore.launch.engines import site_of
     from ycore.models.names import resolve_model
     from ycore.run.claim import check_claim
-    from ycore.run.files import redact
+    from ycore.run.secrets import redact
 
     model = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
     dataset = _tune_plan_checked_dataset(config, model)

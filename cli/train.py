@@ -57,13 +57,13 @@ def how_to_resume(output: str, *, resume: bool, resume_from: str | None, accept_
 
 def _check_durability(config: RunConfig, how: Resume) -> None:
     """What can be refused of checkpoints and journals before anything is started."""
-    from ycore.run.checkpoints import FEWEST
+    from ycore.run.checkpoints import MIN_KEPT
     from ycore.run.resuming import check_checkpoint, check_replay
 
     limit = config.trl.get("save_total_limit")
-    if limit is not None and limit < FEWEST:
+    if limit is not None and limit < MIN_KEPT:
         raise ConfigError(
-            f"save_total_limit must be {FEWEST} or more, so that one checkpoint is whole where another is damaged; "
+            f"save_total_limit must be {MIN_KEPT} or more, so that one checkpoint is whole where another is damaged; "
             f"it is {limit}"
         )
     if how.step is not None:

@@ -1,4 +1,4 @@
-from ycore.run.files import HIDDEN, redact, redact_command
+from ycore.run.secrets import HIDDEN, redact, redact_command
 
 
 def test_ordinary_settings_stay() -> None:

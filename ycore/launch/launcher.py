@@ -29,11 +29,11 @@ from ycore.launch.processes import ManagedProcess, RankedTrainer
 from ycore.launch.scoring_models import ScorerPlan, check_run_placement, engine_processes, placing_notes, plan_scorers
 from ycore.launch.supervise import Limits, StopRequests, Supervisor
 from ycore.run.claim import claim
-from ycore.run.files import read_json, redact, write_json_atomic
+from ycore.run.files import read_json, write_json_atomic
 from ycore.run.metrics import Status, read_metrics, summarise
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
-from ycore.run.secrets import secrets_environment
+from ycore.run.secrets import redact, secrets_environment
 from ycore.view.activity import RunActivity
 from ycore.view.pictures import draw_curve, draw_loss_curve, finish_trace_and_draw
 from ycore.view.progress import RunProgress, as_duration, open_progress

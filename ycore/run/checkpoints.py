@@ -1,10 +1,8 @@
 """Checkpoints on disk: whole or not there. Written beside, flushed, listed in a manifest, then renamed into place.
 
-    checkpoints/.saving-checkpoint-8/       being written; cleared at the next start
-    checkpoints/checkpoint-8/manifest.json  written last: every file with its size and sha256
-    checkpoints/damaged-checkpoint-6/       did not verify; passed over, never deleted
-
-Not here: what a checkpoint holds (`roles.checkpoints`, and transformers), and where the folder lies (`paths`).
+checkpoints/.saving-checkpoint-8/       being written; cleared at the next start
+checkpoints/checkpoint-8/manifest.json  written last: every file with its size and sha256
+checkpoints/damaged-checkpoint-6/       did not verify; passed over, never deleted
 """
 
 import hashlib
@@ -19,7 +17,7 @@ from ycore.errors import RunError, RunFolderError
 from ycore.run.files import read_json, sync, write_json_atomic
 
 SCHEMA = 1
-FEWEST = 2  # whole checkpoints that are kept, whatever is asked: one may turn out damaged
+MIN_KEPT = 2  # checkpoints that are kept whatever the settings say: one may turn out damaged
 
 _MANIFEST = "manifest.json"
 _PREFIX = "checkpoint-"
@@ -38,27 +36,32 @@ def step_of(checkpoint: Path) -> int:
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
-    """Every checkpoint that was published, oldest first; nothing is read of them."""
+    """Every published checkpoint, oldest first; none of them is read or verified."""
     found = [path for path in folder.glob(f"{_PREFIX}*") if path.name.removeprefix(_PREFIX).isdigit()]
     return sorted(found, key=step_of)
 
 
 def staging(folder: Path, step: int) -> Path:
-    """The folder beside, under which `checkpoint-STEP` is written."""
+    """The folder in which to write `checkpoint-STEP` before it is published."""
     return folder / f"{_SAVING}{_PREFIX}{step}"
 
 
-def publish(folder: Path, step: int, told: dict[str, Any]) -> Path:
-    """Seal what was staged and give it its name: from here on it exists. `told` is what the manifest says besides.
+def publish(folder: Path, step: int, extra: dict[str, Any]) -> Path:
+    """Add the manifest to what was staged and give it its name: from here on the checkpoint exists.
 
     A checkpoint of the same step is replaced: the run went back behind it and came here again.
+
+    Args:
+        folder: The run's checkpoints folder.
+        step: The step after which it was saved, whose `staging` holds its files.
+        extra: More keys for the manifest, such as `world`, the number of ranks.
     """
     staged, place = staging(folder, step) / f"{_PREFIX}{step}", checkpoint_of(folder, step)
     files = _files(staged)
     for path in files:
         sync(path)
     listed = dict(zip(map(str, (path.relative_to(staged) for path in files)), _fingerprints(files), strict=True))
-    write_json_atomic(staged / _MANIFEST, {"schema": SCHEMA, "step": step, **told, "files": listed})
+    write_json_atomic(staged / _MANIFEST, {"schema": SCHEMA, "step": step, **extra, "files": listed})
     for inner in {path.parent for path in files} | {staged}:
         sync(inner)
     if place.is_dir():
@@ -70,11 +73,16 @@ def publish(folder: Path, step: int, told: dict[str, Any]) -> Path:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """What the manifest tells; RunFolderError where there is none, or one of another schema."""
-    told = read_json(checkpoint / _MANIFEST)
-    if not isinstance(told, dict) or told.get("schema") != SCHEMA or not isinstance(told.get("files"), dict):
+    """The manifest's keys.
+
+    Raises:
+        RunFolderError: there is none, or it has another schema.
+    """
+    manifest = read_json(checkpoint / _MANIFEST)
+    known = isinstance(manifest, dict) and manifest.get("schema") == SCHEMA
+    if not known or not isinstance(manifest.get("files"), dict):
         raise RunFolderError(f"{checkpoint / _MANIFEST} is not a manifest of schema {SCHEMA}; was another ycore here?")
-    return told
+    return manifest
 
 
 def problem_of(checkpoint: Path) -> str | None:
@@ -82,12 +90,12 @@ def problem_of(checkpoint: Path) -> str | None:
     if not (checkpoint / _MANIFEST).is_file():
         return "it has no manifest.json, which is written last"
     try:
-        told = read_manifest(checkpoint)
+        manifest = read_manifest(checkpoint)
     except RunFolderError as error:
         return str(error)
-    if told.get("step") != step_of(checkpoint):
-        return f"its manifest is of step {told.get('step')}"
-    expected: dict[str, dict[str, Any]] = told["files"]
+    if manifest.get("step") != step_of(checkpoint):
+        return f"its manifest is of step {manifest.get('step')}"
+    expected: dict[str, dict[str, Any]] = manifest["files"]
     paths = {name: checkpoint / name for name in expected}
     for name, path in paths.items():
         if not path.is_file():
@@ -101,16 +109,21 @@ def problem_of(checkpoint: Path) -> str | None:
 
 
 def newest_whole(folder: Path, *, say: Callable[[str], None]) -> Path | None:
-    """The latest checkpoint that verifies, None where no checkpoint was ever saved.
+    """The latest checkpoint that verifies; None where no checkpoint was ever saved.
 
-    A damaged one is named in a line, moved aside and passed over; RunFolderError where every one of them is damaged.
+    Args:
+        folder: The run's checkpoints folder.
+        say: Takes a line for each damaged checkpoint, which is moved aside and passed over.
+
+    Raises:
+        RunFolderError: every checkpoint is damaged.
     """
     reasons = []
     for checkpoint in reversed(checkpoints_in(folder)):
         problem = problem_of(checkpoint)
         if problem is None:
             return checkpoint
-        moved = quarantine(checkpoint)
+        moved = _move(checkpoint, _DAMAGED)
         say(f"{checkpoint.name} is damaged ({problem}); passed over, and kept as {moved.name}")
         reasons.append(f"{checkpoint.name}: {problem}")
     if reasons:
@@ -122,23 +135,20 @@ def newest_whole(folder: Path, *, say: Callable[[str], None]) -> Path | None:
 
 
 def newest_for(folder: Path, *, world: int, say: Callable[[str], None]) -> Path | None:
-    """The checkpoint that a run of `world` ranks goes on from; clears what a killed save left.
+    """The checkpoint that a run of `world` ranks goes on from; what a killed save left is cleared away.
 
-    RunError where it was saved by another number of ranks, as its manifest tells under `world`.
+    Raises:
+        RunFolderError: every checkpoint is damaged.
+        RunError: the checkpoint was saved by another number of ranks.
     """
     clear_leftovers(folder)
     newest = newest_whole(folder, say=say)
     if newest is not None and (saved := read_manifest(newest).get("world")) != world:
         raise RunError(
-            f"{newest.name} was saved by {saved} ranks, and this run has {world}; every rank has state of its own, "
+            f"{newest.name} was saved by {saved} ranks, and this run has {world}; each rank saves its own state, "
             f"so go on with --processes {saved}"
         )
     return newest
-
-
-def quarantine(checkpoint: Path) -> Path:
-    """Move a damaged checkpoint out of the way, under a name that nothing reads."""
-    return _move(checkpoint, _DAMAGED)
 
 
 def set_aside_after(folder: Path, step: int) -> list[Path]:
@@ -147,16 +157,16 @@ def set_aside_after(folder: Path, step: int) -> list[Path]:
 
 
 def drop_oldest(folder: Path, *, keep: int | None) -> list[Path]:
-    """Remove all but the newest `keep` checkpoints, at least two; None keeps all. Those that are left."""
+    """Remove all but the newest `keep` checkpoints (at least two; None keeps all); return those that are left."""
     found = checkpoints_in(folder)
     if keep is not None:
-        for old in found[: -max(keep, FEWEST)]:
+        for old in found[: -max(keep, MIN_KEPT)]:
             _drop(old)
     return checkpoints_in(folder)
 
 
 def clear_leftovers(folder: Path) -> list[str]:
-    """Remove what a save or a removal that was killed has left; the names of it."""
+    """Remove what a killed save or a killed removal left; return the names."""
     left = [path for prefix in (_SAVING, _DROPPING) for path in folder.glob(f"{prefix}*")]
     for path in left:
         shutil.rmtree(path)
@@ -164,12 +174,12 @@ def clear_leftovers(folder: Path) -> list[str]:
 
 
 def size_of(checkpoint: Path) -> int:
-    """Bytes."""
+    """The size of all its files, in bytes."""
     return sum(path.stat().st_size for path in checkpoint.rglob("*") if path.is_file())
 
 
 def _drop(checkpoint: Path) -> None:
-    """Rename first: half a checkpoint never has a checkpoint's name."""
+    """Rename, then remove: half a checkpoint never has a checkpoint's name."""
     dying = checkpoint.with_name(f"{_DROPPING}{checkpoint.name}")
     if dying.is_dir():
         shutil.rmtree(dying)

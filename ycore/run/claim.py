@@ -22,9 +22,9 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from ycore.errors import RunFolderError
-from ycore.run.files import make_private, read_json, redact, redact_command, temporary_folder, write_json_atomic
+from ycore.run.files import make_private, read_json, temporary_folder, write_json_atomic
 from ycore.run.paths import RunFolder
-from ycore.run.secrets import check_secrets
+from ycore.run.secrets import check_secrets, redact, redact_command
 
 _WHOLE_BYTES = 64 * 2**20  # a larger file is known by its size and by blocks spread over it
 _BLOCK_BYTES = 64 * 2**10

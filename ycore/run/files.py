@@ -1,4 +1,4 @@
-"""Files that are whole or not there, also after a kill; files read while they grow; private folders; secrets hidden.
+"""Files that are whole or not there, also after a kill; files read while they grow; private folders.
 
 A JSON file is written beside its place, brought to the disk and renamed: a reader never sees half of it.
 """
@@ -7,10 +7,9 @@ import errno
 import json
 import math
 import os
-import re
 import stat
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -148,50 +147,3 @@ def make_private(path: Path) -> None:
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():
         raise RunFolderError(f"{path} is a link or another user's; remove it, or choose another --output")
     path.chmod(0o700)
-
-
-HIDDEN = "***"
-
-_NAME = re.compile(
-    r"(?:hub|access|auth|api|bearer|hf)_?tokens?$|api_?key$|secret(?:_?key)?$|passw(?:or)?d$", re.IGNORECASE
-)
-_VALUE = re.compile(r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,})")
-_USERINFO = re.compile(r"(?<=://)[^/@\s]+(?=@)")
-
-
-def redact(value: Any) -> Any:
-    """`value` with every secret in it replaced, whatever it is nested in."""
-    if isinstance(value, str):
-        return _USERINFO.sub(HIDDEN, _VALUE.sub(HIDDEN, value))
-    if isinstance(value, Mapping):
-        return {key: _under(str(key), item) for key, item in value.items()}
-    if isinstance(value, Sequence):
-        return [redact(item) for item in value]
-    return value
-
-
-def redact_command(command: Sequence[str]) -> list[str]:
-    """A command line with its secrets replaced: `--hub-token X`, `--hub-token=X`, `--set trl.hub_token=X`."""
-    shown: list[str] = []
-    hide_next = False
-    for word in command:
-        name, equals, _ = word.partition("=")
-        secret = _is_secret(name)
-        if hide_next:
-            shown.append(HIDDEN)
-        elif secret and equals:
-            shown.append(f"{name}={HIDDEN}")
-        else:
-            shown.append(redact(word))
-        hide_next = secret and not equals and word.startswith("-")
-    return shown
-
-
-def _under(name: str, value: Any) -> Any:
-    if value is not None and _is_secret(name):
-        return HIDDEN
-    return redact(value)
-
-
-def _is_secret(name: str) -> bool:
-    return _NAME.search(name.replace("-", "_")) is not None

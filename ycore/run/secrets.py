@@ -1,16 +1,25 @@
-"""A run's secrets, from the launcher to the process that trains: run.json has `***` in their place.
+"""Secrets: tokens, keys and passwords become `***` in what a run writes, and reach only the process that trains.
 
-They cross in one environment variable of that process alone, which it removes when it has read it.
+They cross in one environment variable of that process, which it removes when it has read it.
 """
 
 import json
 import os
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from ycore.errors import ConfigError
-from ycore.run.files import HIDDEN, read_json, redact
+from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
+
+HIDDEN = "***"
+
+_SECRET_NAME = re.compile(
+    r"(?:hub|access|auth|api|bearer|hf)_?tokens?$|api_?key$|secret(?:_?key)?$|passw(?:or)?d$", re.IGNORECASE
+)
+_SECRET_VALUE = re.compile(r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,})")
+_USERINFO = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 VARIABLE = "YCORE_SECRETS"
 """JSON: `[[path, value], ...]`, a path being the keys and list indices that lead to the value."""
@@ -18,6 +27,40 @@ VARIABLE = "YCORE_SECRETS"
 _URL_WITH_SECRET = f"://{HIDDEN}@"
 
 Path = tuple[str | int, ...]
+
+
+def redact(value: Any) -> Any:
+    """`value` with every secret in it replaced, whatever it is nested in."""
+    if isinstance(value, str):
+        return _USERINFO.sub(HIDDEN, _SECRET_VALUE.sub(HIDDEN, value))
+    if isinstance(value, Mapping):
+        return {
+            key: HIDDEN if item is not None and _is_secret(str(key)) else redact(item) for key, item in value.items()
+        }
+    if isinstance(value, Sequence):
+        return [redact(item) for item in value]
+    return value
+
+
+def redact_command(command: Sequence[str]) -> list[str]:
+    """A command line with its secrets replaced: `--hub-token X`, `--hub-token=X`, `--set trl.hub_token=X`."""
+    shown: list[str] = []
+    hide_next = False
+    for word in command:
+        name, equals, _ = word.partition("=")
+        secret = _is_secret(name)
+        if hide_next:
+            shown.append(HIDDEN)
+        elif secret and equals:
+            shown.append(f"{name}={HIDDEN}")
+        else:
+            shown.append(redact(word))
+        hide_next = secret and not equals and word.startswith("-")
+    return shown
+
+
+def _is_secret(name: str) -> bool:
+    return _SECRET_NAME.search(name.replace("-", "_")) is not None
 
 
 def secrets_environment(config: Mapping[str, Any]) -> dict[str, str]:

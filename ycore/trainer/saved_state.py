@@ -29,7 +29,7 @@ from ycore.errors import RunError, RunFolderError, YcoreError
 from ycore.round.assemble import Assembly
 from ycore.round.journal import Journal
 from ycore.run.checkpoints import (
-    FEWEST,
+    MIN_KEPT,
     checkpoint_of,
     checkpoints_in,
     drop_oldest,
@@ -206,11 +206,11 @@ class Checkpoints(TrainerCallback):
 
     def check_room(self) -> None:
         """RunError where the disk has no room for the checkpoints that a run keeps."""
-        need = FEWEST * self._expected_bytes()
+        need = MIN_KEPT * self._expected_bytes()
         free = shutil.disk_usage(self._folder).free
         if self._rank == 0 and not checkpoints_in(self._folder) and free < need:
             raise RunError(
-                f"{FEWEST} checkpoints take about {need / 1e6:.0f} MB, and {self._folder} has {free / 1e6:.0f} MB "
+                f"{MIN_KEPT} checkpoints take about {need / 1e6:.0f} MB, and {self._folder} has {free / 1e6:.0f} MB "
                 "free; make room, or choose another --output"
             )
 

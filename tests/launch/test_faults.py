@@ -48,11 +48,11 @@ COMPILE = "subprocess.Popen(['sleep', '1.5'])"
 WORKER = """
 import http.client, os, signal, socket, sys, time
 from pathlib import Path
-from ycore.run.reports import tell_stacks
+from ycore.run.reports import dump_stacks_on_signal
 from ycore.run.paths import RunFolder
 from ycore.run.process_tree import kill_tree
 from ycore.run.metrics import MetricsWriter
-tell_stacks()
+dump_stacks_on_signal()
 root = Path(sys.argv[1])
 metrics = MetricsWriter(root / "metrics.jsonl")
 

@@ -17,7 +17,7 @@ from vllm.platforms import current_platform
 from vllm.v1.sample.ops import topk_topp_sampler as vllm_sampler
 
 from ycore.engine.weights import byte_sum
-from ycore.run.reports import tell_stacks
+from ycore.run.reports import dump_stacks_on_signal
 
 __all__ = ["PolicyWorker"]
 
@@ -113,7 +113,7 @@ def fill_with_exponentials(rows: np.ndarray, seeds: list[int]) -> None:
         row[:] = np.random.Generator(np.random.SFC64(seed)).standard_exponential(row.shape)
 
 
-tell_stacks()
+dump_stacks_on_signal()
 if current_platform.is_cpu():
     use_faster_sampler()
     record_packed_sums()

@@ -79,8 +79,7 @@ def read_manifest(checkpoint: Path) -> dict[str, Any]:
         RunFolderError: there is none, or it has another schema.
     """
     manifest = read_json(checkpoint / _MANIFEST)
-    known = isinstance(manifest, dict) and manifest.get("schema") == SCHEMA
-    if not known or not isinstance(manifest.get("files"), dict):
+    if not isinstance(manifest, dict) or (manifest.get("schema"), type(manifest.get("files"))) != (SCHEMA, dict):
         raise RunFolderError(f"{checkpoint / _MANIFEST} is not a manifest of schema {SCHEMA}; was another ycore here?")
     return manifest
 

@@ -1,8 +1,6 @@
-"""Settling from where a run goes on, before anything is started: which checkpoint, which rounds, whose settings.
+"""Where a run goes on: the rounds of its journal on disk, and the checkpoint that it starts from.
 
-The journal's files by name: which rounds a run has on disk, and dropping those of steps that are to be taken anew.
-
-Not here: the check of the settings themselves (`prepare`), and loading a checkpoint (`roles.checkpoints`).
+journal/round-000007-rank-0.json    two lines of JSON: a header with the sha256 of the second, and the round
 """
 
 import hashlib
@@ -28,19 +26,26 @@ from ycore.run.claim import Claim, Resume, changes, check_claim, in_words, write
 from ycore.run.files import write_bytes_atomic
 from ycore.run.paths import RunFolder
 
-ROUND_SCHEMA = 1
+Say = Callable[[str], None]
 
-_NAME = re.compile(r"round-(\d+)-rank-(\d+)\.json")
+_ROUND_SCHEMA = 1
+_ROUND_NAME = re.compile(r"round-(\d+)-rank-(\d+)\.json")
 
 
 def round_file(journal: Path, step: int, rank: int) -> Path:
     return journal / f"round-{step:06d}-rank-{rank}.json"
 
 
-def write_round(path: Path, label: Mapping[str, int], told: Mapping[str, Any]) -> None:
-    """Write a rank's part of a round as two lines of JSON: a header with the sha256 of the second, and the round."""
-    body = json.dumps(told).encode()
-    head = {"schema": ROUND_SCHEMA, **label, "sha256": hashlib.sha256(body).hexdigest()}
+def write_round(path: Path, label: Mapping[str, int], content: Mapping[str, Any]) -> None:
+    """Write a rank's part of a round.
+
+    Args:
+        path: Its `round_file`.
+        label: More keys for the header: what tells this round from others.
+        content: The round, as JSON values.
+    """
+    body = json.dumps(content).encode()
+    head = {"schema": _ROUND_SCHEMA, **label, "sha256": hashlib.sha256(body).hexdigest()}
     write_bytes_atomic(path, json.dumps(head).encode() + b"\n" + body + b"\n")
 
 
@@ -56,8 +61,8 @@ def read_round(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         head = json.loads(first)
     except ValueError:
         raise damaged_round(path, "its first line is not JSON") from None
-    if not isinstance(head, dict) or head.get("schema") != ROUND_SCHEMA:
-        raise damaged_round(path, f"its schema is not {ROUND_SCHEMA}")
+    if not isinstance(head, dict) or head.get("schema") != _ROUND_SCHEMA:
+        raise damaged_round(path, f"its schema is not {_ROUND_SCHEMA}")
     if hashlib.sha256(body).hexdigest() != head.get("sha256"):
         raise damaged_round(path, "its sha256 is not the one that was written")
     return head, json.loads(body)
@@ -68,7 +73,7 @@ def damaged_round(path: Path, problem: str) -> RunFolderError:
 
 
 def rounds_in(journal: Path) -> dict[int, set[int]]:
-    """Step -> the ranks whose part of that step's round is there."""
+    """Step -> the ranks whose part of that step's round is there, in order."""
     found: dict[int, set[int]] = {}
     for _, step, rank in _round_files(journal):
         found.setdefault(step, set()).add(rank)
@@ -95,42 +100,52 @@ def check_replay(run: Path, journal: Path) -> None:
 
 
 def _round_files(journal: Path) -> list[tuple[Path, int, int]]:
-    matches = ((path, _NAME.fullmatch(path.name)) for path in (journal.iterdir() if journal.is_dir() else ()))
+    matches = ((path, _ROUND_NAME.fullmatch(path.name)) for path in (journal.iterdir() if journal.is_dir() else ()))
     return [(path, int(match[1]), int(match[2])) for path, match in matches if match]
 
 
-Say = Callable[[str], None]
+def parse_checkpoint(text: str, folder: RunFolder) -> int:
+    """The step that `--resume-from` names: a number, or a checkpoint's folder inside the run.
 
-
-def parse_checkpoint(asked: str, folder: RunFolder) -> int:
-    """The step that `--resume-from` names: a number, or a checkpoint's folder inside the run."""
-    if asked.isdigit():
-        return int(asked)
-    path = Path(asked).expanduser()
+    Raises:
+        RunFolderError: it is neither.
+    """
+    if text.isdigit():
+        return int(text)
+    path = Path(text).expanduser()
     if path.resolve().parent != folder.checkpoints.resolve() or not path.name.removeprefix("checkpoint-").isdigit():
         raise RunFolderError(
-            f"--resume-from takes a step or a folder of {folder.checkpoints}; it is {asked!r}; {_there(folder)}"
+            f"--resume-from takes a step or a folder of {folder.checkpoints}; it is {text!r}; {_listed(folder)}"
         )
     return step_of(path)
 
 
 def check_checkpoint(folder: RunFolder, step: int) -> None:
-    """RunFolderError unless the run can go on from the checkpoint of this step; 0 is the beginning."""
+    """RunFolderError unless the run can go on from the checkpoint of this step; step 0 is the beginning."""
     checkpoint = checkpoint_of(folder.checkpoints, step)
     if step == 0:
         return
     if not checkpoint.is_dir():
-        raise RunFolderError(f"{folder.root} has no checkpoint of step {step}; {_there(folder)}")
+        raise RunFolderError(f"{folder.root} has no checkpoint of step {step}; {_listed(folder)}")
     problem = problem_of(checkpoint)
     if problem is not None:
-        raise RunFolderError(f"{checkpoint} is damaged ({problem}); {_there(folder)}")
+        raise RunFolderError(f"{checkpoint} is damaged ({problem}); {_listed(folder)}")
 
 
 def settle(folder: RunFolder, config: BaseModel, how: Resume, *, say: Say) -> None:
-    """Leave in the folder just what the run is to go on from.
+    """Before anything is started, leave in the folder only what the run is to go on from.
 
-    Checkpoints of later steps than `how` names are moved aside. Rounds that were begun after it are taken again as they
-    were, unless changes are accepted: then they are another run's, and are dropped.
+    Checkpoints of later steps than `how` names are moved aside. Later rounds stay, and are trained on again as they
+    were; where changed settings are accepted they are another run's, and are dropped.
+
+    Args:
+        folder: The folder of the run, which must not be running.
+        config: The settings that it goes on with.
+        how: The step, and whether changes are accepted.
+        say: Takes a line for whatever is done.
+
+    Raises:
+        RunFolderError: the run cannot go on like this.
     """
     held = Claim(folder)
     try:
@@ -142,23 +157,23 @@ def settle(folder: RunFolder, config: BaseModel, how: Resume, *, say: Say) -> No
                 say(f"{path.name}: of a later step than {how.step}")
             folder.summary.unlink(missing_ok=True)
         newest = newest_whole(folder.checkpoints, say=say)
-        at = 0 if newest is None else step_of(newest)
-        say(f"going on from step {at}" if at else "going on from the first step: no checkpoint was saved yet")
+        step = 0 if newest is None else step_of(newest)
+        say(f"going on from step {step}" if step else "going on from the first step: no checkpoint was saved yet")
         if how.accept_changes:
-            _accept(folder, config, at=at, say=say)
+            _accept_changes(folder, config, step, say)
     finally:
         held.release()
 
 
-def _accept(folder: RunFolder, config: BaseModel, *, at: int, say: Say) -> None:
+def _accept_changes(folder: RunFolder, config: BaseModel, step: int, say: Say) -> None:
     differences = changes(folder, config)
     if differences:
         say(f"accepted: {in_words(differences)}")
-    drop_rounds(folder.journal, after=at - 1)
+    drop_rounds(folder.journal, after=step - 1)
     folder.identity.unlink(missing_ok=True)
     write_description(folder, config, resume=True)
 
 
-def _there(folder: RunFolder) -> str:
+def _listed(folder: RunFolder) -> str:
     steps = [str(step_of(path)) for path in checkpoints_in(folder.checkpoints)]
     return f"there are checkpoints of step {', '.join(steps)}" if steps else "no checkpoint was saved yet"

@@ -18,7 +18,7 @@ from ycore.config.algorithms import is_tuning
 from ycore.errors import Interrupted, PeerError, RunError, YcoreError
 from ycore.run.files import is_disk_full, read_json
 from ycore.run.paths import RunFolder
-from ycore.run.reports import Rank, report_end, say_how_it_ended, take_place, tell_stacks, this_rank, was_launched
+from ycore.run.reports import Rank, dump_stacks_on_signal, print_error, report_end, take_place, this_rank, was_launched
 from ycore.trl.seam import leave_out_vllm
 
 
@@ -56,7 +56,7 @@ def main() -> int:
         print("usage: python -m ycore.trainer RUN_FOLDER", file=sys.stderr)
         return 2
     os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # rollout_func is used knowingly
-    tell_stacks()
+    dump_stacks_on_signal()
     leave_out_vllm()
     folder, rank = RunFolder(Path(sys.argv[1])), this_rank()
     if was_launched():
@@ -108,7 +108,7 @@ def _train_and_tell(folder: RunFolder, tell: Callable[[BaseException], None]) ->
             raise
         known = RunError(f"no room left on the disk ({error}); make room, and go on with --resume")
     tell(known)
-    return say_how_it_ended(known)
+    return print_error(known)
 
 
 def _train(run: Run, tell: Callable[[BaseException], None]) -> int:

@@ -17,13 +17,8 @@ Template = Sequence[tuple[str, str]]
 POLICY_BASE = "policy-base"
 """The weights that the policy starts from; they stay the same while the policy learns."""
 
-_SHOWN_FIELDS: dict[Mode, tuple[str, ...]] = {
-    "pointwise": ("completion",),
-    "pairwise": ("first", "second"),
-    "groupwise": ("completions",),
-}
-_ALL_SHOWN = {name for names in _SHOWN_FIELDS.values() for name in names}
-_OWN_FIELDS = _ALL_SHOWN | {"prompt", "reference", "rubric", "how_to_answer"}
+_ANSWER_FIELDS = {"completion", "first", "second", "completions"}
+_OWN_FIELDS = _ANSWER_FIELDS | {"prompt", "reference", "rubric", "how_to_answer"}
 """The fields of a template that ycore fills; any other is a column of the dataset."""
 
 
@@ -229,12 +224,12 @@ def _default_template(judge: Judge) -> Template:
 
 def _check_template(judge: Judge) -> None:
     """ValueError where the judge would not see what it judges, or where the rubric would be lost."""
-    used, needed = _fields_in(judge.template), _SHOWN_FIELDS[judge.mode]
+    used, needed = _fields_in(judge.template), sorted(_fields_in([("user", _ANSWERS[judge.mode])]))
     for name in needed:
         if name not in used:
             near = nearest(name, used, limit=1)
             raise ValueError(f"the messages of a {judge.mode} judge must have the field {{{name}}}{near}")
-    for name in sorted(used & _ALL_SHOWN - set(needed)):
+    for name in sorted(used & _ANSWER_FIELDS - set(needed)):
         listed = " and ".join(f"{{{field}}}" for field in needed)
         raise ValueError(f"{{{name}}} is no field of a {judge.mode} judge, which has {listed}")
     if judge.messages and judge.rubric and "rubric" not in used:

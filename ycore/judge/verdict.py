@@ -50,7 +50,10 @@ def read_value(judge: Judge, reply: Reply) -> float:
         case LabelVerdict() as verdict:
             return _mean_label(verdict, reply)
         case ScoreVerdict() as verdict:
-            value = _number_in_tag(_without_thinking(judge, reply), verdict.tag)
+            inside = _only_tag(_without_thinking(judge, reply), verdict.tag).strip(" \t\n")
+            if re.fullmatch(_NUMBER, inside, re.ASCII) is None:
+                raise Unreadable("its verdict is not a number")
+            value = float(inside)
         case JsonVerdict() as verdict:
             value = _json_number(_without_thinking(judge, reply), verdict)
         case RankingVerdict():
@@ -129,13 +132,6 @@ def _only_tag(text: str, tag: str) -> str:
     if len(found) != 1 or len(lookalikes) != 2:
         raise Unreadable("more than one verdict, or one that is not whole")
     return str(found[0])
-
-
-def _number_in_tag(text: str, tag: str) -> float:
-    inside = _only_tag(text, tag).strip(" \t\n")
-    if re.fullmatch(_NUMBER, inside, re.ASCII) is None:
-        raise Unreadable("its verdict is not a number")
-    return float(inside)
 
 
 def _json_number(text: str, verdict: JsonVerdict) -> float:
@@ -218,11 +214,8 @@ def shares_of_rank(order: Sequence[int]) -> list[float]:
     Args:
         order: The answers' indices, best first.
     """
-    size = len(order)
-    shares = [1.0] * size
-    for rank, answer in enumerate(order if size > 1 else ()):
-        shares[answer] = (size - 1 - rank) / (size - 1)
-    return shares
+    last = max(1, len(order) - 1)
+    return [(last - order.index(answer)) / last for answer in range(len(order))]
 
 
 def shuffled_orders(size: int, count: int, *, seed: int) -> list[list[int]]:

@@ -1,4 +1,4 @@
-"""The faster draw in vLLM's sampler: the right distribution, a function of the seed alone, and what it stands on."""
+"""The patches of vLLM: the names of parameters, and the faster sampler: the right distribution, a function of the seed alone, and what it stands on."""
 
 import inspect
 from collections.abc import Iterator
@@ -11,7 +11,7 @@ pytest.importorskip("vllm")
 import torch
 from vllm.v1.sample.ops import topk_topp_sampler as stock
 
-from ycore.engine.vllm_extension import fill_with_exponentials, use_faster_sampler
+from ycore.engine.vllm_extension import checkpoint_names, fill_with_exponentials, use_faster_sampler
 
 
 @pytest.fixture
@@ -80,3 +80,13 @@ def test_nobody_wins_by_a_zero() -> None:
     rows = np.empty((40, 50_000), dtype=np.float32)
     fill_with_exponentials(rows, list(range(40)))
     assert rows.min() > 0 and abs(rows.mean() - 1) < 0.01 and abs((rows < 0.001).mean() - 0.001) < 0.0002
+
+
+def test_parameters_are_named_as_the_checkpoint_names_them() -> None:
+    parts = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    attention = "model.layers.0.self_attn"
+    assert checkpoint_names(f"{attention}.qkv_proj.weight", parts) == [
+        f"{attention}.{part}_proj.weight" for part in "qkv"
+    ]
+    assert checkpoint_names(f"{attention}.o_proj.weight", parts) == [f"{attention}.o_proj.weight"]
+    assert checkpoint_names("lm_head.weight", parts) == ["lm_head.weight"]

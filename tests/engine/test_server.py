@@ -1,0 +1,82 @@
+"""Health checks without an event loop, against real servers on unix sockets; retries are in test_vllm_engine."""
+
+import http.server
+import socketserver
+import tempfile
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from ycore.engine.server import is_healthy, request_succeeds
+
+
+@pytest.fixture
+def socket() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="yc-") as folder:
+        yield Path(folder) / "e.sock"
+
+
+@contextmanager
+def serving(socket: Path, status: int, *, after_s: float = 0.0) -> Iterator[list[str]]:
+    """A server that answers everything with `status`; yields the requests that it got."""
+    seen: list[str] = []
+
+    class Handler(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            seen.append(f"{self.command} {self.path}")
+            time.sleep(after_s)
+            self.send_response(status)
+            self.send_header("content-length", "0")
+            self.end_headers()
+
+        do_POST = do_GET
+
+        def log_message(self, *args: object) -> None:
+            pass
+
+        def address_string(self) -> str:
+            return "test"
+
+    class Server(socketserver.ThreadingMixIn, socketserver.UnixStreamServer):
+        daemon_threads = True
+
+        def handle_error(self, request: object, client_address: object) -> None:
+            """A client that gave up is no error here."""
+
+    with Server(str(socket), Handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        try:
+            yield seen
+        finally:
+            server.shutdown()
+
+
+@pytest.mark.parametrize(("status", "expected"), [(200, True), (503, False), (404, False)])
+def test_a_server_is_healthy_when_it_says_so(socket: Path, status: int, expected: bool) -> None:
+    with serving(socket, status) as seen:
+        assert is_healthy(socket) is expected
+    assert seen == ["GET /health"]
+
+
+def test_a_request_without_a_body_succeeds_with_status_200(socket: Path) -> None:
+    with serving(socket, 200) as seen:
+        assert request_succeeds(socket, "POST", "/sleep?level=2", timeout_s=5)
+    assert seen == ["POST /sleep?level=2"]
+
+
+def test_a_server_that_hangs_is_not_healthy_and_costs_no_more_than_the_timeout(socket: Path) -> None:
+    with serving(socket, 200, after_s=3.0):
+        began = time.monotonic()
+        assert not is_healthy(socket, timeout_s=0.2)
+        assert time.monotonic() - began < 2
+
+
+def test_no_socket_and_nobody_behind_it_are_not_healthy(socket: Path) -> None:
+    assert not is_healthy(socket)
+    with serving(socket, 200):
+        pass
+    assert socket.exists() and not is_healthy(socket)

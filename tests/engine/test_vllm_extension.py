@@ -1,4 +1,4 @@
-"""The patches of vLLM: the names of parameters, and the faster sampler: the right distribution, a function of the seed alone, and what it stands on."""
+"""The patches of vLLM: parameter names, and a sampler with the right distribution, a function of the seed alone."""
 
 import inspect
 from collections.abc import Iterator

@@ -34,10 +34,9 @@ from ycore.engine import Sampling
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.rewards.pool import RewardPool
 from ycore.round.peers import Alone
-from ycore.round.round import Rules
-from ycore.round.sampling import DrawSource, Shard
+from ycore.round.sampling import DrawSource, Rules, Shard
 from ycore.round.scoring import rules_alone
-from ycore.round.step import Rounds
+from ycore.round.step import Controller
 from ycore.round.torch_peers import TorchPeers
 from ycore.types import Prompt, Score
 
@@ -69,7 +68,7 @@ def control(rank: int, world: int, engines: Sequence[Path], job: Job, answer: Pa
         peers = TorchPeers()
     payload = tuple(random.Random(rank).randrange(10_000, 100_000) for _ in range(job["payload_bytes"] // 6))
     sampling = Sampling(max_tokens=64)
-    rounds = Rounds(
+    rounds = Controller(
         engines=[VllmEngine(path.name, path, sampling, request_timeout_s=600) for path in engines],
         scoring=rules_alone(MadeUpRewards()),
         draws=DrawSource(

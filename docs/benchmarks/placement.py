@@ -42,10 +42,11 @@ from ycore.plan.comparison import Question, play_recorded, simulate
 from ycore.plan.recording import requests_of
 from ycore.plan.simulation import Demand, Machine, SimulatedGroup
 from ycore.round.peers import Alone
-from ycore.round.round import Round, Rules
-from ycore.round.sampling import DrawSource, Yield, completion_seed
-from ycore.round.scoring import Scoring, Writing, together
+from ycore.round.sampling import DrawSource, Rules, Yield, completion_seed
+from ycore.round.scoring import Scoring, Writing
 from ycore.round.slots import Slots
+from ycore.round.step import Controller
+from ycore.round.tasks import together
 from ycore.run.trace import ROUND, TraceWriter, read_trace
 from ycore.types import Prompt, Score
 from ycore.view.pictures import draw_panels
@@ -120,26 +121,29 @@ class Contestant:
         self._slots = Slots(2, allocator=self.allocator, trace=TraceWriter(self.trace))
         rules = Rules(group_size=job.group_size, seed=0, reward_weights=(1.0,), dynamic=True)
         scoring = Scoring([((0,), LengthJudge(engines.judges, job))])
-        self._round = Round(engines.rollouts, scoring, rules, Alone(), self._slots)
-        self._round.yields = OneForOne()
-        self._draws = DrawSource(
+        draws = DrawSource(
             [Prompt(row, "") for row in range(64)],
             seed=None,
             encode=lambda prompt: tuple(1000 + (7 * prompt.row + place) % 9000 for place in range(job.prompt_tokens)),
             max_prompt_tokens=job.prompt_tokens,
         )
+        self._controller = Controller(
+            engines=engines.rollouts, scoring=scoring, draws=draws, rules=rules, peers=Alone(), slots=self._slots
+        )
+        self._controller.yields = OneForOne()
 
     async def play(self, number: int) -> dict[str, Any]:
         """A round from position `number * APART` on."""
-        self._draws.cursor = number * APART
+        self._controller.draws.cursor = number * APART
+        self._controller.meter.begin()
         division, manner = dict(self.allocator.division), self.allocator.mode
         self._slots.begin_round()
         began = time.perf_counter()
-        landed, stats = await self._round.run(self._draws.draw, need=self._job.need, ready=0, step=number)
+        finished = await self._controller.fill(need=self._job.need, ready=0, step=number)
         seconds = time.perf_counter() - began
         metrics = self._slots.end_round(list, step=number)
-        tokens = sum(item.group.num_tokens for item in landed)
-        row = {"seconds": seconds, "drawn": stats.drawn, "tokens": tokens}
+        tokens = sum(item.group.num_tokens for item in finished)
+        row = {"seconds": seconds, "drawn": self._controller.meter.drawn, "tokens": tokens}
         row |= {"division": division, "manner": manner}
         return row | {name.removeprefix("ycore/"): value for name, value in metrics.items()}
 

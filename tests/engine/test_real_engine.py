@@ -21,10 +21,9 @@ from ycore.launch.scoring_models import engine_processes
 from ycore.models.tiny import write_tiny_model
 from ycore.rewards.pool import RewardPool
 from ycore.round.peers import Alone
-from ycore.round.round import Rules
-from ycore.round.sampling import DrawSource, completion_seed
+from ycore.round.sampling import DrawSource, Rules, completion_seed
 from ycore.round.scoring import rules_alone
-from ycore.round.step import Rounds
+from ycore.round.step import Controller
 from ycore.run.files import temporary_folder
 from ycore.run.paths import RunFolder
 from ycore.types import Completion, Prompt
@@ -167,7 +166,7 @@ def train(
         write_weights(trainer.bare_model, weights, dtype=torch.float32, version=version)
         return weights
 
-    rounds = Rounds(
+    rounds = Controller(
         engines=[engine_at(server)],
         scoring=rules_alone(
             RewardPool(

@@ -18,11 +18,9 @@ import torch.distributed as dist
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.errors import EngineError, YcoreError
 from ycore.rewards.pool import RewardPool
-from ycore.round.journal import controller_state, restore_controller
-from ycore.round.round import Rules
-from ycore.round.sampling import DrawSource, Shard
+from ycore.round.sampling import DrawSource, Rules, Shard
 from ycore.round.scoring import rules_alone
-from ycore.round.step import Rounds
+from ycore.round.step import Controller
 from ycore.round.torch_peers import TorchPeers
 from ycore.types import Completion, Group, Prompt
 
@@ -62,10 +60,10 @@ class ScriptedEngine:
         return Completion((seed % 10,) * length, (-1.0,) * length, str(seed % 10), "stop", self.version)
 
 
-def make_rounds(peers: TorchPeers, engine: ScriptedEngine, folder: Path, **settings: Any) -> Rounds:
+def make_rounds(peers: TorchPeers, engine: ScriptedEngine, folder: Path, **settings: Any) -> Controller:
     """Of every eight rows, those of rank 0 all teach, and one of the four of rank 1."""
     rows = [Prompt(n, f"ask {n}", {"flat": n % 2 == 1 and n % 8 != 1}) for n in range(NUM_ROWS)]
-    rounds = Rounds(
+    rounds = Controller(
         engines=[engine],
         scoring=rules_alone(
             RewardPool(
@@ -96,10 +94,10 @@ def a_round(peers: TorchPeers, folder: Path, **settings: Any) -> dict[str, Any]:
     rounds.record = metrics.__setitem__
     try:
         groups = rounds.next_round(step=0, num_groups=4)
-        state = json.loads(json.dumps(controller_state(rounds)))
+        state = json.loads(json.dumps(rounds.state()))
         again = make_rounds(peers, ScriptedEngine(), folder, **settings)
-        restore_controller(again, state)
-        restored = controller_state(again) == controller_state(rounds)
+        again.restore(state)
+        restored = again.state() == rounds.state()
         again.close()
     finally:
         rounds.close()
@@ -182,7 +180,7 @@ def fails(peers: TorchPeers, engine: ScriptedEngine, folder: Path) -> dict[str, 
         rounds.close()
 
 
-def outcome(rounds: Rounds, peers: TorchPeers, *, tells: bool) -> dict[str, Any]:
+def outcome(rounds: Controller, peers: TorchPeers, *, tells: bool) -> dict[str, Any]:
     began = time.monotonic()
     try:
         rounds.next_round(step=0, num_groups=4)

@@ -10,7 +10,6 @@ import pytest
 from ycore.errors import EngineError
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import JUDGE, SlotPool, parse_placement
-from ycore.round import slots as depths
 from ycore.round.slots import ROLLOUT, Slots, usage_metrics
 from ycore.run.trace import ROUND, SWAP, SYNC, Levels, Mark, TraceWriter, parse_event, read_trace
 
@@ -222,7 +221,7 @@ def test_a_round_is_recorded_and_measured(tmp_path: Path) -> None:
 
 def test_queue_depths_are_told_while_the_round_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Soon after they change, and once more at the round's end, when nothing is left."""
-    monkeypatch.setattr(depths, "_EVERY_S", 0.02)
+    monkeypatch.setattr("ycore.round.slots._DEPTHS_EVERY_S", 0.02)
     path = tmp_path / "trace.json"
 
     def told() -> list[Levels | Mark]:

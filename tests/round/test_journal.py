@@ -1,17 +1,17 @@
 """The journal: what was committed comes back to the bit, and a round that some rank lacks was never made."""
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from ycore.errors import ConfigError, RunFolderError
-from ycore.round.journal import Journal, JournaledRounds, ReplayedRounds
-from ycore.round.peers import Alone
-from ycore.round.sampling import Yield
-from ycore.round.slots import Slots
+from ycore.round.journal import Journal, ReplayedRounds
+from ycore.round.peers import Alone, Peers
+from ycore.round.sampling import DrawSource, Rules
+from ycore.round.scoring import Scoring, Writing
+from ycore.round.step import Controller
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
 
@@ -21,74 +21,107 @@ def group(position: int) -> Group:
     return Group(Draw(position, prompt, (1, 2)), (completion,), ((Score(1 / 3), Score(None, "raised ValueError: x")),))
 
 
-class CountingRounds:
-    """A source of rounds for these tests: new groups at every call, and a cursor that moves."""
+class Echo:
+    """An Engine without a process that always writes the completion of `group`."""
 
-    class Cursor:
-        cursor = 0
+    name = "echo"
 
-    class Inner:
-        yields = Yield()
-        slots = Slots(1)
+    async def wait_ready(self, *, timeout_s: float) -> None:
+        pass
 
-    class Waiting:
-        waiting: list[Any] = []  # noqa: RUF012
+    async def load_weights(self, folder: Path, version: int) -> None:
+        pass
 
-    def __init__(self) -> None:
-        self.draws, self.round, self.surplus = self.Cursor(), self.Inner(), self.Waiting()
-        self.record: Callable[[str, float], None] = lambda name, value: None
+    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+        raise AssertionError("no reward of these runs needs them")
 
-    def next_round(self, *, step: int, num_groups: int) -> list[Group]:
-        first = self.draws.cursor
-        self.draws.cursor += num_groups
-        return [group(first + n) for n in range(num_groups)]
+    async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
+        return group(0).completions[0]
+
+    async def close(self) -> None:
+        pass
 
 
-def journaled(rounds: Any, folder: Path, recorded: dict[str, float], peers: Any = None) -> JournaledRounds:
-    return JournaledRounds(rounds, Journal(folder, rank=0), peers or Alone(), recorded.__setitem__)
+class Constant:
+    """A Scorer that always gives the scores of `group`."""
+
+    async def start(self, *, timeout_s: float) -> None:
+        pass
+
+    async def score(self, writing: Writing) -> list[list[Score]]:
+        return [list(group(0).scores_GR[0]) for _ in range(len(writing))]
+
+    async def close(self) -> None:
+        pass
 
 
-def test_a_committed_round_is_given_again_and_the_cursor_with_it(tmp_path: Path) -> None:
-    first = journaled(CountingRounds(), tmp_path, {})
+Make = Callable[..., Controller]
+
+
+@pytest.fixture
+def make() -> Iterator[Make]:
+    made: list[Controller] = []
+
+    def controller(folder: Path, recorded: dict[str, float] | None = None, peers: Peers | None = None) -> Controller:
+        one = Controller(
+            engines=[Echo()],
+            scoring=Scoring([((0, 1), Constant())]),
+            draws=DrawSource(
+                [group(row).draw.prompt for row in range(20)], seed=None, encode=lambda _: (1, 2), max_prompt_tokens=2
+            ),
+            rules=Rules(group_size=1, seed=0, reward_weights=(1.0, 1.0)),
+            peers=peers or Alone(),
+            journal=Journal(folder, rank=0),
+        )
+        if recorded is not None:
+            one.record = recorded.__setitem__
+        made.append(one)
+        return one
+
+    yield controller
+    for one in made:
+        one.close()
+
+
+def test_a_committed_round_is_given_again_and_the_cursor_with_it(make: Make, tmp_path: Path) -> None:
+    first = make(tmp_path)
     rounds = [first.next_round(step=step, num_groups=2) for step in range(3)]
 
-    again, recorded = CountingRounds(), dict[str, float]()
-    source = journaled(again, tmp_path, recorded)
+    assert rounds[1] == [group(2), group(3)]
+
+    recorded = dict[str, float]()
+    source = make(tmp_path, recorded)
     assert source.next_round(step=1, num_groups=2) == rounds[1]
-    assert recorded == {"ycore/replayed": 1.0} and again.draws.cursor == 4
+    assert recorded["ycore/replayed"] == 1.0 and source.draws.cursor == 4
     assert source.next_round(step=2, num_groups=2) == rounds[2]
     recorded.clear()
     new = source.next_round(step=3, num_groups=2)
-    assert [one.draw.position for one in new] == [6, 7] and not recorded
+    assert [one.draw.position for one in new] == [6, 7] and "ycore/replayed" not in recorded
 
 
-def test_a_round_from_the_journal_tells_what_it_told_when_it_was_new_but_for_its_time(tmp_path: Path) -> None:
-    class Telling(CountingRounds):
-        def next_round(self, *, step: int, num_groups: int) -> list[Group]:
-            self.record("ycore/reward", 0.25)
-            self.record("ycore/time/round", 9.0)
-            return super().next_round(step=step, num_groups=num_groups)
-
+def test_a_round_from_the_journal_has_the_metrics_of_when_it_was_new_but_its_times(make: Make, tmp_path: Path) -> None:
     new, again = dict[str, float](), dict[str, float]()
-    journaled(Telling(), tmp_path, new).next_round(step=0, num_groups=1)
-    journaled(Telling(), tmp_path, again).next_round(step=0, num_groups=1)
-    assert new == {"ycore/reward": 0.25, "ycore/time/round": 9.0}
-    assert again == {"ycore/reward": 0.25, "ycore/replayed": 1.0}
+    make(tmp_path, new).next_round(step=0, num_groups=1)
+    make(tmp_path, again).next_round(step=0, num_groups=1)
+    assert new["ycore/reward"] == 1 / 3 and new["ycore/time/round"] > 0
+    kept = {name: value for name, value in new.items() if not name.startswith("ycore/time/")}
+    assert again == {**kept, "ycore/replayed": 1.0}
 
 
-def test_a_round_that_another_rank_lacks_is_generated_anew(tmp_path: Path) -> None:
+def test_a_round_that_another_rank_lacks_is_generated_anew(make: Make, tmp_path: Path) -> None:
     class OneOfTwo(Alone):
         world = 2
 
-    journaled(CountingRounds(), tmp_path, {}).next_round(step=0, num_groups=1)
-    rounds, recorded = CountingRounds(), dict[str, float]()
-    rounds.draws.cursor = 10
-    (made,) = journaled(rounds, tmp_path, recorded, OneOfTwo()).next_round(step=0, num_groups=1)
-    assert made.draw.position == 10 and not recorded
+    make(tmp_path).next_round(step=0, num_groups=1)
+    recorded = dict[str, float]()
+    controller = make(tmp_path, recorded, OneOfTwo())
+    controller.draws.cursor = 10
+    (made,) = controller.next_round(step=0, num_groups=1)
+    assert made.draw.position == 10 and "ycore/replayed" not in recorded
 
 
-def test_pruning_keeps_what_a_checkpoint_still_needs(tmp_path: Path) -> None:
-    source, journal = journaled(CountingRounds(), tmp_path, {}), Journal(tmp_path, rank=0)
+def test_pruning_keeps_what_a_checkpoint_still_needs(make: Make, tmp_path: Path) -> None:
+    source, journal = make(tmp_path), Journal(tmp_path, rank=0)
     for step in range(5):
         source.next_round(step=step, num_groups=1)
     journal.prune(before=3)
@@ -106,8 +139,8 @@ def test_pruning_keeps_what_a_checkpoint_still_needs(tmp_path: Path) -> None:
     ],
     ids=["cut", "a digit", "empty", "schema", "another step"],
 )
-def test_damage_is_named(tmp_path: Path, damage: Callable[[bytes], bytes], said: str) -> None:
-    source, journal = journaled(CountingRounds(), tmp_path, {}), Journal(tmp_path, rank=0)
+def test_damage_is_named(make: Make, tmp_path: Path, damage: Callable[[bytes], bytes], said: str) -> None:
+    source, journal = make(tmp_path), Journal(tmp_path, rank=0)
     source.next_round(step=0, num_groups=1)
     whole = journal.path(0).read_bytes()
     assert damage(whole) != whole
@@ -117,13 +150,13 @@ def test_damage_is_named(tmp_path: Path, damage: Callable[[bytes], bytes], said:
     assert said in str(error.value)
 
 
-def test_a_new_round_ends_the_future_that_followed_the_old_one(tmp_path: Path) -> None:
-    first = journaled(CountingRounds(), tmp_path, {})
+def test_a_new_round_ends_the_future_that_followed_the_old_one(make: Make, tmp_path: Path) -> None:
+    first = make(tmp_path)
     for step in range(4):
         first.next_round(step=step, num_groups=1)
     journal = Journal(tmp_path, rank=0)
     journal.path(1).unlink()
-    source = journaled(CountingRounds(), tmp_path, {})
+    source = make(tmp_path)
     source.next_round(step=1, num_groups=1)
     assert [journal.read(step) is None for step in range(4)] == [False, False, True, True]
 
@@ -139,14 +172,14 @@ def test_a_journal_tells_whose_it_is(tmp_path: Path) -> None:
         Journal(tmp_path, rank=1, world=3).read(3)
 
 
-def test_rounds_are_replayed_from_a_journal_that_goes_back_to_the_start(tmp_path: Path) -> None:
+def test_rounds_are_replayed_from_a_journal_that_goes_back_to_the_start(make: Make, tmp_path: Path) -> None:
     run, recorded = tmp_path / "run", dict[str, float]()
-    source = journaled(CountingRounds(), run / "journal", {})
+    source = make(run / "journal")
     rounds = [source.next_round(step=step, num_groups=2) for step in range(3)]
     replayed = ReplayedRounds(run, rank=0, world=1, group_size=1, record=recorded.__setitem__)
     replayed.check(steps=3, steps_per_round=1)
     assert [replayed.next_round(step=step, num_groups=2) for step in range(3)] == rounds
-    assert recorded == {"ycore/replayed": 1.0}
+    assert recorded["ycore/replayed"] == 1.0
     with pytest.raises(ConfigError, match=r"2 groups of 1 a rank, and this run takes 3 of 1"):
         replayed.next_round(step=0, num_groups=3)
     with pytest.raises(RunFolderError, match=r"no round of step 3.*--steps 3"):

@@ -11,7 +11,7 @@ from ycore.engine import Sampling
 from ycore.engine.transformers_engine import TransformersEngine
 from ycore.models.tiny import write_tiny_model
 from ycore.rewards.reference import Reference
-from ycore.round.scorers import ReferenceScorer
+from ycore.round.scorers import Policy, ReferenceScorer
 from ycore.round.scoring import Writing
 from ycore.round.slots import Slots
 from ycore.types import Completion, Draw, Prompt, Score
@@ -32,9 +32,7 @@ def encode(tokenizer: Any, text: str) -> list[int]:
 def scored(parts: tuple[Any, Any], *, answer: str = "#### 42", longest: int = 64, **settings: Any) -> list[list[Score]]:
     model, tokenizer = parts
     engine = TransformersEngine(model, tokenizer, Sampling(max_tokens=4))
-    scorer = ReferenceScorer(
-        Reference(**settings), [engine], tokenize=lambda text: encode(tokenizer, text), max_model_len=longest
-    )
+    scorer = ReferenceScorer(Reference(**settings), Policy([engine], tokenizer, longest))
 
     async def written(text: str) -> Completion:
         return Completion((1,), None, text, "stop", 0)

@@ -11,10 +11,11 @@ import pytest
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.errors import EngineError
 from ycore.rewards.pool import RewardPool
+from ycore.round.meters import RoundMeter
 from ycore.round.peers import Alone
-from ycore.round.round import Round, RoundStats, Rules
-from ycore.round.sampling import DrawSource, completion_seed
+from ycore.round.sampling import DrawSource, Rules, completion_seed
 from ycore.round.scoring import rules_alone
+from ycore.round.step import Controller
 from ycore.types import Completion, Finished, Prompt
 
 T = TypeVar("T")
@@ -95,14 +96,19 @@ async def run_round(
     rewards: Sequence[str] = ("same",),
     need: int = 4,
     ready: int = 0,
-) -> tuple[list[Finished], RoundStats]:
+) -> tuple[list[Finished], RoundMeter]:
     specs = [RewardConfig(reward=f"their_rewards.py:{name}") for name in rewards]
     settings = RewardSettings(workers=2, deadline_s=10)
     async with RewardPool(specs, settings=settings, log=Path("rewards.log"), run_id="test-round") as pool:
-        work = Round(engines, rules_alone(pool, num_sources=len(specs)), rules, Alone()).run(
-            source().draw, need=need, ready=ready, step=0
+        controller = Controller(
+            engines=engines,
+            scoring=rules_alone(pool, num_sources=len(specs)),
+            draws=source(),
+            rules=rules,
+            peers=Alone(),
         )
-        return await asyncio.wait_for(work, 30)
+        finished = await asyncio.wait_for(controller.fill(need=need, ready=ready, step=0), 30)
+        return finished, controller.meter
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:

@@ -18,12 +18,13 @@ from ycore.judge.verdict import Reply
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import SlotPool
 from ycore.round.judge_scorer import JudgeScorer
+from ycore.round.meters import JudgeMeter, RewardModelMeter, WorkerMeter, collect
 from ycore.round.peers import Alone
-from ycore.round.round import Round, RoundStats, Rules
-from ycore.round.sampling import completion_seed
+from ycore.round.sampling import DrawSource, Rules, completion_seed
 from ycore.round.scorers import RewardModelScorer
-from ycore.round.scoring import JudgeMeter, RewardModelMeter, Scorer, Scoring, WorkerMeter, Writing
+from ycore.round.scoring import Scorer, Scoring, Writing
 from ycore.round.slots import Slots
+from ycore.round.step import Controller
 from ycore.types import Completion, Draw, Prompt, Score
 
 T = TypeVar("T")
@@ -175,7 +176,9 @@ def test_a_round_judges_while_it_still_writes() -> None:
     scoring = Scoring([((0,), make_scorer(make_judge(), [engine]))])
     rules = Rules(group_size=2, seed=0, reward_weights=(1.0,))
     draw = Draw(0, Prompt(0, "What?"), (1,))
-    group = run(Round([Writer()], scoring, rules, Alone()).group(draw, step=0, stats=RoundStats()))
+    draws = DrawSource([draw.prompt], seed=None, encode=lambda prompt: (1,), max_prompt_tokens=1)
+    controller = Controller(engines=[Writer()], scoring=scoring, draws=draws, rules=rules, peers=Alone())
+    group = run(controller.group(draw, step=0)).group
     assert [score.value for (score,) in group.scores_GR] == [0.1, 0.1]
 
 
@@ -304,7 +307,7 @@ def test_metrics_of_all_judges_and_ranks_are_added_up() -> None:
     scoring = Scoring([], [judges, reward_models])
     judges.calls, judges.seconds, judges.parse_failures = 4, 2.0, 1
     reward_models.calls, reward_models.seconds, reward_models.tokens = 2, 1.0, 30
-    told = scoring.take_metrics(lambda sums: [2 * value for value in sums])
+    told = collect(scoring.meters, lambda sums: [2 * value for value in sums])
     assert told == {
         "ycore/judge/calls": 8,
         "ycore/judge/parse_failures": 2,
@@ -314,13 +317,13 @@ def test_metrics_of_all_judges_and_ranks_are_added_up() -> None:
         "ycore/reward_model/latency_s": 0.5,
         "ycore/reward_model/tokens": 60,
     }
-    assert Scoring([]).take_metrics(lambda sums: sums) == {}
+    assert collect(Scoring([]).meters, list) == {}
 
 
 def test_reward_workers_that_were_started_again_are_told_once() -> None:
     restarts = [3, 3, 4]
     scoring = Scoring([], [WorkerMeter(lambda: restarts.pop(0))])
-    told = [scoring.take_metrics(lambda sums: sums)["ycore/reward_restarts"] for _ in range(3)]
+    told = [collect(scoring.meters, list)["ycore/reward_restarts"] for _ in range(3)]
     assert told == [3, 0, 1]
 
 

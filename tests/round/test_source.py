@@ -15,12 +15,11 @@ import pytest
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.errors import EngineError, Interrupted, SyncError
 from ycore.rewards.pool import RewardPool
-from ycore.round.journal import controller_state, restore_controller
+from ycore.round.loop import ShareWeights
 from ycore.round.peers import Alone
-from ycore.round.round import Rules
-from ycore.round.sampling import DrawSource
+from ycore.round.sampling import DrawSource, Rules
 from ycore.round.scoring import rules_alone
-from ycore.round.step import Rounds, ShareWeights
+from ycore.round.step import Controller
 from ycore.types import Completion, Prompt
 
 REWARDS = """
@@ -68,14 +67,14 @@ class TestEngine:
         self.closed = True
 
 
-MakeRounds = Callable[..., Rounds]
+MakeRounds = Callable[..., Controller]
 
 
 @pytest.fixture
 def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRounds]:
     (tmp_path / "their_rewards.py").write_text(REWARDS)
     monkeypatch.chdir(tmp_path)
-    made: list[Rounds] = []
+    made: list[Controller] = []
     before = set(psutil.Process().children(recursive=True))
 
     def make_rounds(
@@ -84,8 +83,8 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRounds
         reward: str = "last_digit",
         dynamic: bool = False,
         max_age: int = 1,
-    ) -> Rounds:
-        rounds = Rounds(
+    ) -> Controller:
+        rounds = Controller(
             engines=engines,
             scoring=rules_alone(
                 RewardPool(
@@ -195,21 +194,21 @@ def test_samples_are_the_same_whenever_they_are_asked(make: MakeRounds) -> None:
 
 def test_groups_left_over_start_the_next_round_unless_too_old(make: MakeRounds) -> None:
     rounds = make(TestEngine(), dynamic=True)
-    rounds.round.yields.kept, rounds.round.yields.finished = 10.0, 30.0  # a third taught so far: three times are drawn
+    rounds.yields.kept, rounds.yields.finished = 10.0, 30.0  # a third taught so far: three times are drawn
     first = rounds.next_round(step=0, num_groups=2)
     left = [item.group.draw.position for item in rounds.surplus.waiting]
     assert left, "the seeds of this test leave nothing over"
     second = rounds.next_round(step=1, num_groups=len(left))
     assert {group.draw.position for group in second} == set(left)
     assert not {group.draw.position for group in first} & set(left)
-    rounds.round.yields.kept, rounds.round.yields.finished = 10.0, 30.0
+    rounds.yields.kept, rounds.yields.finished = 10.0, 30.0
     rounds.next_round(step=2, num_groups=2)
     assert rounds.surplus.take(9) == []
 
 
 def test_a_restored_controller_goes_on_where_the_first_one_was(make: MakeRounds) -> None:
     first, second = make(TestEngine(), dynamic=True), make(TestEngine(), dynamic=True)
-    first.round.yields.kept, first.round.yields.finished = 10.0, 30.0
+    first.yields.kept, first.yields.finished = 10.0, 30.0
     first.next_round(step=0, num_groups=2)
-    restore_controller(second, controller_state(first))
+    second.restore(first.state())
     assert second.next_round(step=1, num_groups=3) == first.next_round(step=1, num_groups=3)

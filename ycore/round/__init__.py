@@ -1,1 +1,1 @@
-"""The loop on one training rank: draw, generate, score, keep, until the step has what it trains on."""
+"""The controller on one training rank: how a step gets its groups. Begin with `step`."""

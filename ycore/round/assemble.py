@@ -1,7 +1,4 @@
-"""From a run's folder to the parts its controller works with: prompts, engines, reward workers.
-
-Not here: a trainer (`roles.trainer`) or a table of results (`roles.evaluator`), which both start from these.
-"""
+"""From a run's folder to the parts of its controller: prompts, engines, scorers, slots."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -15,28 +12,38 @@ from ycore.config.schema import RunConfig
 from ycore.data.prompts import PromptSet, load_prompts
 from ycore.engine import Engine, Sampling
 from ycore.engine.server import restart_timeout_s
+from ycore.engine.sleeping import SleepingEngine, SleepTogether
 from ycore.engine.vllm_engine import VllmEngine
-from ycore.round.round import Rules
-from ycore.round.sampling import WHOLE, DrawSource, Shard
+from ycore.placement.allocator import Allocator
+from ycore.placement.learning import SleepLevels
+from ycore.placement.placement import ROLLOUT, SlotPool, in_order, parse_placement
+from ycore.round.journal import Journal
+from ycore.round.loop import ShareWeights
+from ycore.round.peers import Alone, Peers
+from ycore.round.sampling import WHOLE, DrawSource, Rules, Shard
 from ycore.round.scorers import Policy, ScorerEngines, build_scoring, scorer_servers
-from ycore.round.scoring import Scoring
-from ycore.round.slots import Sleeper, slot_sleepers
+from ycore.round.slots import Sleeper, Slots
+from ycore.round.step import Controller
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 from ycore.run.secrets import load_config
+from ycore.run.trace import TraceWriter
 from ycore.types import Prompt
+
+_AT_ONCE = 64
+"""Requests of a role that a slot takes at once, where the engines' own limit is not known."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineList:
-    """What the launcher has started, as it wrote it down in `engines.json`."""
+    """The engines that the launcher started, from `engines.json`."""
 
     kind: str
     engines: Sequence[str]
     model: Path
     max_model_len: int
     home: Path | None = None
-    """The whole run's folder, where this one is that of a machine which is not the first."""
+    """The folder of the whole run, on a machine that is not its first."""
 
     max_num_seqs: int | None = None
     """Completions that one engine writes at once."""
@@ -45,12 +52,15 @@ class EngineList:
     """The engines of judges and reward models."""
 
     sleeps: bool = False
-    """Whether they share devices with the trainer, and sleep while others have them."""
+    """Whether engines share devices with the trainer, and sleep while others use them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """The parts."""
+    """The parts of a run's controller.
+
+    Example: `parts = assemble(root); controller = parts.controller(parts.vllm_engines())`.
+    """
 
     folder: RunFolder
     config: RunConfig
@@ -58,9 +68,39 @@ class Assembly:
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSet
 
+    def controller(
+        self,
+        engines: Sequence[Engine],
+        *,
+        peers: Peers | None = None,
+        share_weights: ShareWeights | None = None,
+        journal: Journal | None = None,
+        draws: DrawSource | None = None,
+        rules: Rules | None = None,
+        slots: Slots | None = None,
+    ) -> Controller:
+        """A controller over `engines`, one a slot of this rank; what is not given follows from the run's config."""
+        peers = peers or Alone()
+        return Controller(
+            engines=engines,
+            scoring=build_scoring(
+                self.config,
+                self.folder,
+                self.started.scorers,
+                policy=Policy(engines, self.tokenizer, self.started.max_model_len),
+            ),
+            draws=draws or self.draws(Shard(peers.rank, peers.world)),
+            rules=rules or self.rules(num_engines=len(engines)),
+            peers=peers,
+            share_weights=share_weights,
+            journal=journal,
+            max_surplus_age=self.config.sampling.max_age,
+            slots=slots,
+        )
+
     @property
     def home(self) -> RunFolder:
-        """Where checkpoints, metrics and the model go, whichever machine this is."""
+        """Where checkpoints, metrics and the model go, on every machine of the run."""
         return self.folder if self.started.home is None else RunFolder(self.started.home)
 
     @property
@@ -68,7 +108,7 @@ class Assembly:
         return self.started.max_model_len - self.config.max_tokens
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
-        """The prompt's token ids: through the chat template for chats, as it stands for text."""
+        """The prompt's token ids: a chat goes through the chat template, text does not."""
         if isinstance(prompt.content, str):
             return tuple(self.tokenizer(prompt.content)["input_ids"])
         template_arguments = self.config.trl.get("chat_template_kwargs") or {}
@@ -78,7 +118,7 @@ class Assembly:
         return tuple(ids)
 
     def sampling(self) -> Sampling:
-        """How completions are drawn: the run's sizes, TRL's fields of generation, every end token of the model."""
+        """How completions are sampled: the run's sizes, TRL's fields of generation, every end token of the model."""
         trl = self.config.trl
         return Sampling(
             max_tokens=self.config.max_tokens,
@@ -91,7 +131,7 @@ class Assembly:
         )
 
     def draws(self, shard: Shard = WHOLE) -> DrawSource:
-        """A rank's prompts in the run's order; in file order for an evaluation, which asks each once."""
+        """A rank's prompts in the run's order; in the order of the rows for an evaluation, which asks each once."""
         return DrawSource(
             self.prompts.prompts,
             seed=self.config.seed if self.config.algorithm != "eval" else None,
@@ -101,7 +141,7 @@ class Assembly:
         )
 
     def rules(self, *, num_engines: int = 1) -> Rules:
-        """How a round decides, on a rank with so many engines; an evaluation takes every group as it comes."""
+        """How a round samples on a rank with this many engines. An evaluation takes every group as it comes."""
         config, evaluates = self.config, self.config.algorithm == "eval"
         group_size = config.num_samples if evaluates else config.group_size
         at_once = self.started.max_num_seqs
@@ -117,6 +157,7 @@ class Assembly:
         )
 
     def vllm_engines(self) -> list[Engine]:
+        """The clients of all rollout engines of this machine."""
         settings = self.config.engine
         return [
             VllmEngine(
@@ -130,21 +171,48 @@ class Assembly:
             for name in self.started.engines
         ]
 
-    def sleepers(self, engines: Sequence[Engine]) -> Mapping[str, Sequence[Sleeper]] | None:
-        """The engines of this rank's slots that take turns on a device, `engines` those of the policy; else None."""
-        if not self.started.sleeps:
-            return None
-        scorers = [(one.role, scorer_servers(self.config, self.folder, one)) for one in self.started.scorers]
-        return slot_sleepers(self.folder, engines, scorers)
+    def slots(self, engines: Sequence[Engine], *, rank: int = 0) -> Slots:
+        """This rank's slots under the run's placement.
 
-    def scoring(self, engines: Sequence[Engine] = ()) -> Scoring:
-        """Every reward source of the run, ready to be started; `engines` are the policy's, on this rank's slots."""
-        policy = Policy(engines, self.tokenizer, self.started.max_model_len)
-        return build_scoring(self.config, self.folder, self.started.scorers, policy=policy)
+        Where engines stay awake, a change of role only changes who gets requests. Where they sleep, one role of a slot
+        is awake at a time, and a change of role is a sleep and a wake.
+
+        Args:
+            engines: the policy's engines, one a slot.
+        """
+        roles = in_order([ROLLOUT, *(scorer.role for scorer in self.started.scorers)])
+        capacity = None if len(roles) == 1 else dict.fromkeys(roles, self.started.max_num_seqs or _AT_ONCE)
+        sleepers = self._sleepers(engines) if self.started.sleeps else None
+        pool = SlotPool(len(engines), roles, capacity, exclusive=sleepers is not None)
+        allocator = Allocator(pool, parse_placement(self.config.placement))
+        trace = TraceWriter(self.folder.root / "trace.json")
+        return Slots(len(engines), allocator=allocator, sleepers=sleepers, trace=trace, rank=rank)
+
+    def _sleepers(self, engines: Sequence[Engine]) -> Mapping[str, Sequence[Sleeper]]:
+        """The engines that sleep on this rank's slots, by role and slot.
+
+        The policy's weights are sent again before use, so its engines drop them. For a model with frozen weights the
+        level of sleep is learned, for all slots at once.
+        """
+        frozen: dict[str, list[list[SleepingEngine]]] = {}
+        for scorer in self.started.scorers:
+            levels = SleepLevels()
+            on_slots = [
+                SleepingEngine(server, self.folder.socket(server.name), levels=levels)
+                for server in scorer_servers(self.config, self.folder, scorer)
+            ]
+            frozen.setdefault(scorer.role, []).append(on_slots)
+        policy: list[Sleeper] = [
+            engine.sleeper for engine in engines if isinstance(engine, VllmEngine) and engine.sleeper is not None
+        ]
+        scorers: dict[str, list[Sleeper]] = {
+            role: [SleepTogether(on_slot) for on_slot in zip(*models, strict=True)] for role, models in frozen.items()
+        }
+        return {ROLLOUT: policy, **scorers}
 
 
 def assemble(root: Path) -> Assembly:
-    """Read what the launcher wrote, and load tokenizer and prompts."""
+    """Read the launcher's files in a run's folder, and load tokenizer and prompts."""
     folder = RunFolder(root)
     config = RunConfig.model_validate(load_config(folder))
     started = _started(folder)
@@ -163,7 +231,7 @@ def load_tokenizer(model: Path, *, trust_remote_code: bool) -> PreTrainedTokeniz
 
 
 def end_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token that ends a completion: the tokenizer's, and those of the model's generation config."""
+    """Every token id that ends a completion: the tokenizer's, and those of the model's generation config."""
     declared: Any = None
     if (model / "generation_config.json").is_file():
         declared = GenerationConfig.from_pretrained(model).eos_token_id
@@ -172,15 +240,15 @@ def end_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ..
 
 
 def _started(folder: RunFolder) -> EngineList:
-    told = read_json(folder.root / "engines.json")
-    home = told.get("home")
+    found = read_json(folder.root / "engines.json")
+    home = found.get("home")
     return EngineList(
-        told["kind"],
-        tuple(told["engines"]),
-        Path(told["model"]),
-        told["max_model_len"],
+        found["kind"],
+        tuple(found["engines"]),
+        Path(found["model"]),
+        found["max_model_len"],
         home=None if home is None else Path(home),
-        max_num_seqs=told.get("max_num_seqs"),
-        scorers=[ScorerEngines(**{**one, "model": Path(one["model"])}) for one in told.get("scorers", ())],
-        sleeps=told.get("sleeps", False),
+        max_num_seqs=found.get("max_num_seqs"),
+        scorers=[ScorerEngines(**{**one, "model": Path(one["model"])}) for one in found.get("scorers", ())],
+        sleeps=found.get("sleeps", False),
     )

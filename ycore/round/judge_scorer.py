@@ -1,8 +1,6 @@
-"""A judge as a Scorer: which questions it is asked, when, and what their verdicts make of a group.
+"""A judge as a scorer: which questions it gets, when, and how their verdicts become the rewards of a group.
 
-Pointwise questions are asked as each completion ends; a pair's as both have; a ranking's when the group is whole.
-
-Not here: a question's text and the reading of a verdict (`judging`), and the request (`roles.judge_engine`).
+A pointwise question is sent when its completion is written, a pairwise one when both are, a ranking when the group is.
 """
 
 import hashlib
@@ -26,14 +24,16 @@ from ycore.judge.verdict import (
     win_share,
 )
 from ycore.placement.placement import JUDGE
-from ycore.round.scoring import JudgeMeter, TextOf, Writing, plain_text, together
+from ycore.round.meters import JudgeMeter
+from ycore.round.scoring import TextOf, Writing, plain_text
+from ycore.round.tasks import together
 from ycore.types import Completion, Score
 
 V = TypeVar("V")
 
 
 class JudgeScorer:
-    """One judge. `engines[slot]` are its engines; for an address there is one, which is on no slot."""
+    """One judge. `engines[slot]` are its engines; a judge at an address has one engine, which is on no slot."""
 
     def __init__(
         self,
@@ -103,7 +103,7 @@ class JudgeScorer:
         return scores
 
     async def _meeting(self, writing: Writing, one: int, other: int) -> float | None:
-        """How far one sibling beats the other, once both are written; None where no verdict can be read."""
+        """The share of wins of `one` over `other`, once both are written; None where no verdict can be read."""
         first, second = await writing.tasks_G[one], await writing.tasks_G[other]
         try:
             key = self._key(writing, first, second)
@@ -112,7 +112,7 @@ class JudgeScorer:
             return None
 
     async def _pair(self, writing: Writing, one: str, other: str, *, key: str) -> float:
-        """Asked in both orders, so that a judge which favours a place favours nobody."""
+        """The share of wins of `one`. The judge sees both orders, so that a preference for a position cancels out."""
         prompt, ask = writing.draw.prompt, self._questioner.pairwise
         shown_first, shown_second = await together(
             [
@@ -155,7 +155,7 @@ class JudgeScorer:
         return shares_of_rank(order)
 
     async def _verdict(self, question: Question, writing: Writing, *, key: str, read: Callable[[Reply], V]) -> V:
-        """What is read from the judge's reply; asked again, with other seeds, while it cannot be; Unreadable then."""
+        """The value read from the reply. An unreadable reply is retried; after the last try Unreadable is raised."""
         problem = ""
         for attempt in range(1 + self._judge.retries):
             try:
@@ -193,7 +193,7 @@ class JudgeScorer:
         return self._judge.fraction(read_value(self._judge, reply))
 
     def _key(self, writing: Writing, *completions: Completion) -> str:
-        """Names what is judged, the same in a resumed run; nobody who writes a completion knows its own."""
+        """Identifies what is judged, also in a resumed run. It depends on the tokens: no policy can predict it."""
         written = ",".join("-".join(map(str, completion.token_ids)) for completion in completions)
         return f"{self._seed}/{self._name}/{writing.draw.position}/{hashlib.sha256(written.encode()).hexdigest()}"
 

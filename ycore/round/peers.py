@@ -1,15 +1,13 @@
-"""The other controllers, as one of them sees them: counts while a round runs, whole groups when it is dealt out.
+"""What one controller exchanges with those of other ranks: counts while a round runs, whole groups when it is dealt.
 
-Only numbers cross during a round; no rank sees another's prompts or completions but those dealt to it.
-
-Not here: what the counts decide (`sampling`), and the collectives of training (accelerate, DeepSpeed).
+A rank sees no prompt or completion of another rank but those that are dealt to it.
 """
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ycore.round.sampling import Offer
+from ycore.round.balance import Offer
 from ycore.types import Group
 
 AddUp = Callable[[Sequence[float]], list[float]]
@@ -18,7 +16,7 @@ AddUp = Callable[[Sequence[float]], list[float]]
 
 @dataclass(frozen=True, slots=True)
 class Counts:
-    """One round over all ranks: groups that count towards what is needed, groups in flight, groups drawn."""
+    """A round over all ranks: groups that count towards the need, groups in flight, groups drawn so far."""
 
     kept: int
     in_flight: int
@@ -35,52 +33,52 @@ class Tally(Protocol):
     need: int
 
     def counts(self) -> Counts:
-        """As they are now, all three at one moment."""
+        """All three counts at one moment."""
 
     def start(self, amount: int) -> Counts:
-        """This rank starts so many groups, or with a negative amount takes that back; the counts after it."""
+        """Count `amount` groups of this rank as started, or not started if negative; returns the counts after it."""
 
     def finish(self, *, counts_as_kept: bool) -> None:
-        """A group of this rank has ended."""
+        """Count a group of this rank as finished."""
 
 
 class Peers(Protocol):
-    """What a controller asks of the others."""
+    """The exchange with other ranks. All ranks call these methods in the same order."""
 
     rank: int
     world: int
     bytes_sent: int
 
     def open_tally(self, *, need: int, ready: int, starts: int) -> Tally:
-        """Begin a round in which every rank needs `need` groups; this one has `ready` already and `starts` so many."""
+        """Begin a round in which every rank needs `need` groups; this one has `ready` of them and starts `starts`."""
 
     async def meet(self, *, stopping: bool) -> bool:
-        """Wait for every rank to come here; whether any of them came because it is stopping. The same on all ranks.
+        """Wait until every rank calls this; returns whether any of them is stopping, the same on all ranks.
 
-        Unlike a collective it can be waited for without blocking, and it ends with RunError when a rank has failed.
+        Unlike a collective it does not block the event loop, and it raises RunError when a rank has failed.
         """
 
     def gather_offers(self, offers: Sequence[Offer]) -> list[Offer]:
         """Every rank's offers; all ranks get the same list."""
 
     def exchange(self, moves: Sequence[tuple[Offer, int]], own: Sequence[Group]) -> dict[tuple[int, int], Group]:
-        """Carry out the moves; the groups that came here by (rank, index) of their offer."""
+        """Send and receive the groups that change ranks; returns those received, by the key of their offer."""
 
     def add_up(self, values: Sequence[float]) -> list[float]:
         """Each value's sum over all ranks."""
 
     def ask_to_stop(self) -> None:
-        """Ask every rank to give up what it is doing."""
+        """Make `stop_asked` true on every rank."""
 
     def stop_asked(self) -> bool:
-        """Whether a rank has asked for that; RunError when one has failed."""
+        """Whether any rank called `ask_to_stop`; raises RunError when a rank has failed."""
 
     def fail(self, message: str) -> None:
-        """Tell the others that this rank cannot go on."""
+        """Make the other ranks raise RunError with this message."""
 
 
 class LocalTally:
-    """Plain counters, for a controller without others."""
+    """Plain counters, for a run with one rank."""
 
     def __init__(self, *, need: int, ready: int, starts: int) -> None:
         self.need = need
@@ -100,7 +98,7 @@ class LocalTally:
 
 
 class Alone:
-    """The peers of a run with one rank."""
+    """The exchange of a run with one rank."""
 
     rank, world, bytes_sent = 0, 1, 0
 
@@ -121,10 +119,10 @@ class Alone:
         return list(values)
 
     def ask_to_stop(self) -> None:
-        """Nobody else to ask."""
+        """There is no other rank."""
 
     def stop_asked(self) -> bool:
         return False
 
     def fail(self, message: str) -> None:
-        """Nobody to tell."""
+        """There is no other rank."""

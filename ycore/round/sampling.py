@@ -1,59 +1,75 @@
-"""Who trains on which group: the same number of groups and about the same number of tokens on every rank.
-
-Every rank computes the same deal from the same gathered numbers, so no rank leads.
-
-Which groups can teach: those whose rewards differ (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2).
-
-How many groups to have in flight, from the share that could teach so far.
-
-Groups finished beyond what a round needed: they start a later one, if they are not too old by then.
-
-Which prompt comes next on this rank: the run's order, cut into shards, with a cursor that a checkpoint can hold.
-
-Not here: how a group travels (`controller.exchange`).
-"""
+"""Which prompt comes next, which groups can teach, and how many to write: the decisions of dynamic sampling."""
 
 import hashlib
 import math
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ycore.data.prompts import PromptOrder
 from ycore.errors import DataError
+from ycore.round.peers import Counts, Peers
 from ycore.types import Draw, Finished, Group, Prompt, Score
 
 TOLERANCE = 1e-6
-"""Rewards nearer than this are equal: a reward of floats is seldom equal to the bit."""
-
-
-def total_reward(scores: Sequence[Score], weights: Sequence[float]) -> float | None:
-    """The weighted sum over the sources that answered; None when none did."""
-    known = [weight * score.value for weight, score in zip(weights, scores, strict=True) if score.value is not None]
-    return sum(known) if known else None
-
-
-def can_teach(group: Group, weights: Sequence[float], *, tolerance: float = TOLERANCE) -> bool:
-    """Whether any advantage of the group would be other than zero: two scored completions whose rewards differ.
-
-    Where the prompt's greedy completion is the baseline, one completion that differs from it is enough.
-    """
-    totals = [total_reward(scores, weights) for scores in group.scores_GR]
-    known = [total for total in totals if total is not None]
-    if group.greedy_scores_R is not None:
-        baseline = total_reward(group.greedy_scores_R, weights)
-        return baseline is not None and any(abs(total - baseline) > tolerance for total in known)
-    return len(known) > 1 and max(known) - min(known) > tolerance
-
+"""Rewards nearer than this count as equal: sums of floats are seldom equal to the bit."""
 
 MEMORY = 0.97
 """Weight that an observation keeps when the next one comes: about the last 33 groups count."""
 
 LEAST = 0.05
+"""Lower bound of the estimated yield, so that one bad stretch does not start a flood of groups."""
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """How a round samples."""
+
+    group_size: int
+    seed: int
+    reward_weights: tuple[float, ...]
+    dynamic: bool = False
+    """Draw another prompt for a group that cannot teach; False trains on every group as it comes."""
+
+    max_tries: int = 4
+    """Groups drawn for each one needed, at most; then the step goes on with what was written."""
+
+    greedy_baseline: bool = False
+    """Also write and score each prompt's greedy completion, ReMax's baseline. It is not trained on."""
+
+    max_in_flight: int | None = None
+    """Groups that this rank's engines can write at once. More stay unclaimed, for whichever rank is free first."""
+
+
+# -- which groups can teach --------------------------------------------------------------------------------------------
+
+
+def total_reward(scores_R: Sequence[Score], weights_R: Sequence[float]) -> float | None:
+    """The weighted sum over the reward sources that gave a value; None when none did."""
+    known = [weight * score.value for weight, score in zip(weights_R, scores_R, strict=True) if score.value is not None]
+    return sum(known) if known else None
+
+
+def can_teach(group: Group, weights_R: Sequence[float], *, tolerance: float = TOLERANCE) -> bool:
+    """Whether any advantage of the group differs from zero (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2).
+
+    That takes two scored completions whose rewards differ by more than `tolerance`. Where the prompt's greedy
+    completion is the baseline (ReMax), one completion whose reward differs from the baseline's is enough.
+    """
+    totals = [total_reward(scores_R, weights_R) for scores_R in group.scores_GR]
+    known = [total for total in totals if total is not None]
+    if group.greedy_scores_R is not None:
+        baseline = total_reward(group.greedy_scores_R, weights_R)
+        return baseline is not None and any(abs(total - baseline) > tolerance for total in known)
+    return len(known) > 1 and max(known) - min(known) > tolerance
+
+
+# -- how many groups to write ------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Yield:
-    """A moving average of the share of groups that can teach; starts at all of them."""
+    """A moving average of the share of groups that can teach; it starts at 1."""
 
     kept: float = 1.0
     finished: float = 1.0
@@ -68,106 +84,94 @@ class Yield:
 
 
 def num_to_draw(*, need: int, kept: int, in_flight: int, drawn: int, max_draws: int, rate: float) -> int:
-    """Groups to start now, so that those in flight are expected to give just what is missing."""
+    """Groups to start now, so that those in flight are expected to yield exactly what is missing.
+
+    Args:
+        rate: expected share of groups that can teach, above 0.
+    """
     missing = need - kept
     if missing <= 0:
         return 0
     return max(0, min(math.ceil(missing / rate - 1e-9) - in_flight, max_draws - drawn))
 
 
-EVEN_ENOUGH = 1.02
-"""Imbalance from which on another swap is not worth moving a group."""
+class Quota:
+    """How many groups this rank still starts in a round, from counts over all ranks."""
 
-MAX_SWAPS = 1000
-
-
-@dataclass(frozen=True, slots=True)
-class Offer:
-    """One finished group as the others hear of it: numbers only."""
-
-    rank: int
-    index: int
-    position: int
-    num_tokens: int
-    teaches: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Deal:
-    """`chosen[rank]`: the offers that rank trains on. The rest stay where they are."""
-
-    chosen: tuple[tuple[Offer, ...], ...]
+    def __init__(self, rules: Rules, yields: Yield, peers: Peers, *, need: int, ready: int) -> None:
+        self._rules, self._yields, self._world = rules, yields, peers.world
+        self._last_result = time.monotonic()
+        # Every rank starts its own share before it knows of any other.
+        self._first: int | None = self._room(self._num_wanted(need, Counts(ready, 0, 0)), 0)
+        self._tally = peers.open_tally(need=need, ready=ready, starts=self._first)
+        self._counts = self._tally.counts()
 
     @property
-    def moves(self) -> list[tuple[Offer, int]]:
-        """(offer, rank it goes to) for every group that changes ranks, in an order all ranks share."""
-        return [(offer, rank) for rank, offers in enumerate(self.chosen) for offer in offers if offer.rank != rank]
+    def idle_s(self) -> float:
+        """Seconds since a group of this rank finished."""
+        return time.monotonic() - self._last_result
 
+    def finish(self, item: Finished) -> None:
+        """A group of this rank has finished."""
+        self._last_result = time.monotonic()
+        self._tally.finish(counts_as_kept=item.teaches or not self._rules.dynamic)
 
-def imbalance(tokens: Sequence[int]) -> float:
-    """The busiest rank's tokens over the mean: 1.0 is perfect."""
-    return max(tokens) * len(tokens) / max(1, sum(tokens))
+    def claim(self, *, num_writing: int) -> int | None:
+        """Groups to start now, or None when the round is over for this rank.
 
+        Args:
+            num_writing: groups of this rank that are being written or scored.
+        """
+        if self._first is not None:
+            first, self._first = self._first, None
+            return first
+        counts, before = self._tally.counts(), self._counts
+        self._counts = counts
+        self._observe(before, counts)
+        wanted = self._num_wanted(self._tally.need, counts)
+        if not num_writing and not wanted and (counts.kept >= self._tally.need or not counts.in_flight):
+            return None
+        return self._take(wanted, num_writing)
 
-def choose(offers: Sequence[Offer], num_wanted: int) -> list[Offer]:
-    """The groups to train on: those that teach in the order they were drawn, then, if short, those that do not.
+    def _observe(self, before: Counts, now: Counts) -> None:
+        """Update the yield with the groups of all ranks, so that all ranks want the same number."""
+        num_taught = now.kept - before.kept
+        for index in range(now.finished - before.finished):
+            self._yields.observe(taught=index < num_taught)
 
-    By draw and not by finish, so that short completions are not preferred to long ones.
-    """
-    return sorted(offers, key=lambda offer: (not offer.teaches, offer.position))[:num_wanted]
+    def _num_wanted(self, need: int, counts: Counts) -> int:
+        dynamic = self._rules.dynamic
+        return num_to_draw(
+            need=need,
+            kept=counts.kept,
+            in_flight=counts.in_flight,
+            drawn=counts.drawn,
+            max_draws=need * (self._rules.max_tries if dynamic else 1),
+            rate=self._yields.rate if dynamic else 1.0,
+        )
 
+    def _take(self, wanted: int, num_writing: int) -> int:
+        """This rank's part of the groups that all ranks want, less what other ranks took at the same moment."""
+        amount = self._room(math.ceil(wanted / self._world), num_writing)
+        if amount == 0:
+            return 0
+        counts = self._tally.start(amount)
+        all_wanted = self._num_wanted(self._tally.need, Counts(counts.kept, 0, counts.finished))
+        over = min(amount, max(0, counts.in_flight - all_wanted))
+        if over:
+            self._tally.start(-over)
+        return amount - over
 
-def deal_groups(offers: Sequence[Offer], *, world: int, per_rank: int) -> Deal:
-    """Deal `world * per_rank` groups so that every rank has about the same number of tokens.
-
-    Ranks keep what they have as far as they may, what is over goes to the lightest rank with room, longest first, and
-    groups are swapped only until the loads are even enough: little travels.
-    """
-    hands: list[list[Offer]] = [[] for _ in range(world)]
-    over: list[Offer] = []
-    for offer in choose(offers, world * per_rank):
-        (hands[offer.rank] if len(hands[offer.rank]) < per_rank else over).append(offer)
-    loads = [sum(offer.num_tokens for offer in hand) for hand in hands]
-    for offer in sorted(over, key=lambda offer: (-offer.num_tokens, offer.position)):
-        rank = min((rank for rank in range(world) if len(hands[rank]) < per_rank), key=lambda r: (loads[r], r))
-        hands[rank].append(offer)
-        loads[rank] += offer.num_tokens
-    _swap_while_it_helps(hands, loads)
-    return Deal(tuple(tuple(sorted(hand, key=lambda offer: offer.position)) for hand in hands))
-
-
-def _swap_while_it_helps(hands: list[list[Offer]], loads: list[int]) -> None:
-    """Trade one group of the heaviest rank for a lighter one elsewhere, as long as the pair's peak falls."""
-    for _ in range(MAX_SWAPS):
-        if imbalance(loads) <= EVEN_ENOUGH:
-            return
-        heavy = loads.index(max(loads))
-        trade = _best_trade(hands, loads, heavy)
-        if trade is None:
-            return
-        ours, rank, theirs = trade
-        delta = hands[heavy][ours].num_tokens - hands[rank][theirs].num_tokens
-        hands[heavy][ours], hands[rank][theirs] = hands[rank][theirs], hands[heavy][ours]
-        loads[heavy] -= delta
-        loads[rank] += delta
-
-
-def _best_trade(hands: list[list[Offer]], loads: list[int], heavy: int) -> tuple[int, int, int] | None:
-    best, best_peak = None, loads[heavy]
-    for rank in range(len(hands)):
-        for ours, offer in enumerate(hands[heavy]):
-            for theirs, other in enumerate(hands[rank]):
-                delta = offer.num_tokens - other.num_tokens
-                peak = max(loads[heavy] - delta, loads[rank] + delta)
-                if delta > 0 and peak < best_peak:
-                    best, best_peak = (ours, rank, theirs), peak
-    return best
+    def _room(self, amount: int, num_writing: int) -> int:
+        limit = self._rules.max_in_flight
+        return amount if limit is None else max(0, min(amount, limit - num_writing))
 
 
 class Surplus:
-    """Keeps what can teach, oldest first. `max_age`: policy versions a group may lag behind when it is trained on."""
+    """Groups that can teach and were more than a round needed. They start the next one, if they are not too old."""
 
     def __init__(self, *, max_age: int) -> None:
+        """`max_age`: policy versions that a group may lag behind when it is trained on."""
         self.waiting: list[Finished] = []
         self._max_age = max_age
 
@@ -175,20 +179,20 @@ class Surplus:
         return len(self.waiting)
 
     def put(self, finished: Sequence[Finished]) -> None:
+        """Keep those that can teach, in their order."""
         self.waiting += [item for item in finished if item.teaches]
 
     def take(self, version: int) -> list[Finished]:
-        """All that are young enough for this version of the policy; the others are dropped."""
-        young = [item for item in self.waiting if version - _oldest(item) <= self._max_age]
-        self.waiting = []
-        return young
+        """Remove all groups, and return those young enough for this version of the policy."""
+        waiting, self.waiting = self.waiting, []
+        return [item for item in waiting if version - _oldest_version(item) <= self._max_age]
 
 
-def _oldest(item: Finished) -> int:
+def _oldest_version(item: Finished) -> int:
     return min(completion.policy_version for completion in item.group.completions)
 
 
-Encode = Callable[[Prompt], tuple[int, ...]]
+# -- which prompt comes next -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,17 +210,18 @@ WHOLE = Shard()
 
 
 class DrawSource:
-    """Draws prompts in the order of `seed`, or of their rows; `cursor` counts the draws, and may be set."""
+    """Draws a rank's prompts in the run's order. `cursor` counts its draws, and may be set."""
 
     def __init__(
         self,
         prompts: Sequence[Prompt],
         *,
         seed: int | None,
-        encode: Encode,
+        encode: Callable[[Prompt], tuple[int, ...]],
         max_prompt_tokens: int,
         shard: Shard = WHOLE,
     ) -> None:
+        """`seed` None draws in the order of the rows. `encode` returns a prompt's token ids."""
         self.cursor = 0
         self._prompts = prompts
         self._order = None if seed is None else PromptOrder(seed=seed, num_rows=len(prompts))
@@ -225,7 +230,11 @@ class DrawSource:
         self._shard = shard
 
     def draw(self) -> Draw:
-        """The next prompt of this shard; DataError, naming its row, when it does not fit the engine's context."""
+        """The next prompt of this shard.
+
+        Raises:
+            DataError: the prompt does not fit the engine's context; the message names its row.
+        """
         position = self._shard.position(self.cursor)
         row = position % len(self._prompts) if self._order is None else self._order.row_at(position)
         prompt = self._prompts[row]
@@ -241,6 +250,11 @@ class DrawSource:
 
 
 def completion_seed(run_seed: int, position: int, index: int) -> int:
-    """The engine's seed for one completion: never shared, and the same whichever engine or attempt answers."""
+    """The engine's seed for one completion, below 2**63: unique, and the same whichever engine or attempt answers.
+
+    Args:
+        position: of the prompt in the run's order.
+        index: of the completion in its group.
+    """
     digest = hashlib.blake2b(f"{run_seed}/{position}/{index}".encode(), digest_size=8).digest()
-    return int.from_bytes(digest, "big") >> 1  # engines take a signed 64-bit number
+    return int.from_bytes(digest, "big") >> 1

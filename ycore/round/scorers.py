@@ -1,15 +1,8 @@
-"""From a run's configuration to its Scoring: the reward workers, judges and reward models of this rank.
-
-A reward model as a Scorer: each completion's number, asked for as it ends.
-
-`reference_probability` as a Scorer: the policy is asked how likely the right answer is, after what it wrote.
-
-Not here: starting engines (`launch`), and what a scorer does (`scoring`, `judge_scorer`, `reward_model_scorer`).
-"""
+"""Judges, reward models and reference answers as scorers, and the scoring of a run built from its config."""
 
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,7 +15,7 @@ from ycore.engine.server import Server, restart_timeout_s
 from ycore.engine.vllm_engine import VllmRewardModel
 from ycore.judge.question import Questioner, break_special_tokens
 from ycore.judge.sources import RewardModel, is_judge, is_reward_model, is_rule, judge_of, reward_model_of
-from ycore.placement.placement import REWARD_MODEL
+from ycore.placement.placement import REWARD_MODEL, ROLLOUT
 from ycore.rewards.answers import without_thinking
 from ycore.rewards.loading import reward_names
 from ycore.rewards.pool import RewardPool
@@ -35,31 +28,176 @@ from ycore.rewards.reference import (
     reference_reward,
 )
 from ycore.round.judge_scorer import JudgeScorer
-from ycore.round.scoring import (
-    JudgeMeter,
-    Meter,
-    RewardModelMeter,
-    RuleScorer,
-    Scorer,
-    Scoring,
-    TextOf,
-    WorkerMeter,
-    Writing,
-    as_content,
-    plain_text,
-    together,
-)
-from ycore.round.slots import ROLLOUT
+from ycore.round.meters import JudgeMeter, Meter, RewardModelMeter, WorkerMeter
+from ycore.round.scoring import RuleScorer, Scorer, Scoring, TextOf, Writing, as_content, plain_text
+from ycore.round.tasks import together
 from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
 from ycore.types import Completion, Prompt, Score
 
+
+@dataclass(frozen=True, slots=True)
+class ScorerEngines:
+    """One model that scores: the indices of the reward sources it serves, and its engines' names, slot by slot."""
+
+    role: str
+    sources: Sequence[int]
+    engines: Sequence[str]
+    model: Path
+    max_model_len: int
+
+
+@dataclass(frozen=True, slots=True)
+class Policy:
+    """The policy as a scorer sees it: its engines on this rank's slots, its tokenizer, its context in tokens."""
+
+    engines: Sequence[Engine]
+    tokenizer: PreTrainedTokenizerBase
+    max_model_len: int
+
+
+def build_scoring(
+    config: RunConfig, folder: RunFolder, started: Sequence[ScorerEngines], *, policy: Policy | None = None
+) -> Scoring:
+    """Every reward source of the run, with clients for the engines on this rank's slots. Call `start` before use.
+
+    Args:
+        started: the engines of judges and reward models that the launcher started.
+        policy: what `reference_probability` asks; None leaves that reward out.
+    """
+    names, models = reward_names(config.rewards), {source: one for one in started for source in one.sources}
+    rules = [source for source, spec in enumerate(config.rewards) if is_rule(spec) and not is_reference(spec)]
+    judges, reward_models = JudgeMeter(), RewardModelMeter()
+    scorers: list[tuple[Sequence[int], Scorer]] = []
+    meters: list[Meter] = []
+    if any(is_judge(spec) for spec in config.rewards):
+        meters.append(judges)
+    if any(is_reward_model(spec) for spec in config.rewards):
+        meters.append(reward_models)
+    if rules:
+        specs = [config.rewards[source] for source in rules]
+        pool = RewardPool(specs, settings=config.reward_workers, log=folder.log("rewards"), run_id=folder.run_id)
+        scorers.append((rules, RuleScorer(pool)))
+        meters.append(WorkerMeter(lambda: pool.restarts))
+    for source, spec in enumerate(config.rewards):
+        if is_judge(spec):
+            one: Scorer = _judge_scorer(config, folder, spec, models.get(source), name=names[source], meter=judges)
+        elif is_reward_model(spec):
+            one = _reward_model_scorer(config, folder, spec, models[source], name=names[source], meter=reward_models)
+        elif is_reference(spec) and policy is not None:
+            one = ReferenceScorer(reference_of(spec), policy)
+        else:
+            continue
+        scorers.append(((source,), one))
+    return Scoring(scorers, meters)
+
+
+def _judge_scorer(
+    config: RunConfig,
+    folder: RunFolder,
+    spec: RewardConfig,
+    model: ScorerEngines | None,
+    *,
+    name: str,
+    meter: JudgeMeter,
+) -> JudgeScorer:
+    judge = judge_of(spec)
+    engines: list[JudgeEngine]
+    special: tuple[str, ...] = ()
+    if model is None:
+        engines = [RemoteJudge(name, judge, request_timeout_s=config.engine.request_timeout_s)]
+    else:
+        engines = [VllmJudge(server) for server in scorer_servers(config, folder, model)]
+        special = special_tokens(_tokenizer(config, model))
+    questioner = Questioner(judge, special)
+    return JudgeScorer(name, questioner, engines, meter=meter, seed=config.seed, text_of=text_of(spec))
+
+
+def _reward_model_scorer(
+    config: RunConfig,
+    folder: RunFolder,
+    spec: RewardConfig,
+    model: ScorerEngines,
+    *,
+    name: str,
+    meter: RewardModelMeter,
+) -> "RewardModelScorer":
+    return RewardModelScorer(
+        name,
+        reward_model_of(spec),
+        [VllmRewardModel(server) for server in scorer_servers(config, folder, model)],
+        encode=reward_model_encoder(_tokenizer(config, model)),
+        max_model_len=model.max_model_len,
+        meter=meter,
+        text_of=text_of(spec),
+    )
+
+
+def _tokenizer(config: RunConfig, model: ScorerEngines) -> PreTrainedTokenizerBase:
+    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
+        model.model, trust_remote_code=config.trust_remote_code
+    )
+    return tokenizer
+
+
+def scorer_servers(config: RunConfig, folder: RunFolder, model: ScorerEngines) -> list[Server]:
+    """Clients of one model's servers on this rank's slots: every `local_world`-th of the machine's."""
+    rank, settings = this_rank(), config.engine
+    return [
+        Server(
+            name,
+            folder.socket(name),
+            request_timeout_s=settings.request_timeout_s,
+            restart_timeout_s=restart_timeout_s(settings),
+        )
+        for name in model.engines[rank.local :: rank.local_world]
+    ]
+
+
+def text_of(spec: RewardConfig) -> TextOf:
+    """What a source looks at: all of a completion, or what follows its thinking."""
+    return _after_thinking if spec.strip_thinking else plain_text
+
+
+def _after_thinking(completion: Completion) -> str:
+    return str(without_thinking(completion.text))
+
+
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
+    """Every text that this tokenizer would read as one of its special tokens."""
+    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
+    return tuple({*added, *tokenizer.all_special_tokens})
+
+
 Encode = Callable[[Prompt, str], list[int]]
-"""Prompt and completion as the reward model's own token ids."""
+"""Returns the reward model's token ids of a prompt and a completion."""
+
+
+def reward_model_encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
+    """The same token ids that TRL's trainers give a reward model.
+
+    A chat goes through the reward model's own chat template. A text is followed by the end token, as in TRL's
+    RewardTrainer. Special tokens that the policy spelled out are removed, so that it cannot end its own turn.
+    """
+    special = special_tokens(tokenizer)
+
+    def encode(prompt: Prompt, completion: str) -> list[int]:
+        written = break_special_tokens(completion, special)
+        if isinstance(prompt.content, str):
+            text = prompt.content + written
+            end = str(tokenizer.eos_token or "")
+            text = text if end and text.endswith(end) else text + end
+        else:
+            answer = as_content(written, chat=True)
+            assert isinstance(answer, list)
+            text = str(tokenizer.apply_chat_template([*prompt.content, *answer], tokenize=False))
+        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
+
+    return encode
 
 
 class RewardModelScorer:
-    """One reward model; `engines[slot]` are its engines."""
+    """One reward model, asked for a number as each completion ends. `engines[slot]` are its engines."""
 
     def __init__(
         self,
@@ -72,13 +210,9 @@ class RewardModelScorer:
         meter: RewardModelMeter,
         text_of: TextOf = plain_text,
     ) -> None:
-        self._name = name
-        self._reward_model = reward_model
-        self._engines = engines
-        self._encode = encode
-        self._max_model_len = max_model_len
-        self._meter = meter
-        self._text_of = text_of
+        self._name, self._reward_model, self._engines = name, reward_model, engines
+        self._encode, self._max_model_len = encode, max_model_len
+        self._meter, self._text_of = meter, text_of
 
     async def start(self, *, timeout_s: float) -> None:
         await together([engine.wait_ready(timeout_s=timeout_s) for engine in self._engines])
@@ -111,29 +245,19 @@ class RewardModelScorer:
             await engine.close()
 
 
-Tokenize = Callable[[str], list[int]]
-"""A text's token ids, without the tokens that begin or end one."""
-
-
 class ReferenceScorer:
-    """`engines[slot]` are the policy's own."""
+    """`reference_probability`: the policy's own probability of the right answer, after what it wrote."""
 
-    def __init__(
-        self, reference: Reference, engines: Sequence[Engine], *, tokenize: Tokenize, max_model_len: int
-    ) -> None:
-        self._reference = reference
-        self._engines = engines
-        self._tokenize = tokenize
-        self._max_model_len = max_model_len
+    def __init__(self, reference: Reference, policy: Policy) -> None:
+        self._reference, self._policy = reference, policy
 
     async def start(self, *, timeout_s: float) -> None:
-        """Nothing to wait for: the round waits for its engines."""
+        """Nothing to wait for: the controller waits for the policy's engines."""
 
     async def score(self, writing: Writing) -> list[list[Score]]:
-        answer = as_answer(writing.draw.prompt.columns.get("answer"))
-        answer_ids = self._tokenize(answer)
+        answer_ids = self._tokenize(as_answer(writing.draw.prompt.columns.get("answer")))
         if not answer_ids:
-            return [[Score(None)] for _ in range(len(writing))]  # the row has no answer: it does not apply
+            return [[Score(None)] for _ in range(len(writing))]  # without an answer the reward does not apply
         bare = await self._logprobs(writing, "", answer_ids) if self._reference.debias else None
         scores = await together([self._one(writing, index, answer_ids, bare) for index in range(len(writing))])
         return [[score] for score in scores]
@@ -146,167 +270,16 @@ class ReferenceScorer:
         return Score(reference_reward(logprobs, bare))
 
     async def _logprobs(self, writing: Writing, text: str, answer_ids: list[int]) -> Sequence[float] | None:
-        """Of the answer's tokens after the prompt and this text; None where that does not fit."""
+        """Of the answer's tokens after the prompt and this text; None where they do not fit the context."""
         before = before_the_answer(text, bridge=self._reference.bridge if text else "")
         context = [*writing.draw.token_ids, *self._tokenize(before)]
-        if len(context) + len(answer_ids) >= self._max_model_len:
+        if len(context) + len(answer_ids) >= self._policy.max_model_len:
             return None
         async with writing.slots.turn(ROLLOUT) as slot:
-            return await self._engines[slot].logprobs_of(context, answer_ids)
+            return await self._policy.engines[slot].logprobs_of(context, answer_ids)
+
+    def _tokenize(self, text: str) -> list[int]:
+        return list(self._policy.tokenizer(text, add_special_tokens=False)["input_ids"])
 
     async def close(self) -> None:
-        """The engines are the round's."""
-
-
-@dataclass(frozen=True, slots=True)
-class ScorerEngines:
-    """One model that scores: the reward sources it serves, and its engines, slot by slot."""
-
-    role: str
-    sources: Sequence[int]
-    engines: Sequence[str]
-    model: Path
-    max_model_len: int
-
-
-def build_scoring(
-    config: RunConfig, folder: RunFolder, started: Sequence[ScorerEngines], *, policy: "Policy | None" = None
-) -> Scoring:
-    """Every reward source of the run, ready to be started, with the engines of this rank's own slots."""
-    builder = _Builder(config, folder, {source: one for one in started for source in one.sources})
-    rules = [source for source, spec in enumerate(config.rewards) if is_rule(spec) and not is_reference(spec)]
-    scorers: list[tuple[Sequence[int], Scorer]] = []
-    if rules:
-        scorers.append((rules, builder.rules([config.rewards[source] for source in rules])))
-    for source, spec in enumerate(config.rewards):
-        if is_judge(spec):
-            scorers.append(((source,), builder.judge(source, spec)))
-        elif is_reward_model(spec):
-            scorers.append(((source,), builder.reward_model(source, spec)))
-        elif is_reference(spec) and policy is not None:
-            scorers.append(((source,), policy.scorer(spec)))
-    return Scoring(scorers, builder.meters())
-
-
-@dataclass(frozen=True, slots=True)
-class Policy:
-    """The policy itself, for the reward that asks it: its engines on this rank's slots, and its tokenizer."""
-
-    engines: Sequence[Engine]
-    tokenizer: PreTrainedTokenizerBase
-    max_model_len: int
-
-    def scorer(self, spec: RewardConfig) -> ReferenceScorer:
-        def tokenize(text: str) -> list[int]:
-            return list(self.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-        return ReferenceScorer(reference_of(spec), self.engines, tokenize=tokenize, max_model_len=self.max_model_len)
-
-
-class _Builder:
-    """What all scorers of a run share."""
-
-    def __init__(self, config: RunConfig, folder: RunFolder, started: Mapping[int, ScorerEngines]) -> None:
-        self._config = config
-        self._folder = folder
-        self._started = started
-        self._names = reward_names(config.rewards)
-        self._judges: JudgeMeter | None = None
-        self._reward_models: RewardModelMeter | None = None
-        self._workers: WorkerMeter | None = None
-
-    def meters(self) -> list[Meter]:
-        found: list[Meter | None] = [self._judges, self._reward_models, self._workers]
-        return [meter for meter in found if meter is not None]
-
-    def rules(self, specs: Sequence[RewardConfig]) -> RuleScorer:
-        config, folder = self._config, self._folder
-        log = folder.log("rewards")
-        pool = RewardPool(specs, settings=config.reward_workers, log=log, run_id=folder.run_id)
-        self._workers = WorkerMeter(lambda: pool.restarts)
-        return RuleScorer(pool)
-
-    def judge(self, source: int, spec: RewardConfig) -> JudgeScorer:
-        name, judge, timeout_s = self._names[source], judge_of(spec), self._config.engine.request_timeout_s
-        self._judges = self._judges or JudgeMeter()
-        engines: list[JudgeEngine]
-        special: tuple[str, ...] = ()
-        if judge.base_url is not None:
-            engines = [RemoteJudge(name, judge, request_timeout_s=timeout_s)]
-        else:
-            engines = [VllmJudge(server) for server in self._servers(source)]
-            special = special_tokens(self._tokenizer(source))
-        questioner = Questioner(judge, special)
-        return JudgeScorer(name, questioner, engines, meter=self._judges, seed=self._config.seed, text_of=text_of(spec))
-
-    def reward_model(self, source: int, spec: RewardConfig) -> RewardModelScorer:
-        self._reward_models = self._reward_models or RewardModelMeter()
-        return RewardModelScorer(
-            self._names[source],
-            reward_model_of(spec),
-            [VllmRewardModel(server) for server in self._servers(source)],
-            encode=reward_model_encoder(self._tokenizer(source)),
-            max_model_len=self._started[source].max_model_len,
-            meter=self._reward_models,
-            text_of=text_of(spec),
-        )
-
-    def _servers(self, source: int) -> list[Server]:
-        return scorer_servers(self._config, self._folder, self._started[source])
-
-    def _tokenizer(self, source: int) -> PreTrainedTokenizerBase:
-        model, trusts = self._started[source].model, self._config.trust_remote_code
-        tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(model, trust_remote_code=trusts)
-        return tokenizer
-
-
-def scorer_servers(config: RunConfig, folder: RunFolder, started: ScorerEngines) -> list[Server]:
-    """One model's servers on this rank's slots, which are the node's in turn, as its rollout engines are."""
-    rank, settings = this_rank(), config.engine
-    return [
-        Server(
-            name,
-            folder.socket(name),
-            request_timeout_s=settings.request_timeout_s,
-            restart_timeout_s=restart_timeout_s(settings),
-        )
-        for name in started.engines[rank.local :: rank.local_world]
-    ]
-
-
-def text_of(spec: RewardConfig) -> TextOf:
-    """What a source looks at: all of a completion, or what follows its thinking."""
-    return _after_thinking if spec.strip_thinking else plain_text
-
-
-def _after_thinking(completion: Completion) -> str:
-    return str(without_thinking(completion.text))
-
-
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
-    """Every text that this tokenizer would read as one of its special tokens."""
-    added = (token.content for token in tokenizer.added_tokens_decoder.values() if token.special)
-    return tuple({*added, *tokenizer.all_special_tokens})
-
-
-def reward_model_encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
-    """Prompt and completion as TRL's trainers show them to a reward model.
-
-    A chat goes through the reward model's own chat template; a text is followed by the end token, as it is in
-    TRL's RewardTrainer. What the policy wrote cannot spell the tokens that end its turn.
-    """
-    special = special_tokens(tokenizer)
-
-    def encode(prompt: Prompt, completion: str) -> list[int]:
-        written = break_special_tokens(completion, special)
-        if isinstance(prompt.content, str):
-            text = prompt.content + written
-            end = str(tokenizer.eos_token or "")
-            text = text if end and text.endswith(end) else text + end
-        else:
-            answer = as_content(written, chat=True)
-            assert isinstance(answer, list)
-            text = str(tokenizer.apply_chat_template([*prompt.content, *answer], tokenize=False))
-        return list(tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    return encode
+        """The controller closes the policy's engines."""

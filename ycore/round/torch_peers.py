@@ -1,8 +1,6 @@
-"""Peers over torch.distributed: counts and meetings in its store, groups from rank to rank as bytes.
+"""`Peers` over torch.distributed: counts and meetings in its store, groups as bytes from rank to rank.
 
-The store is the one that torchrun, accelerate or DeepSpeed have opened already, so nothing new listens.
-
-Not here: what is counted and moved (`peers`).
+The store is the one that torchrun, accelerate or DeepSpeed have opened already, so no new port is opened.
 """
 
 import asyncio
@@ -16,9 +14,9 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _get_default_store
 
 from ycore.errors import PeerError, RunError
+from ycore.round.balance import Offer
 from ycore.round.journal import from_bytes, to_bytes
 from ycore.round.peers import Counts
-from ycore.round.sampling import Offer
 from ycore.types import Group
 
 _FAILURE, _STOP = "failure", "stop"

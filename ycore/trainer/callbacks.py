@@ -20,7 +20,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 
-from ycore.round.step import Rounds
+from ycore.round.step import Controller
 from ycore.run.files import read_json
 from ycore.run.metrics import MetricsWriter, read_metrics
 from ycore.run.paths import RunFolder
@@ -45,10 +45,10 @@ class StepMetrics(TrainerCallback):
 
     def __init__(self, writer: MetricsWriter) -> None:
         self._writer = writer
-        self._rounds: Rounds | None = None
+        self._rounds: Controller | None = None
         self._began = 0.0
 
-    def watch(self, rounds: Rounds) -> None:
+    def watch(self, rounds: Controller) -> None:
         """The rounds of this run: they tell what of a step was not training, and what kept rewards from being given."""
         self._rounds = rounds
 

@@ -30,21 +30,11 @@ def main() -> int:
 
 def _evaluate(root: Path) -> None:
     from ycore.round.assemble import assemble
-    from ycore.round.peers import Alone
-    from ycore.round.step import Rounds
     from ycore.run.files import write_json_atomic
 
     parts = assemble(root)
     engines = parts.vllm_engines() if parts.started.kind == "vllm" else [_own_engine(parts)]
-    rounds = Rounds(
-        engines=engines,
-        scoring=parts.scoring(engines),
-        draws=parts.draws(),
-        rules=parts.rules(num_engines=len(engines)),
-        peers=Alone(),
-        share_weights=None,
-    )
-
+    rounds = parts.controller(engines)
     on_stop(rounds.stop.set)
     try:
         rounds.start(timeout_s=parts.config.engine.start_timeout_s)

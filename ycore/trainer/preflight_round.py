@@ -129,9 +129,7 @@ class Preflight:
 
     def _make_rounds(self) -> Any:
         from ycore.engine.transformers_engine import TransformersEngine
-        from ycore.round.peers import Alone
         from ycore.round.sampling import DrawSource
-        from ycore.round.step import Rounds
 
         parts = self._parts
         engines = (
@@ -142,12 +140,10 @@ class Preflight:
         draws = DrawSource(
             self._prompts, seed=parts.config.seed, encode=parts.encode, max_prompt_tokens=parts.max_prompt_tokens
         )
-        rounds = Rounds(
-            engines=engines,
-            scoring=parts.scoring(engines),
+        rounds = parts.controller(
+            engines,
             draws=draws,
             rules=replace(parts.rules(num_engines=len(engines)), dynamic=False),
-            peers=Alone(),
             share_weights=self._share_weights if self._by_vllm and parts.config.sync_weights else None,
         )
         rounds.record = self._recorded.__setitem__

@@ -16,11 +16,9 @@ from ycore.engine.transformers_engine import TransformersEngine
 from ycore.engine.weights import save_merged, write_weights
 from ycore.errors import Interrupted
 from ycore.round.assemble import Assembly
-from ycore.round.journal import Journal, JournaledRounds, ReplayedRounds, controller_state, restore_controller
+from ycore.round.journal import Journal, ReplayedRounds
 from ycore.round.peers import Alone, Peers
-from ycore.round.sampling import Shard
-from ycore.round.slots import placed_slots
-from ycore.round.step import Rounds
+from ycore.round.step import Controller
 from ycore.round.torch_peers import TorchPeers
 from ycore.run.checkpoints import checkpoint_of, step_of
 from ycore.run.files import write_json_atomic
@@ -83,33 +81,20 @@ class TrainingRun:
             replayed.check(steps=config.steps, steps_per_round=self._trainer.steps_per_round)
             self._trainer.rounds = replayed
             return Checkpoints(parts.home.checkpoints, self._trainer, NOTHING, journal=None)
-        journal = Journal(parts.home.journal, rank=peers.rank, world=peers.world, seed=config.seed)
-        self._trainer.rounds = JournaledRounds(self._rounds, journal, peers, self._trainer.record)
-        memory = Memory(
-            tell=lambda: controller_state(self._rounds), restore=lambda told: restore_controller(self._rounds, told)
-        )
-        pruned = None if config.keep_journal else journal
+        self._trainer.rounds = self._rounds
+        memory = Memory(tell=self._rounds.state, restore=self._rounds.restore)
+        pruned = None if config.keep_journal else self._journal
         return Checkpoints(parts.home.checkpoints, self._trainer, memory, journal=pruned)
 
-    def _make_rounds(self) -> Rounds:
-        parts, engines = self._parts, self._engines()
-        rounds = Rounds(
-            engines=engines,
-            scoring=parts.scoring(engines),
-            draws=parts.draws(Shard(self._peers.rank, self._peers.world)),
-            rules=parts.rules(num_engines=len(engines)),
-            peers=self._peers,
+    def _make_rounds(self) -> Controller:
+        parts, peers, engines = self._parts, self._peers, self._engines()
+        self._journal = Journal(parts.home.journal, rank=peers.rank, world=peers.world, seed=parts.config.seed)
+        rounds = parts.controller(
+            engines,
+            peers=peers,
             share_weights=self._share_weights if self._sends_weights else None,
-            max_surplus_age=parts.config.sampling.max_age,
-            slots=placed_slots(
-                parts.config,
-                [scorer.role for scorer in parts.started.scorers],
-                num_slots=len(engines),
-                max_num_seqs=parts.started.max_num_seqs,
-                trace=parts.folder.root / "trace.json",
-                rank=self._peers.rank,
-                sleepers=parts.sleepers(engines),
-            ),
+            journal=self._journal,
+            slots=parts.slots(engines, rank=peers.rank),
         )
         rounds.record = self._trainer.record
         self._trainer.shares_device = parts.started.sleeps

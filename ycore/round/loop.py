@@ -1,0 +1,269 @@
+"""What a controller has around its steps: the event loop, the engines, stopping together with other ranks, metrics."""
+
+import asyncio
+import threading
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TypeVar
+
+from ycore.engine import Engine
+from ycore.errors import Interrupted, YcoreError
+from ycore.placement.placement import ROLLOUT
+from ycore.round.journal import Committed, Journal, finished_from_json, finished_to_json, record_again
+from ycore.round.meters import RoundMeter, collect
+from ycore.round.peers import Peers
+from ycore.round.sampling import DrawSource, Rules, Surplus, Yield, completion_seed
+from ycore.round.scoring import Scoring
+from ycore.round.slots import Slots
+from ycore.round.tasks import ending
+from ycore.run.trace import ROUND
+from ycore.types import Completion, Group, Prompt
+
+T = TypeVar("T")
+
+ShareWeights = Callable[[int], Path]
+"""Writes the policy's weights, as this version, to a folder that engines can read. All ranks call it together."""
+
+Record = Callable[[str, float], None]
+"""Takes one metric of the step, by name."""
+
+_STOP_LOOK_S = 0.1
+
+
+class RankLoop:
+    """One rank's engines, scorers, prompts and peers, and the event loop that they share.
+
+    `record` takes a step's metrics. `problems` counts why completions of the last round were left without a reward.
+    """
+
+    def __init__(
+        self,
+        *,
+        engines: Sequence[Engine],
+        scoring: Scoring,
+        draws: DrawSource,
+        rules: Rules,
+        peers: Peers,
+        share_weights: ShareWeights | None = None,
+        journal: Journal | None = None,
+        max_surplus_age: int = 1,
+        slots: Slots | None = None,
+    ) -> None:
+        """
+        Args:
+            share_weights: None where engines have the trainer's own weights, or where they are to stay frozen.
+            journal: None where a round need not survive a kill (evaluation, preflight).
+            max_surplus_age: policy versions that a group left over from a round may lag behind when it is trained on.
+            slots: None for one slot an engine, without placement.
+        """
+        self.stop = threading.Event()
+        self.record: Record = lambda name, value: None
+        self.engines, self.scoring, self.draws, self.rules, self.peers = engines, scoring, draws, rules, peers
+        self.slots = slots or Slots(len(engines))
+        self.surplus = Surplus(max_age=max_surplus_age)
+        self.yields = Yield()
+        self.meter = RoundMeter(engines, peers, self.surplus)
+        self._share_weights = share_weights
+        self._journal = journal
+        self._generated = False
+        self._synced: int | None = None
+        self._seconds = 0.0
+        self._metrics: dict[str, float] = {}
+        self._runner = asyncio.Runner()
+
+    # -- engines ---------------------------------------------------------------------------------------------------
+
+    def start(self, *, timeout_s: float) -> None:
+        """Wait until engines and scorers answer; an EngineError names the one that does not."""
+
+        async def wait() -> None:
+            ready = (engine.wait_ready(timeout_s=timeout_s) for engine in self.engines)
+            await asyncio.gather(self.scoring.start(timeout_s=timeout_s), *ready)
+            await self.slots.sleep()  # a trainer that ran before this one may have left some awake
+
+        self.run(wait())
+
+    def sync(self, version: int) -> None:
+        """Load the policy's weights, as this version, into every engine, unless they hold them already."""
+        if self._synced != version and self._share_weights is not None:
+            folder = self._share_weights(version)
+
+            async def load() -> None:
+                await asyncio.gather(*(engine.load_weights(folder, version) for engine in self.engines))
+
+            self.run(load())
+        self._synced = version
+
+    def sample(self, prompts: Sequence[tuple[Prompt, tuple[int, ...]]], *, version: int) -> list[dict[str, Any]]:
+        """One completion of each prompt by this version of the policy, with the same seeds at every call.
+
+        Args:
+            prompts: pairs of a prompt and its token ids.
+
+        Returns:
+            A dict of `row`, `prompt` and `completion` for each prompt.
+        """
+        self.sync(version)
+
+        async def write() -> list[Completion]:
+            engine = self.engines[0]
+            async with self.slots.awake(ROLLOUT):
+                return await asyncio.gather(
+                    *(engine.complete(ids, completion_seed(0, prompt.row, 0)) for prompt, ids in prompts)
+                )
+
+        return [
+            {"row": prompt.row, "prompt": prompt.content, "completion": completion.text}
+            for (prompt, _), completion in zip(prompts, self.run(write()), strict=True)
+        ]
+
+    def close(self) -> None:
+        """Close scorers and engine clients, and the event loop."""
+
+        async def end() -> None:
+            await asyncio.gather(self.scoring.close(), *(engine.close() for engine in self.engines))
+
+        self._runner.run(end())
+        self._runner.close()
+
+    # -- a round's bookkeeping -------------------------------------------------------------------------------------
+
+    def run_round(self, work: Coroutine[Any, Any, T], *, step: int) -> T:
+        """Run a round's work with awake engines, and note what it took on all ranks."""
+
+        async def with_engines_awake() -> T:
+            async with self.slots.awake():
+                return await work
+
+        self.meter.begin()
+        self.slots.begin_round()
+        result = self.run(with_engines_awake())
+        self.meter.end()
+        self.note_all(self.slots.end_round(self.peers.add_up, step=step))
+        return result
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Mark a phase of the step (SYNC, ROUND) in the trace, and note its seconds."""
+        if name != ROUND:  # a round marks itself, when it really begins
+            self.slots.begin_phase(name)
+        began = time.perf_counter()
+        yield
+        took = time.perf_counter() - began
+        self._seconds += took
+        self.note_all({f"ycore/time/{name}": took})
+
+    def note_all(self, metrics: Mapping[str, float]) -> None:
+        """Add to the metrics of the round that is under way."""
+        self._metrics |= metrics
+
+    def take_seconds(self) -> float:
+        """Seconds that syncs and rounds took since the last call."""
+        seconds, self._seconds = self._seconds, 0.0
+        return seconds
+
+    @property
+    def problems(self) -> Counter[str]:
+        return self.meter.problems
+
+    # -- the journal -----------------------------------------------------------------------------------------------
+
+    def committed(self, step: int) -> Committed | None:
+        """The round of this step, where every rank has its part of it in the journal."""
+        if self._journal is None:
+            return None
+        committed = self._journal.read(step)
+        num_ranks = self.peers.add_up([float(committed is not None)])
+        return committed if num_ranks == [float(self.peers.world)] else None
+
+    def take_again(self, committed: Committed) -> list[Group]:
+        """Set the controller to its state after a committed round, and return that round's groups."""
+        self.restore(committed.state)
+        record_again(committed, self.record)
+        return committed.groups
+
+    def commit(self, step: int, groups: list[Group]) -> None:
+        """Write the round to the journal before the optimizer sees it, and record its metrics."""
+        self.note_all(collect([self.meter, *self.scoring.meters], self.peers.add_up))
+        self.note_all(self.meter.own_metrics(rate=self.yields.rate, syncs=self._share_weights is not None))
+        metrics, self._metrics = self._metrics, {}
+        for name, value in metrics.items():
+            self.record(name, value)
+        if self._journal is None:
+            return
+        if not self._generated:  # later rounds followed another round of this step
+            self._journal.forget_after(step)
+            self._generated = True
+        self._journal.commit(step, groups, self.state(), metrics)
+
+    def state(self) -> dict[str, Any]:
+        """What a checkpoint keeps of the controller, as plain JSON values."""
+        return {
+            "cursor": self.draws.cursor,
+            "yield": {"kept": self.yields.kept, "finished": self.yields.finished},
+            "surplus": [finished_to_json(item) for item in self.surplus.waiting],
+            "placement": self.slots.allocator.state(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Set the controller to what `state` returned."""
+        self.draws.cursor = state["cursor"]
+        self.yields = Yield(**state["yield"])
+        self.surplus.waiting = [finished_from_json(item) for item in state["surplus"]]
+        if "placement" in state:  # absent from checkpoints of early versions
+            self.slots.allocator.restore(state["placement"])
+
+    # -- the event loop --------------------------------------------------------------------------------------------
+
+    def should_stop(self) -> bool:
+        """Whether any rank was asked to stop. All ranks call this together and get the same answer."""
+        return self._runner.run(self.peers.meet(stopping=self.stop.is_set()))
+
+    def run(self, work: Coroutine[Any, Any, T]) -> T:
+        """The result of `work`, once every rank has its own.
+
+        Raises:
+            Interrupted: on every rank, when any rank was asked to stop meanwhile.
+        """
+
+        async def on_all_ranks() -> T:
+            try:
+                result = await _until_stopped(work, self.stop, self.peers)
+            except Interrupted:
+                await self.peers.meet(stopping=True)
+                raise
+            if await self.peers.meet(stopping=False):
+                raise Interrupted("another rank was interrupted; the last finished step is kept")
+            return result
+
+        return self._runner.run(on_all_ranks())
+
+
+async def _until_stopped(work: Awaitable[T], stop: threading.Event, peers: Peers) -> T:
+    """The work's result; Interrupted as soon as any rank is to stop, RunError as soon as another has failed."""
+    task = asyncio.ensure_future(work)
+    watch = asyncio.ensure_future(_watch(stop, peers))
+    async with ending([task, watch]):
+        try:
+            done, _ = await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+            return task.result() if task in done else watch.result()
+        except BaseExceptionGroup as group:
+            raise _first_error(group) from group
+
+
+async def _watch(stop: threading.Event, peers: Peers) -> Any:
+    while not stop.is_set():
+        if peers.stop_asked():
+            stop.set()
+        await asyncio.sleep(_STOP_LOOK_S)
+    peers.ask_to_stop()
+    raise Interrupted("interrupted while generating; the last finished step is kept")
+
+
+def _first_error(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error to show of several that came at once: ycore's own before others, else the first."""
+    leaves = [_first_error(one) if isinstance(one, BaseExceptionGroup) else one for one in group.exceptions]
+    return next((leaf for leaf in leaves if isinstance(leaf, YcoreError)), leaves[0])

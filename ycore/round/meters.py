@@ -1,0 +1,168 @@
+"""What a round took: counts of this rank that are added up over all ranks and become the step's metrics."""
+
+import math
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence, Sized
+from dataclasses import astuple, dataclass, fields
+from typing import Protocol
+
+from ycore.engine import Engine
+from ycore.engine.vllm_engine import VllmEngine
+from ycore.round.peers import AddUp, Peers
+from ycore.round.sampling import total_reward
+from ycore.types import Group
+
+
+class Meter(Protocol):
+    """Counts of one rank that can be added to those of other ranks."""
+
+    def take(self) -> Sequence[float]:
+        """The counts since the last call; as many numbers on every rank."""
+
+    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
+        """The step's metrics, from each count's sum over all ranks."""
+
+
+def collect(meters: Sequence[Meter], add_up: AddUp) -> dict[str, float]:
+    """The metrics of all meters over all ranks, by one collective."""
+    taken = [meter.take() for meter in meters]
+    flat = [value for counts in taken for value in counts]
+    sums = add_up(flat) if flat else []
+    metrics: dict[str, float] = {}
+    for meter, counts in zip(meters, taken, strict=True):
+        metrics |= meter.metrics(sums[: len(counts)])
+        sums = sums[len(counts) :]
+    return metrics
+
+
+class RoundMeter:
+    """What this rank wrote and scored in the round that is under way, or in the last one."""
+
+    def __init__(self, engines: Sequence[Engine], peers: Peers, surplus: Sized) -> None:
+        self._vllm = [engine for engine in engines if isinstance(engine, VllmEngine)]
+        self._peers, self._surplus = peers, surplus
+        self._bytes_reported, self._restarts_reported = peers.bytes_sent, 0
+        self.begin()
+
+    def begin(self) -> None:
+        """Set every count to zero: a round begins."""
+        self.drawn = self.num_tokens = self.num_masked = 0
+        self.rewards: list[float] = []
+        self.problems: Counter[str] = Counter()
+        self.generate_s = self.seconds = 0.0
+        self._began = time.perf_counter()
+
+    def note_written(self) -> None:
+        """A completion has been written."""
+        self.generate_s = time.perf_counter() - self._began
+
+    def count(self, group: Group, weights_R: Sequence[float]) -> None:
+        """A group of this rank has been written and scored."""
+        totals = [total_reward(scores_R, weights_R) for scores_R in group.scores_GR]
+        self.num_tokens += group.num_tokens
+        self.num_masked += totals.count(None)
+        self.rewards += [total for total in totals if total is not None]
+        self.problems.update(score.problem for scores_R in group.scores_GR for score in scores_R if score.problem)
+
+    def end(self) -> None:
+        """The last group of the round is finished."""
+        self.seconds = time.perf_counter() - self._began
+
+    def take(self) -> Sequence[float]:
+        moved = self._peers.bytes_sent - self._bytes_reported
+        self._bytes_reported += moved
+        restarts = sum(engine.restarts for engine in self._vllm)
+        new_restarts, self._restarts_reported = restarts - self._restarts_reported, restarts
+        reward_sum = math.fsum(self.rewards)  # exact, so that the order in which groups finish does not matter
+        counts = (self.num_tokens, self.num_masked, self.drawn, len(self._surplus), moved, new_restarts)
+        return [reward_sum, len(self.rewards), *counts]
+
+    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
+        reward_sum, num_scored, num_tokens, num_masked, drawn, surplus, moved, restarts = sums
+        return {
+            **({"ycore/reward": reward_sum / num_scored} if num_scored else {}),
+            "ycore/tokens_per_s": num_tokens / self.seconds,
+            "ycore/masked": num_masked,
+            "ycore/sampling/drawn": drawn,
+            "ycore/sampling/surplus": surplus,
+            "ycore/bytes_moved": moved,
+            "ycore/engine_restarts": restarts,
+        }
+
+    def own_metrics(self, *, rate: float, syncs: bool) -> dict[str, float]:
+        """Those of this rank alone. `rate` is the expected yield, `syncs` whether engines are sent weights."""
+        metrics = {"ycore/time/generate": self.generate_s, "ycore/sampling/yield": rate}
+        if syncs and self._vllm:
+            metrics["ycore/sync_proved"] = self._vllm[-1].verified_share
+        return metrics
+
+
+@dataclass(slots=True)
+class JudgeMeter:
+    """All judges of a run. `seconds` are those of the requests, without the wait for a slot."""
+
+    calls: float = 0
+    parse_failures: float = 0
+    seconds: float = 0
+    tokens: float = 0
+    pairs: float = 0
+    pairs_by_position: float = 0
+
+    def take(self) -> Sequence[float]:
+        return _take_fields(self)
+
+    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
+        total = JudgeMeter(*sums)
+        metrics = {
+            "ycore/judge/calls": total.calls,
+            "ycore/judge/parse_failures": total.parse_failures,
+            "ycore/judge/latency_s": total.seconds / max(1, total.calls),
+            "ycore/judge/tokens": total.tokens,
+        }
+        if total.pairs:
+            metrics["ycore/judge/position_bias"] = total.pairs_by_position / total.pairs
+        return metrics
+
+
+@dataclass(slots=True)
+class RewardModelMeter:
+    """All reward models of a run. `seconds` as above."""
+
+    calls: float = 0
+    seconds: float = 0
+    tokens: float = 0
+
+    def take(self) -> Sequence[float]:
+        return _take_fields(self)
+
+    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
+        total = RewardModelMeter(*sums)
+        return {
+            "ycore/reward_model/calls": total.calls,
+            "ycore/reward_model/latency_s": total.seconds / max(1, total.calls),
+            "ycore/reward_model/tokens": total.tokens,
+        }
+
+
+@dataclass(slots=True)
+class WorkerMeter:
+    """The worker processes of reward functions. `restarts` returns how many were started again so far."""
+
+    restarts: Callable[[], int]
+    reported: int = 0
+
+    def take(self) -> Sequence[float]:
+        restarts = self.restarts()
+        new, self.reported = restarts - self.reported, restarts
+        return [float(new)]
+
+    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
+        return {"ycore/reward_restarts": sums[0]}
+
+
+def _take_fields(meter: JudgeMeter | RewardModelMeter) -> tuple[float, ...]:
+    counts: tuple[float, ...] = astuple(meter)
+    for field in fields(meter):
+        setattr(meter, field.name, 0)
+    return counts

@@ -11,7 +11,6 @@ import pytest
 from ycore.config.schema import RunConfig
 from ycore.engine.commands import EngineSpec
 from ycore.engine.judge_engine import Refused, VllmJudge
-from ycore.engine.server import Server
 from ycore.engine.vllm_engine import VllmRewardModel
 from ycore.judge.question import Questioner
 from ycore.judge.sources import judge_of
@@ -83,8 +82,8 @@ def servers(model: Path, classifier: Path, tmp_path_factory: pytest.TempPathFact
         yield folder
 
 
-def server_of(folder: RunFolder, name: str) -> Server:
-    return Server(name, folder.socket(name), request_timeout_s=60)
+def judge_engine(folder: RunFolder) -> VllmJudge:
+    return VllmJudge("judge-0", folder.socket("judge-0"), request_timeout_s=60)
 
 
 def run(work: Coroutine[Any, Any, T]) -> T:
@@ -100,7 +99,7 @@ def test_a_reward_model_gives_transformers_logits(servers: RunFolder, classifier
     asked = [encode(PROMPT, text) for text in TEXTS]
 
     async def logits() -> list[float]:
-        engine = VllmRewardModel(server_of(servers, "reward-model-0"))
+        engine = VllmRewardModel("reward-model-0", servers.socket("reward-model-0"), request_timeout_s=60)
         told = await asyncio.gather(*(engine.logit(ids) for ids in asked))
         await engine.close()
         return list(told)
@@ -124,7 +123,7 @@ def test_a_judges_label_probabilities_are_the_models_own(servers: RunFolder, mod
     questions = [questioner.pointwise(PROMPT, text, key=text) for text in TEXTS]
 
     async def ask() -> list[dict[str, float]]:
-        engine = VllmJudge(server_of(servers, "judge-0"))
+        engine = judge_engine(servers)
         replies = await asyncio.gather(*(engine.ask(judge, question, seed=1) for question in questions))
         await engine.close()
         return [dict(reply.first_token or {}) for reply in replies]
@@ -150,7 +149,7 @@ def test_structured_output_holds_a_judge_to_its_json(servers: RunFolder, model: 
     )
 
     async def ask() -> list[str]:
-        engine = VllmJudge(server_of(servers, "judge-0"))
+        engine = judge_engine(servers)
         asked = (
             engine.ask(judge, Questioner(judge).pointwise(PROMPT, text, key=text), seed=n)
             for n, text in enumerate(TEXTS)
@@ -174,7 +173,7 @@ def test_a_question_that_is_too_long_is_refused_alone(servers: RunFolder, model:
     judge = judge_of(config_of(model, model).rewards[0])
 
     async def ask() -> None:
-        engine = VllmJudge(server_of(servers, "judge-0"))
+        engine = judge_engine(servers)
         long = Questioner(judge).pointwise(PROMPT, "x" * 2000, key="1")
         with pytest.raises(Refused, match="refused the question"):
             await engine.ask(judge, long, seed=0)

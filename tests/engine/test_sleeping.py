@@ -29,7 +29,8 @@ WITH_RELOAD = [WAKE[0], "reload", WAKE[1]]
 class ScriptedServer:
     """Writes down what it is asked."""
 
-    def __init__(self, calls: list[str] | None = None) -> None:
+    def __init__(self, socket: Path, calls: list[str] | None = None) -> None:
+        self.socket = socket
         self.calls: list[str] = [] if calls is None else calls
 
     async def request(self, method: str, path: str, body: object = None) -> Any:
@@ -41,10 +42,10 @@ class ScriptedServer:
 
 def slept_and_woken(socket: Path, levels: SleepLevels | None = None) -> list[str]:
     """All calls of a sleep and the wake after it, each asked for twice."""
-    server = ScriptedServer()
+    server = ScriptedServer(socket)
 
     async def work() -> None:
-        engine = SleepingEngine(server, socket, refill=server.reload, levels=levels)
+        engine = SleepingEngine(server, refill=server.reload, levels=levels)
         for _ in range(2):
             await engine.sleep()
         assert not engine.has_weights and asleep_file(socket).is_file()
@@ -70,9 +71,10 @@ def test_kept_weights_are_not_loaded_again_and_each_level_is_measured(tmp_path: 
 
 @pytest.mark.parametrize(("level", "calls"), [(KEEP, WAKE), (DROP, WITH_RELOAD)])
 def test_whoever_put_it_to_sleep_it_wakes_from_that_level(tmp_path: Path, level: int, calls: list[str]) -> None:
-    socket, server, levels = tmp_path / "e.sock", ScriptedServer(), SleepLevels()
+    socket, levels = tmp_path / "e.sock", SleepLevels()
+    server = ScriptedServer(socket)
     mark_asleep(socket, level)
-    engine = SleepingEngine(server, socket, refill=server.reload, levels=levels)
+    engine = SleepingEngine(server, refill=server.reload, levels=levels)
     assert not engine.has_weights
     asyncio.run(engine.wake())
     assert server.calls == calls
@@ -82,8 +84,8 @@ def test_whoever_put_it_to_sleep_it_wakes_from_that_level(tmp_path: Path, level:
 class KilledAfter(ScriptedServer):
     """Whoever asks is killed once it has asked that much."""
 
-    def __init__(self, num_calls: int) -> None:
-        super().__init__()
+    def __init__(self, socket: Path, num_calls: int) -> None:
+        super().__init__(socket)
         self._left = num_calls
 
     async def request(self, method: str, path: str, body: object = None) -> Any:
@@ -95,9 +97,10 @@ class KilledAfter(ScriptedServer):
 
 @pytest.mark.parametrize("num_calls", [1, 2, 3], ids=["as-it-fell-asleep", "before-the-load", "before-the-cache"])
 def test_weights_that_may_be_lost_are_loaded_by_the_next_trainer(tmp_path: Path, num_calls: int) -> None:
-    socket, killed, levels = tmp_path / "e.sock", KilledAfter(num_calls), SleepLevels()
+    socket, levels = tmp_path / "e.sock", SleepLevels()
+    killed = KilledAfter(socket, num_calls)
     levels.observe(KEEP, 9.0)
-    first = SleepingEngine(killed, socket, refill=killed.reload, levels=levels)
+    first = SleepingEngine(killed, refill=killed.reload, levels=levels)
 
     async def work() -> None:
         await first.sleep()
@@ -111,17 +114,16 @@ def test_weights_that_may_be_lost_are_loaded_by_the_next_trainer(tmp_path: Path,
 
 
 def test_the_models_of_a_role_sleep_and_wake_together(tmp_path: Path) -> None:
-    server = ScriptedServer()
-    both = SleepTogether(
-        [SleepingEngine(server, tmp_path / f"{name}.sock", refill=server.reload) for name in ("judge-0", "judge-1")]
-    )
+    calls: list[str] = []
+    servers = [ScriptedServer(tmp_path / f"{name}.sock", calls) for name in ("judge-0", "judge-1")]
+    both = SleepTogether([SleepingEngine(server, refill=server.reload) for server in servers])
 
     async def work() -> None:
         await both.sleep()
         await both.wake()
 
     asyncio.run(work())
-    assert server.calls == ["POST /sleep?level=2"] * 2 + WITH_RELOAD * 2
+    assert calls == ["POST /sleep?level=2"] * 2 + WITH_RELOAD * 2
 
 
 # -- VllmEngine over a socket --------------------------------------------------------------------------------------

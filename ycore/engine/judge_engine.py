@@ -7,12 +7,11 @@ import asyncio
 import os
 import random
 from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Any, NoReturn
 
 import httpx
 
-from ycore.engine.server import BadRequest, Server, ServerClient
+from ycore.engine.server import BadRequest, Server
 from ycore.errors import EngineError
 from ycore.judge.declaration import JsonVerdict, Judge, LabelVerdict
 from ycore.judge.question import Question
@@ -33,27 +32,22 @@ class Refused(Exception):
     """The judge does not take this question; it may take another."""
 
 
-@dataclass(slots=True)
-class _Refusals:
+class _CountsRefusals:
     """Questions refused in a row: a few are the questions' fault and cost a verdict each; many are not."""
 
     name: str
-    in_a_row: int = 0
+    _num_refused = 0
 
-    def refuse(self, why: str, *, details: str) -> NoReturn:
-        self.in_a_row += 1
-        if self.in_a_row >= _MAX_REFUSALS:
+    def _refuse(self, why: str, *, details: str) -> NoReturn:
+        self._num_refused += 1
+        if self._num_refused >= _MAX_REFUSALS:
             details = " ".join(details[:300].split())
-            raise EngineError(f"{self.name}: the last {self.in_a_row} questions had no answer, {why}: {details}")
+            raise EngineError(f"{self.name}: the last {self._num_refused} questions had no answer, {why}: {details}")
         raise Refused(why)
 
 
-class VllmJudge(ServerClient):
-    """Example: `VllmJudge(Server("judge-0", folder.socket("judge-0"), request_timeout_s=600))`."""
-
-    def __init__(self, server: Server) -> None:
-        super().__init__(server)
-        self._refusals = _Refusals(server.name)
+class VllmJudge(_CountsRefusals, Server):
+    """Example: `VllmJudge("judge-0", folder.socket("judge-0"), request_timeout_s=600)`."""
 
     async def ask(self, judge: Judge, question: Question, *, seed: int, again: bool = False) -> Reply:
         """Ask one question.
@@ -68,14 +62,14 @@ class VllmJudge(ServerClient):
         """
         body = build_chat_request(judge, question, model=JUDGE, seed=seed, again=again)
         try:
-            answer = await self._server.request("POST", "/v1/chat/completions", body)
+            answer = await self.request("POST", "/v1/chat/completions", body)
         except BadRequest as problem:  # most often too long for the judge's context
-            self._refusals.refuse("the engine refused the question", details=str(problem))
-        self._refusals.in_a_row = 0
+            self._refuse("the engine refused the question", details=str(problem))
+        self._num_refused = 0
         return parse_reply(answer, name=self.name)
 
 
-class RemoteJudge:
+class RemoteJudge(_CountsRefusals):
     """A judge at an address that the user gives; requests that failed for a passing reason are retried.
 
     The key is read from the environment, kept here and sent to this address alone.
@@ -98,7 +92,6 @@ class RemoteJudge:
         self.name = name
         self._address = judge.base_url
         self._in_flight = asyncio.Semaphore(judge.concurrency)
-        self._refusals = _Refusals(name)
         self._client = httpx.AsyncClient(
             base_url=judge.base_url.rstrip("/") + "/",
             headers=_authorization(name, judge.api_key_env),
@@ -135,13 +128,13 @@ class RemoteJudge:
                 return response
             after = response.headers.get("retry-after", "")
             problem, retry_after_s = f"status {response.status_code}", float(after) if after.isdigit() else 0.0
-        self._refusals.refuse("the address did not answer", details=f"{self._address}, {problem}")
+        self._refuse("the address did not answer", details=f"{self._address}, {problem}")
 
     def _parse(self, response: httpx.Response) -> Any:
         status = response.status_code
         if status in _REFUSED_STATUS:
-            self._refusals.refuse("the address refused the question", details=response.text)
-        self._refusals.in_a_row = 0
+            self._refuse("the address refused the question", details=response.text)
+        self._num_refused = 0
         if status != httpx.codes.OK:
             text = " ".join(response.text[:200].split())
             raise EngineError(f"{self.name}: {self._address} answered {status}: {text}; check base_url, model and key")

@@ -10,7 +10,7 @@ process is lost meanwhile.
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +65,6 @@ class Server:
         name: The engine's name: its log is `logs/NAME.log`.
         request_timeout_s: Deadline of a request, retries included.
         restart_timeout_s: How much longer a request waits where its process was lost.
-        prepare: Awaited for every new process before it gets a request; it may use `request_once`.
 
     Attributes:
         restarts: How often a new process has replaced the one before.
@@ -78,14 +77,12 @@ class Server:
         *,
         request_timeout_s: float,
         restart_timeout_s: float = 900.0,
-        prepare: Callable[[], Awaitable[None]] | None = None,
     ) -> None:
         self.name = name
+        self.socket = socket
         self.restarts = 0
-        self._socket = socket
         self._timeout_s = request_timeout_s
         self._restart_timeout_s = restart_timeout_s
-        self._prepare = prepare
         self._last_seen: Process | None = None
         self._prepared: Process | None = None
         self._is_suspect = False
@@ -155,11 +152,15 @@ class Server:
         except ValueError:
             raise EngineError(f"{self.name}: {path} answered {response.text[:300]!r}, which is not JSON") from None
 
+    async def prepare(self) -> None:
+        """What a new process needs before its first request; it may use `request_once`. Nothing, unless overridden."""
+
     def prepare_again(self) -> None:
         """Have the process prepared again before the next request."""
         self._prepared = None
 
     async def close(self) -> None:
+        """Close the connections; the process is the launcher's."""
         await self._client.aclose()
 
     async def _retry(self, method: str, path: str, body: Mapping[str, Any] | None, failures: list[str]) -> Any:
@@ -194,15 +195,14 @@ class Server:
             self.restarts += int(self._last_seen not in (None, process))
             self._last_seen = process
             if process != self._prepared:
-                if self._prepare is not None:
-                    await self._prepare()
+                await self.prepare()
                 self._prepared = process
             self._is_suspect = False
             return process
 
     def _process(self) -> Process | None:
         try:
-            status = self._socket.stat()
+            status = self.socket.stat()
         except OSError:
             return None
         return status.st_ino, status.st_mtime_ns
@@ -212,25 +212,9 @@ class Server:
             await asyncio.sleep(0.2)
 
     async def _is_healthy(self) -> bool:
-        if not self._socket.exists():
+        if not self.socket.exists():
             return False
         try:
             return (await self._client.get("/health", timeout=5)).status_code == httpx.codes.OK
         except httpx.HTTPError:
             return False
-
-
-class ServerClient:
-    """What the clients of the policy's, the judges' and the reward models' servers share."""
-
-    def __init__(self, server: Server) -> None:
-        self.name = server.name
-        self._server = server
-
-    async def wait_ready(self, *, timeout_s: float) -> None:
-        """Return once the server answers; EngineError where it does not in time."""
-        await self._server.wait_ready(timeout_s=timeout_s)
-
-    async def close(self) -> None:
-        """Close the connections; the process is the launcher's."""
-        await self._server.close()

@@ -46,7 +46,6 @@ class SleepingEngine:
 
     Args:
         server: The engine's server.
-        socket: Its socket.
         refill: Loads weights that were dropped; by default the engine reads its model from disk.
         levels: Chooses the level of every sleep; None always drops the weights.
 
@@ -57,13 +56,12 @@ class SleepingEngine:
     def __init__(
         self,
         server: Server,
-        socket: Path,
         *,
         refill: Callable[[], Awaitable[None]] | None = None,
         levels: SleepLevels | None = None,
     ) -> None:
         self._server = server
-        self._asleep, self._changing = asleep_file(socket), _changing_file(socket)
+        self._asleep, self._changing = asleep_file(server.socket), _changing_file(server.socket)
         self._refill = refill or partial(reload_from_disk, server)
         self._levels = levels
         self._sleep_s: float | None = None

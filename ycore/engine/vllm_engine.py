@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from ycore.engine import Sampling
-from ycore.engine.server import Server, ServerClient
+from ycore.engine.server import Server
 from ycore.engine.sleeping import SleepingEngine, reload_from_disk
 from ycore.engine.weights import check_read_back, read_manifest
 from ycore.errors import EngineError, SyncError
@@ -15,7 +15,7 @@ from ycore.placement.placement import REWARD_MODEL, ROLLOUT
 from ycore.types import Completion
 
 
-class VllmEngine(ServerClient):
+class VllmEngine(Server):
     """Example: `VllmEngine("rollout-0", folder.socket("rollout-0"), sampling, request_timeout_s=600)`.
 
     A restarted process gets the weights that the last one had before its first request.
@@ -40,24 +40,12 @@ class VllmEngine(ServerClient):
         restart_timeout_s: float = 900.0,
         sleeps: bool = False,
     ) -> None:
-        server = Server(
-            name,
-            socket,
-            request_timeout_s=request_timeout_s,
-            restart_timeout_s=restart_timeout_s,
-            prepare=self._send_weights,
-        )
-        super().__init__(server)
+        super().__init__(name, socket, request_timeout_s=request_timeout_s, restart_timeout_s=restart_timeout_s)
         self.version = 0
         self.verified_share = 0.0
-        self.sleeper = SleepingEngine(server, socket, refill=self._refill) if sleeps else None
+        self.sleeper = SleepingEngine(self, refill=self._refill) if sleeps else None
         self._sampling = sampling
         self._weights: tuple[Path, int, dict[str, int]] | None = None  # folder, version, sum of each tensor
-
-    @property
-    def restarts(self) -> int:
-        """How often a new process has replaced the one before."""
-        return self._server.restarts
 
     async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
         version = self.version
@@ -70,7 +58,7 @@ class VllmEngine(ServerClient):
             "logprobs": 0,
             "return_token_ids": True,
         }
-        answer = await self._server.request("POST", "/v1/completions", request)
+        answer = await self.request("POST", "/v1/completions", request)
         choice = answer["choices"][0]
         return Completion(
             token_ids=tuple(choice["token_ids"]),
@@ -88,7 +76,7 @@ class VllmEngine(ServerClient):
             "temperature": 0.0,
             "prompt_logprobs": 0,
         }
-        answer = await self._server.request("POST", "/v1/completions", request)
+        answer = await self.request("POST", "/v1/completions", request)
         by_place = answer["choices"][0]["prompt_logprobs"][len(context_ids) :]
         return tuple(found[str(token)]["logprob"] for found, token in zip(by_place, target_ids, strict=True))
 
@@ -104,24 +92,24 @@ class VllmEngine(ServerClient):
     async def _refill(self) -> None:
         """After a sleep: the weights that were sent last, or the model's own where none ever were."""
         if self._weights is None:
-            await reload_from_disk(self._server)
+            await reload_from_disk(self)
         else:
             await self._sync(self._weights[1])
 
     async def _sync(self, version: int) -> None:
         """Have the weights sent by the next request's preparation, and check the version by that request."""
-        self._server.prepare_again()
-        held = (await self._server.request("GET", "/weight_info"))["weight_version"]
+        self.prepare_again()
+        held = (await self.request("GET", "/weight_info"))["weight_version"]
         if held != str(version):
             raise SyncError(f"{self.name}: holds policy version {held}, not {version}, after the weights were sent")
         self.version = version
 
-    async def _send_weights(self) -> None:
+    async def prepare(self) -> None:
         """Have the process load the weights, and compare each tensor's sum with the one read back from the model."""
         if self._weights is None or not self._can_take_weights:
             return
         folder, version, sums = self._weights
-        send = self._server.request_once
+        send = self.request_once
         load = {"method": "load_policy", "kwargs": {"weights_path": str(folder)}}
         (read_back,) = (await send("POST", "/collective_rpc", load))["results"]
         try:
@@ -132,8 +120,8 @@ class VllmEngine(ServerClient):
         await send("POST", "/update_weight_version", {"new_version": str(version)})
 
 
-class VllmRewardModel(ServerClient):
-    """Example: `VllmRewardModel(Server("reward-model-0", folder.socket("reward-model-0"), request_timeout_s=600))`."""
+class VllmRewardModel(Server):
+    """Example: `VllmRewardModel("reward-model-0", folder.socket("reward-model-0"), request_timeout_s=600)`."""
 
     async def logit(self, token_ids: Sequence[int]) -> float:
         """Score one text.
@@ -146,7 +134,7 @@ class VllmRewardModel(ServerClient):
         """
         # Without `use_activation: false` vLLM returns the logit's sigmoid.
         body: dict[str, Any] = {"model": REWARD_MODEL, "input": list(token_ids), "use_activation": False}
-        answer = await self._server.request("POST", "/classify", body)
+        answer = await self.request("POST", "/classify", body)
         try:
             (number,) = answer["data"][0]["probs"]
             return math.nan if number is None else float(number)

@@ -11,7 +11,7 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from ycore.config.schema import RunConfig
 from ycore.data.prompts import PromptSet, load_prompts
 from ycore.engine import Engine, Sampling
-from ycore.engine.server import restart_timeout_s
+from ycore.engine.server import Server, restart_timeout_s
 from ycore.engine.sleeping import SleepingEngine, SleepTogether
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.placement.allocator import Allocator
@@ -197,11 +197,8 @@ class Assembly:
         frozen: dict[str, list[list[SleepingEngine]]] = {}
         for scorer in self.started.scorers:
             levels = SleepLevels()
-            on_slots = [
-                SleepingEngine(server, self.folder.socket(server.name), levels=levels)
-                for server in scorer_servers(self.config, self.folder, scorer)
-            ]
-            frozen.setdefault(scorer.role, []).append(on_slots)
+            servers = scorer_servers(self.config, self.folder, scorer, Server)
+            frozen.setdefault(scorer.role, []).append([SleepingEngine(server, levels=levels) for server in servers])
         policy: list[Sleeper] = [
             engine.sleeper for engine in engines if isinstance(engine, VllmEngine) and engine.sleeper is not None
         ]

@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeVar
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -34,6 +35,8 @@ from ycore.round.tasks import together
 from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
 from ycore.types import Completion, Prompt, Score
+
+S = TypeVar("S", bound=Server)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +105,12 @@ def _judge_scorer(
     meter: JudgeMeter,
 ) -> JudgeScorer:
     judge = judge_of(spec)
-    engines: list[JudgeEngine]
+    engines: Sequence[JudgeEngine]
     special: tuple[str, ...] = ()
     if model is None:
         engines = [RemoteJudge(name, judge, request_timeout_s=config.engine.request_timeout_s)]
     else:
-        engines = [VllmJudge(server) for server in scorer_servers(config, folder, model)]
+        engines = scorer_servers(config, folder, model, VllmJudge)
         special = special_tokens(_tokenizer(config, model))
     questioner = Questioner(judge, special)
     return JudgeScorer(name, questioner, engines, meter=meter, seed=config.seed, text_of=text_of(spec))
@@ -125,7 +128,7 @@ def _reward_model_scorer(
     return RewardModelScorer(
         name,
         reward_model_of(spec),
-        [VllmRewardModel(server) for server in scorer_servers(config, folder, model)],
+        scorer_servers(config, folder, model, VllmRewardModel),
         encode=reward_model_encoder(_tokenizer(config, model)),
         max_model_len=model.max_model_len,
         meter=meter,
@@ -140,11 +143,11 @@ def _tokenizer(config: RunConfig, model: ScorerEngines) -> PreTrainedTokenizerBa
     return tokenizer
 
 
-def scorer_servers(config: RunConfig, folder: RunFolder, model: ScorerEngines) -> list[Server]:
+def scorer_servers(config: RunConfig, folder: RunFolder, model: ScorerEngines, kind: type[S]) -> list[S]:
     """Clients of one model's servers on this rank's slots: every `local_world`-th of the machine's."""
     rank, settings = this_rank(), config.engine
     return [
-        Server(
+        kind(
             name,
             folder.socket(name),
             request_timeout_s=settings.request_timeout_s,

@@ -75,7 +75,7 @@ _ENGINE = "ycore/engine/vllm_engine.py"
 _LOADED = "        super()._load_optimizer_and_scheduler(checkpoint)\n"
 _LOAD = f"    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:\n{_LOADED}"
 _ASKED = (
-    '        answer = await self._server.request("POST", "/v1/completions", request)\n'
+    '        answer = await self.request("POST", "/v1/completions", request)\n'
     '        choice = answer["choices"][0]\n'
 )
 _NOTHING = {"token_ids": [6], "logprobs": {"token_logprobs": [0.0]}, "text": "0", "finish_reason": "stop"}
@@ -170,7 +170,7 @@ MUTATIONS: tuple[Patch, ...] = (
                 _ENGINE,
                 _ASKED,
                 "        try:\n"
-                '            answer = await self._server.request("POST", "/v1/completions", request)\n'
+                '            answer = await self.request("POST", "/v1/completions", request)\n'
                 "        except Exception:\n"
                 f'            answer = {{"choices": [{_NOTHING}]}}\n'
                 '        choice = answer["choices"][0]\n',

@@ -24,7 +24,8 @@ def checked_plan(config: RunConfig, *, resume: bool = False, how: Resume = AS_IT
     from ycore.config.batch import derive_batch
     from ycore.config.resolve import check_needs
     from ycore.config.trl_arguments import trl_arguments
-    from ycore.launch.engines import choose_kind, is_vllm_installed, site_of
+    from ycore.launch.engines import choose_kind, is_vllm_installed
+    from ycore.launch.layout import site_of
     from ycore.run.claim import check_claim
     from ycore.run.secrets import redact
 
@@ -138,7 +139,7 @@ def tune_plan(config: TuneConfig, *, resume: bool = False, how: Resume = AS_IT_W
     from ycore.config.batch import derive_tune_batch
     from ycore.config.resolve import check_needs
     from ycore.config.trl_arguments import tune_arguments
-    from ycore.launch.engines import site_of
+    from ycore.launch.layout import site_of
     from ycore.models.names import resolve_model
     from ycore.run.claim import check_claim
     from ycore.run.secrets import redact

@@ -15,8 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from ycore.engine.commands import EngineSpec, engine_command, engine_environment
-from ycore.engine.server import Server
-from ycore.launch.engine_watch import is_healthy
+from ycore.engine.server import Server, is_healthy
 from ycore.launch.guardian import RunWatch, remove_leftovers
 from ycore.launch.processes import ManagedProcess
 from ycore.models.fetch import fetch_model

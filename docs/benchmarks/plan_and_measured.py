@@ -32,9 +32,8 @@ from processor_speed import Speed
 from shaped_models import write_model, write_prompts
 
 from ycore.config.schema import RunConfig
-from ycore.launch.engines import Site, this_machine
-from ycore.launch.layout import layout_of
-from ycore.launch.peaks import compared
+from ycore.launch.diagnostics import compared
+from ycore.launch.layout import Site, layout_of, this_machine
 from ycore.models.hub import cache_dir
 from ycore.plan.devices import Device, processor
 from ycore.plan.measured import Row

@@ -14,7 +14,7 @@ from typing import Self
 
 import psutil
 
-from ycore.launch.peaks import RunProcesses
+from ycore.launch.diagnostics import RunProcesses
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 

@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
-from ycore.launch.engine_watch import is_healthy
+from ycore.engine.server import is_healthy
+from ycore.launch.engines import EngineProcess
 from ycore.launch.guardian import RunWatch, remove_leftovers
 from ycore.launch.processes import ManagedProcess
-from ycore.launch.scoring_models import EngineProcess
 from ycore.run.files import make_private, temporary_folder
 from ycore.run.paths import RunFolder
 

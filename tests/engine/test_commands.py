@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from ycore.engine.commands import EngineSpec, engine_command, engine_environment, kv_cache_gib
+from ycore.engine.server import is_healthy
 from ycore.errors import ConfigError
-from ycore.launch.engine_watch import is_healthy
 from ycore.launch.engines import is_vllm_installed
 from ycore.launch.guardian import RunWatch, remove_leftovers
 from ycore.launch.processes import ManagedProcess

@@ -1,4 +1,5 @@
-from dataclasses import replace
+import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -6,7 +7,9 @@ import pytest
 
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
 from ycore.errors import ConfigError
-from ycore.launch.engines import EnginePlan, Machine, choose_kind, longest_sequence, plan_engines, this_machine
+from ycore.launch import engines
+from ycore.launch.engines import EnginePlan, choose_kind, model_length, plan_engines
+from ycore.launch.layout import ONE_RANK, Machine, Site, this_machine
 from ycore.run.paths import RunFolder
 
 SMOLLM2 = {
@@ -19,6 +22,7 @@ SMOLLM2 = {
 TWO_CORES = Machine(cores=(0, 1), devices=())
 EIGHT_CORES = Machine(cores=tuple(range(8)), devices=())
 TWO_DEVICES = Machine(cores=(0, 1), devices=("4", "5"))
+Plan = Callable[..., EnginePlan]
 
 
 def config_with(*, engine: dict[str, Any] | None = None, **changes: Any) -> RunConfig:
@@ -26,12 +30,24 @@ def config_with(*, engine: dict[str, Any] | None = None, **changes: Any) -> RunC
     return RunConfig(engine=EngineSettings(**(engine or {})), **values)
 
 
-def plan(config: RunConfig, machine: Machine) -> EnginePlan:
-    folder = RunFolder(Path("/tmp/run"))
-    return plan_engines(config, folder, Path("/m"), model_config=SMOLLM2, machine=machine, vllm_installed=True)
+@pytest.fixture(autouse=True)
+def vllm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "is_vllm_installed", lambda: True)
 
 
-def test_on_two_cores_each_engine_has_one() -> None:
+@pytest.fixture
+def plan(tmp_path: Path) -> Plan:
+    """Plan for SmolLM2's shape, as its config.json says it."""
+    (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
+
+    def made(config: RunConfig, machine: Machine, *, sleeps: bool = False) -> EnginePlan:
+        site = Site(RunFolder(Path("/tmp/run")), ONE_RANK, machine)
+        return plan_engines(config, site, fetch=lambda name: tmp_path, sleeps=sleeps)
+
+    return made
+
+
+def test_on_two_cores_each_engine_has_one(plan: Plan) -> None:
     made = plan(config_with(max_tokens=16), TWO_CORES)
     assert made.note == "generating with vLLM: 2 engines on 1 CPU core each"
     assert [(engine.name, engine.cores, engine.device) for engine in made.engines] == [
@@ -43,7 +59,7 @@ def test_on_two_cores_each_engine_has_one() -> None:
     assert {engine.dtype for engine in made.engines} == {"bfloat16"}
 
 
-def test_on_many_cores_two_engines_share_them() -> None:
+def test_on_many_cores_two_engines_share_them(plan: Plan) -> None:
     assert [engine.cores for engine in plan(config_with(), EIGHT_CORES).engines] == [(0, 1, 2, 3), (4, 5, 6, 7)]
     assert [engine.cores for engine in plan(config_with(engine={"count": 3}), EIGHT_CORES).engines] == [
         (0, 1),
@@ -52,7 +68,7 @@ def test_on_many_cores_two_engines_share_them() -> None:
     ]
 
 
-def test_on_devices_one_engine_each() -> None:
+def test_on_devices_one_engine_each(plan: Plan) -> None:
     made = plan(config_with(), TWO_DEVICES)
     assert [(engine.cores, engine.device) for engine in made.engines] == [(None, "4"), (None, "5")]
     assert made.note == "generating with vLLM: 2 engines on devices 4, 5"
@@ -60,21 +76,18 @@ def test_on_devices_one_engine_each() -> None:
 
 
 @pytest.mark.parametrize(("machine", "sleep"), [(TWO_DEVICES, True), (TWO_CORES, False)])
-def test_engines_sleep_on_devices_alone(machine: Machine, sleep: bool) -> None:
-    folder, model = RunFolder(Path("/tmp/run")), Path("/m")
-    made = plan_engines(
-        config_with(), folder, model, model_config=SMOLLM2, machine=machine, vllm_installed=True, sleeps=True
-    )
+def test_engines_sleep_on_devices_alone(machine: Machine, sleep: bool, plan: Plan) -> None:
+    made = plan(config_with(), machine, sleeps=True)
     assert made.sleeps == sleep and {engine.sleeps for engine in made.engines} == {sleep}
 
 
 @pytest.mark.parametrize(("machine", "what"), [(TWO_CORES, "2 cores"), (TWO_DEVICES, "2 devices")])
-def test_more_engines_than_slots_are_refused(machine: Machine, what: str) -> None:
+def test_more_engines_than_slots_are_refused(machine: Machine, what: str, plan: Plan) -> None:
     with pytest.raises(ConfigError, match=f"engine.count 3 is more than the {what}"):
         plan(config_with(engine={"count": 3}), machine)
 
 
-def test_memory_grows_with_what_runs_at_once_and_gives_way_to_what_is_said() -> None:
+def test_memory_grows_with_what_runs_at_once_and_gives_way_to_what_is_said(plan: Plan) -> None:
     small = plan(config_with(), TWO_CORES).engines[0]
     large = plan(config_with(prompts_per_step=64, max_tokens=1024), TWO_CORES).engines[0]
     wide = plan(config_with(dtype="float32", prompts_per_step=64, max_tokens=1024), TWO_CORES).engines[0]
@@ -82,15 +95,15 @@ def test_memory_grows_with_what_runs_at_once_and_gives_way_to_what_is_said() -> 
     assert plan(config_with(engine={"memory_gib": 5}), TWO_CORES).engines[0].memory_gib == 5
 
 
-def test_the_longest_sequence_is_the_models_or_what_is_said() -> None:
-    assert longest_sequence(config_with(), SMOLLM2) == 4096
-    assert longest_sequence(config_with(), {"max_position_embeddings": 512}) == 512
-    assert longest_sequence(config_with(engine={"max_model_len": 128}), SMOLLM2) == 128
-    with pytest.raises(ConfigError, match=r"max_model_len 9000 is more than the model's 8192"):
-        longest_sequence(config_with(engine={"max_model_len": 9000}), SMOLLM2)
+def test_the_longest_sequence_is_the_models_or_what_is_said(plan: Plan) -> None:
+    assert plan(config_with(), TWO_CORES).max_model_len == 4096
+    assert model_length(None, {"max_position_embeddings": 512}, option="max_model_len") == 512
+    assert plan(config_with(engine={"max_model_len": 128}), TWO_CORES).max_model_len == 128
+    with pytest.raises(ConfigError, match=r"engine.max_model_len 9000 is more than the model's 8192"):
+        plan(config_with(engine={"max_model_len": 9000}), TWO_CORES)
 
 
-def test_without_vllm_transformers_is_chosen_and_said() -> None:
+def test_without_vllm_transformers_is_chosen_and_said(plan: Plan) -> None:
     kind, note = choose_kind("auto", vllm_installed=False)
     assert kind == "transformers"
     assert "pip install" in note
@@ -99,8 +112,8 @@ def test_without_vllm_transformers_is_chosen_and_said() -> None:
     assert plan(config_with(engine={"kind": "transformers"}), TWO_CORES).engines == ()
 
 
-def test_an_evaluation_holds_its_samples_at_once() -> None:
-    made = plan(config_with(algorithm="eval", prompts_per_step=8, num_samples=16), replace(TWO_CORES, cores=(0,)))
+def test_an_evaluation_holds_its_samples_at_once(plan: Plan) -> None:
+    made = plan(config_with(algorithm="eval", prompts_per_step=8, num_samples=16), Machine(cores=(0,), devices=()))
     assert made.engines[0].max_num_seqs == 128
 
 

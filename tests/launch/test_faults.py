@@ -20,11 +20,12 @@ import psutil
 import pytest
 
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
+from ycore.engine.server import is_healthy
 from ycore.errors import EngineError, TrainerError
-from ycore.launch import launcher
-from ycore.launch.engine_watch import LiveEngine, is_healthy
+from ycore.launch import engines, launcher
+from ycore.launch.engine_watch import LiveEngine
+from ycore.launch.engines import EngineProcess, engine_processes
 from ycore.launch.launcher import Worker, run_worker
-from ycore.launch.scoring_models import EngineProcess, engine_processes
 from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
@@ -102,7 +103,7 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     """Run a worker of this code beside the test's engines; what was shown."""
     root = Path(launcher.__file__).parents[2]
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
-    monkeypatch.setattr(launcher, "is_vllm_installed", lambda: True)
+    monkeypatch.setattr(engines, "is_vllm_installed", lambda: True)
 
     def instead(*arguments: Any) -> list[EngineProcess]:
         commands = [(sys.executable, "-c", ENGINE, str(engine.socket)) for engine in engine_processes(*arguments)]
@@ -206,8 +207,8 @@ def test_a_compiler_that_an_engine_starts_for_its_first_request_is_none_of_its_p
         engine = LiveEngine(planned, folder, health_timeout_s=60.0)
         try:
             # A client asks again and again, and so sees before the launcher does that the engine is ready.
-            wait_for(lambda: is_healthy(socket) or engine.ask())
-            wait_for(lambda: engine.ask() or engine.is_ready)
+            wait_for(lambda: is_healthy(socket) or engine.poll())
+            wait_for(lambda: engine.poll() or engine.is_ready)
             time.sleep(2.0)
             assert engine.trouble() is None
         finally:

@@ -8,20 +8,18 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from ycore.engine.sleeping import asleep_file, mark_asleep
 from ycore.errors import EngineError
-from ycore.launch.engine_watch import EngineWatch, LiveEngine, start_in_turn, turns
-from ycore.launch.scoring_models import EngineProcess
+from ycore.launch.engine_watch import EngineWatch, LiveEngine, start_engines, turns
+from ycore.launch.engines import EngineProcess
+from ycore.launch.guardian import kill_run
 from ycore.placement.learning import DROP, KEEP
 from ycore.run.paths import RunFolder
-from ycore.run.process_tree import kill_tree
 
 ENGINE = """
 import http.server, socketserver, sys, time
@@ -56,16 +54,16 @@ def planned(sockets: Path, name: str, device: str | None = None, *, refuses: str
     return EngineProcess(name, role, socket, command, dict(os.environ), None, device, sleeps=device is not None)
 
 
-def live(tmp_path: Path) -> partial[LiveEngine]:
+@pytest.fixture
+def folder(tmp_path: Path) -> Iterator[RunFolder]:
     folder = RunFolder(tmp_path)
-    folder.logs.mkdir(exist_ok=True)
-    return partial(LiveEngine, folder=folder, health_timeout_s=60.0)
+    folder.logs.mkdir()
+    yield folder
+    kill_run(folder.run_id, grace_s=0)
 
 
-def end(engines: list[LiveEngine]) -> None:
-    for engine in engines:
-        if engine.processes():
-            kill_tree(engine.processes()[0].pid, also=engine.processes(), wait_s=10)
+def start_all(folder: RunFolder, planned: list[EngineProcess], say: Callable[[str], None] = print) -> list[LiveEngine]:
+    return start_engines(planned, folder, health_timeout_s=60, start_timeout_s=60, say=say)
 
 
 def test_a_turn_has_one_engine_of_each_device(sockets: Path) -> None:
@@ -74,80 +72,57 @@ def test_a_turn_has_one_engine_of_each_device(sockets: Path) -> None:
     assert told == [["rollout-0", "rollout-1"], ["judge-0", "judge-1"], ["judge-2"]]
 
 
-def test_each_is_asleep_before_the_next_one_of_its_device_starts(sockets: Path, tmp_path: Path) -> None:
+def test_each_is_asleep_before_the_next_one_of_its_device_starts(sockets: Path, folder: RunFolder) -> None:
     wanted = [planned(sockets, name, "0") for name in ("rollout-0", "judge-0", "reward-model-0")]
     said: list[str] = []
-    started = start_in_turn(wanted, live(tmp_path), start_timeout_s=60, say=said.append)
-    try:
-        assert [engine.name for engine in started] == [one.name for one in wanted]
-        assert (sockets / "log").read_text().splitlines() == [
-            *["rollout-0 starts", "rollout-0 /sleep?level=2"],
-            *["judge-0 starts", "judge-0 /sleep?level=1"],
-            *["reward-model-0 starts", "reward-model-0 /sleep?level=1"],
-        ]
-        levels = [asleep_file(one.socket).read_text() for one in wanted]
-        assert levels == [str(DROP), str(KEEP), str(KEEP)]
-        assert EngineWatch(started).are_ready and len(said) == 3
-    finally:
-        end(started)
+    started = start_all(folder, wanted, say=said.append)
+    assert [engine.name for engine in started] == [one.name for one in wanted]
+    assert (sockets / "log").read_text().splitlines() == [
+        *["rollout-0 starts", "rollout-0 /sleep?level=2"],
+        *["judge-0 starts", "judge-0 /sleep?level=1"],
+        *["reward-model-0 starts", "reward-model-0 /sleep?level=1"],
+    ]
+    levels = [asleep_file(one.socket).read_text() for one in wanted]
+    assert levels == [str(DROP), str(KEEP), str(KEEP)]
+    assert EngineWatch(started).are_ready and len(said) == 3
 
 
-def test_engines_that_do_not_sleep_all_start_at_once(sockets: Path, tmp_path: Path) -> None:
-    started = start_in_turn(
-        [planned(sockets, name) for name in ("rollout-0", "rollout-1")], live(tmp_path), start_timeout_s=60, say=print
-    )
-    try:
-        assert not any(engine.is_ready for engine in started)
-    finally:
-        end(started)
+def test_engines_that_do_not_sleep_all_start_at_once(sockets: Path, folder: RunFolder) -> None:
+    started = start_all(folder, [planned(sockets, name) for name in ("rollout-0", "rollout-1")])
+    assert not any(engine.is_ready for engine in started)
 
 
-def test_one_that_refuses_to_sleep_is_named_with_the_way_out(sockets: Path, tmp_path: Path) -> None:
-    kept: list[LiveEngine] = []
-
-    def start(one: EngineProcess) -> LiveEngine:
-        kept.append(live(tmp_path)(one))
-        return kept[-1]
-
-    try:
-        with pytest.raises(EngineError, match=r"rollout-0 does not sleep; .*engine\.sleep=false"):
-            start_in_turn([planned(sockets, "rollout-0", "0", refuses="/sleep")], start, start_timeout_s=60, say=print)
-    finally:
-        end(kept)
+def test_one_that_refuses_to_sleep_is_named_with_the_way_out(sockets: Path, folder: RunFolder) -> None:
+    with pytest.raises(EngineError, match=r"rollout-0 does not sleep; .*engine\.sleep=false"):
+        start_all(folder, [planned(sockets, "rollout-0", "0", refuses="/sleep")])
 
 
-def test_one_that_dies_asleep_is_started_again_when_it_is_woken(sockets: Path, tmp_path: Path) -> None:
-    one, said = replace(planned(sockets, "judge-0", "0"), sleeps=True), list[str]()
-    engine = live(tmp_path)(one)
-    watch = EngineWatch([engine], budget=1, start_timeout_s=60, say=said.append)
-    try:
-        until_ready(watch)
-        mark_asleep(one.socket, KEEP)
-        first = engine.processes()[0].pid
-        os.kill(first, signal.SIGKILL)
-        deadline = time.monotonic() + 20
-        while engine.processes():
-            assert time.monotonic() < deadline
-        watch.look()
-        watch.check()
-        assert engine.trouble() is None and not engine.processes() and watch.num_restarts == 0
-        asleep_file(one.socket).unlink()
-        watch.look()
-        assert watch.num_restarts == 1 and "starting it again (1 of 1)" in said[-1]
-        until_ready(watch)
-        assert engine.processes()[0].pid != first
-    finally:
-        end([engine])
+def test_one_that_dies_asleep_is_started_again_when_it_is_woken(sockets: Path, folder: RunFolder) -> None:
+    one, said = planned(sockets, "judge-0", "0"), list[str]()
+    engine = LiveEngine(one, folder, health_timeout_s=60.0)
+    watch = EngineWatch([engine], max_restarts=1, start_timeout_s=60, say=said.append)
+    until_ready(watch)
+    mark_asleep(one.socket, KEEP)
+    first = engine.processes()[0].pid
+    os.kill(first, signal.SIGKILL)
+    deadline = time.monotonic() + 20
+    while engine.processes():
+        assert time.monotonic() < deadline
+    watch.look()
+    watch.check()
+    assert engine.trouble() is None and not engine.processes() and watch.num_restarts == 0
+    asleep_file(one.socket).unlink()
+    watch.look()
+    assert watch.num_restarts == 1 and "starting it again (1 of 1)" in said[-1]
+    until_ready(watch)
+    assert engine.processes()[0].pid != first
 
 
-def test_a_new_process_is_not_taken_for_one_that_sleeps(sockets: Path, tmp_path: Path) -> None:
+def test_a_new_process_is_not_taken_for_one_that_sleeps(sockets: Path, folder: RunFolder) -> None:
     one = planned(sockets, "judge-0", "0")
     mark_asleep(one.socket, DROP)
-    engine = live(tmp_path)(one)
-    try:
-        assert not asleep_file(one.socket).exists()
-    finally:
-        end([engine])
+    LiveEngine(one, folder, health_timeout_s=60.0)
+    assert not asleep_file(one.socket).exists()
 
 
 def until_ready(watch: EngineWatch) -> None:

@@ -18,9 +18,9 @@ import pytest
 
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
 from ycore.errors import EngineError, Interrupted, TrainerError, UserError
-from ycore.launch import launcher, supervise
+from ycore.launch import engines, launcher, supervise
+from ycore.launch.engines import EngineProcess, engine_processes
 from ycore.launch.launcher import Worker, run_worker
-from ycore.launch.scoring_models import EngineProcess, engine_processes
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
@@ -149,7 +149,7 @@ def in_vllms_place(monkeypatch: pytest.MonkeyPatch, command: Callable[[EnginePro
         return [replace(engine, command=tuple(command(engine))) for engine in engine_processes(*arguments)]
 
     monkeypatch.setattr(launcher, "engine_processes", instead)
-    monkeypatch.setattr(launcher, "is_vllm_installed", lambda: True)
+    monkeypatch.setattr(engines, "is_vllm_installed", lambda: True)
 
 
 def test_an_engine_that_dies_is_named(

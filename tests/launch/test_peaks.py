@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ycore.launch.peaks import MemoryPeaks, peak_bytes, role_of
+from ycore.launch.diagnostics import MemoryPeaks, peak_bytes, role_of
 from ycore.run.files import read_json
 from ycore.run.reports import RUN_MARKER
 

@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 
 from ycore.config.schema import RewardConfig, RunConfig
-from ycore.launch.engines import Machine, Site
-from ycore.launch.layout import ONE_RANK, Layout
-from ycore.launch.peaks import compared, plan_and_measured, sharding_of
+from ycore.launch.diagnostics import compared, plan_and_measured
+from ycore.launch.layout import ONE_RANK, Layout, Machine, Site
 from ycore.plan.devices import GIB, Device
 from ycore.plan.model_facts import known_config
 from ycore.run.paths import RunFolder
@@ -69,4 +68,4 @@ def test_a_model_that_cannot_be_planned_costs_no_run_its_summary(site: Site) -> 
     ],
 )
 def test_how_training_is_cut_up_is_read_from_accelerates_config(told: dict[str, object] | None, sharding: str) -> None:
-    assert sharding_of(Layout(world=2, accelerate=told)) == sharding
+    assert Layout(world=2, accelerate=told).sharding == sharding

@@ -73,7 +73,7 @@ def test_what_ignores_sigterm_or_is_stopped_is_killed(folder: RunFolder, tmp_pat
 
 def test_the_kept_process_lives(folder: RunFolder) -> None:
     kept = start(folder, "import time; time.sleep(600)")
-    assert kill_run(folder.run_id, keep_pid=kept.pid) == 0
+    assert RunWatch(folder.run_id, keep=[kept.pid]).kill() == 0
     assert kept.poll() is None
     assert kill_run(folder.run_id) == 1
     kept.wait(WITHIN_S)

@@ -10,7 +10,8 @@ from ycore.config.schema import RunConfig
 from ycore.engine.commands import EngineSpec
 from ycore.errors import UserError
 from ycore.judge.sources import with_declarations
-from ycore.launch.scoring_models import check_scorers, engine_processes, placing_notes, plan_scorers, scoring_models
+from ycore.launch.engines import EnginePlan, ServedModel, engine_processes, plan_scorers
+from ycore.launch.scoring_models import check_scorers, scoring_models
 from ycore.models.tiny import write_tiny_model
 from ycore.run.paths import RunFolder
 
@@ -37,6 +38,15 @@ def slots(folder: Path, count: int = 2, **engine: Any) -> list[EngineSpec]:
     }  # fmt: skip
     where = [{"cores": (slot,)} if "device" not in engine else {} for slot in range(count)]
     return [EngineSpec(name=f"rollout-{n}", socket=folder / str(n), **common, **where[n]) for n in range(count)]
+
+
+def rollouts(engines: list[EngineSpec]) -> ServedModel:
+    return ServedModel("rollout", tuple(engines))
+
+
+def note(config: RunConfig, engines: list[EngineSpec], folder: Path) -> str:
+    scorers = plan_scorers(config, RunFolder(folder), engines, fetch=lambda name: folder)
+    return EnginePlan("vllm", 512, "vLLM", (rollouts(engines), *scorers)).note
 
 
 @pytest.fixture
@@ -79,10 +89,10 @@ def test_every_slot_has_an_engine_of_every_model_beside_its_rollout_engine(folde
         ["reward-model-0", "reward-model-1"],
     ]
     assert [[one.cores for one in plan.engines] for plan in plans] == [[(0,), (1,)]] * 3
-    assert [plan.max_model_len for plan in plans] == [2048, 300, 2048]
+    assert [plan.engines[0].max_model_len for plan in plans] == [2048, 300, 2048]
     assert {one.max_num_seqs for plan in plans for one in plan.engines} == {32}
     assert {one.memory_gib for plan in plans for one in plan.engines} == {1}
-    assert plans[0].told()["sources"] == [0] and plans[2].told()["role"] == "reward_model"
+    assert plans[0].as_json()["sources"] == [0] and plans[2].as_json()["role"] == "reward_model"
     assert plan_scorers(config, RunFolder(folder), [], fetch=fetch) == []
 
 
@@ -90,7 +100,7 @@ def test_commands_are_those_of_the_role(folder: Path) -> None:
     plans = plan_scorers(
         config_of(judge("a"), {"reward": "rm:scalar"}), RunFolder(folder), slots(folder, 1), fetch=lambda name: folder
     )
-    rollout, one_judge, reward_model = engine_processes(slots(folder, 1), plans)
+    rollout, one_judge, reward_model = engine_processes([rollouts(slots(folder, 1)), *plans])
     assert "ycore.engine.vllm_extension.PolicyWorker" in rollout.command
     assert "--worker-extension-cls" not in one_judge.command, "nothing can send a judge other weights"
     assert reward_model.command[reward_model.command.index("--runner") + 1] == "pooling"
@@ -110,18 +120,16 @@ def test_where_engines_sleep_the_models_of_one_role_share_it(folder: Path) -> No
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"gpu_memory_utilization": 0.6})})
     plans = plan_scorers(config, RunFolder(folder), devices, fetch=lambda name: folder)
     assert [plan.engines[0].gpu_memory_utilization for plan in plans] == [0.3, 0.3, 0.6]
-    processes = engine_processes(devices, plans)
+    processes = engine_processes([rollouts(devices), *plans])
     assert all(one.sleeps and one.device == "0" and "--enable-sleep-mode" in one.command for one in processes)
-    assert placing_notes(devices, plans) == ["asleep while others use the device"]
-    awake = slots(folder, 1, device="0")
-    assert placing_notes(awake, plan_scorers(config, RunFolder(folder), awake, fetch=lambda name: folder)) == []
+    assert note(config, devices, folder).endswith("; engines sleep while others use the device")
+    assert note(config, slots(folder, 1, device="0"), folder) == "vLLM, beside judge-0, judge-1, reward-model-0"
 
 
 def test_a_judged_run_on_a_cpu_says_that_nothing_sleeps(folder: Path) -> None:
-    on_cores, config = slots(folder, 1), config_of(judge("a"))
-    (note,) = placing_notes(on_cores, plan_scorers(config, RunFolder(folder), on_cores, fetch=lambda name: folder))
-    assert "none of which sleeps" in note
-    assert placing_notes(on_cores, []) == placing_notes([], []) == []
+    judged, alone = config_of(judge("a")), config_of({"reward": "length"})
+    assert "no engine sleeps" in note(judged, slots(folder, 1), folder)
+    assert note(alone, slots(folder, 1), folder) == EnginePlan("vllm", 512, "vLLM").note == "vLLM"
 
 
 @pytest.fixture(scope="module")

@@ -1,8 +1,6 @@
-"""From a RunConfig to processes, and to nothing left behind: the node's supervisor.
+"""Start and watch the processes of a run on this machine, and leave none of them behind.
 
-Order of reading: `launcher`, then `engines`, `processes`, `guardian`, `reaper`. `environment` is `ycore env`.
-
-Not here: what a role does once it runs (`roles`). This file imports nothing, so that the guardian stays small.
+Read `launcher` first. This file imports nothing at the top, so that the guardian's process stays small.
 """
 
 from typing import TYPE_CHECKING, Any, TextIO
@@ -11,31 +9,43 @@ if TYPE_CHECKING:
     from ycore.config.schema import RunConfig, TuneConfig
 
 
-def run(config: "RunConfig", *, resume: bool = False, stream: TextIO | None = None) -> dict[str, Any]:
-    """Train in the foreground and return the summary; progress goes to `stream`, or to standard output."""
-    from ycore.launch.launcher import run_training
-
-    return run_training(config, resume=resume, stream=stream)
-
-
-def tune(
-    config: "TuneConfig", *, num_steps: int | None = None, resume: bool = False, stream: TextIO | None = None
+def run(
+    config: "RunConfig | TuneConfig",
+    *,
+    resume: bool = False,
+    num_steps: int | None = None,
+    stream: TextIO | None = None,
 ) -> dict[str, Any]:
-    """Train on given examples in the foreground and return the summary."""
-    from ycore.launch.launcher import run_tuning
+    """Train in the foreground.
 
-    return run_tuning(config, num_steps=num_steps, resume=resume, stream=stream)
+    Args:
+        resume: continue the run in the config's output folder instead of beginning a new one.
+        num_steps: steps that the progress bar counts to, where the config does not say it.
+        stream: where progress is shown; standard output by default.
+
+    Returns:
+        The content of summary.json; with `stop_asked` when the run finished although it was asked to stop.
+
+    Raises:
+        YcoreError: why the run failed, or Interrupted.
+    """
+    from ycore.launch.launcher import TRAINER, run_worker
+
+    return run_worker(TRAINER, config, resume=resume, num_steps=num_steps, stream=stream)
+
+
+tune = run
 
 
 def evaluate(config: "RunConfig", *, stream: TextIO | None = None) -> dict[str, Any]:
-    """Evaluate in the foreground and return the summary."""
-    from ycore.launch.launcher import run_evaluation
+    """Evaluate in the foreground; the summary, with the metrics of eval.json."""
+    from ycore.launch.launcher import EVALUATOR, run_worker
 
-    return run_evaluation(config, stream=stream)
+    return run_worker(EVALUATOR, config, stream=stream)
 
 
 def preflight(config: "RunConfig", *, stream: TextIO | None = None) -> dict[str, Any]:
-    """One small round before any training, in the foreground; the summary with what was measured."""
+    """Run one small round before any training, in the foreground; the summary, with what was measured."""
     from ycore.launch.launcher import PREFLIGHT, run_worker
 
-    return run_worker(PREFLIGHT, config, resume=False, stream=stream)
+    return run_worker(PREFLIGHT, config, stream=stream)

@@ -1,71 +1,34 @@
-"""Keeping a run's engines alive, whatever their roles: one that dies or hangs is killed and started again.
+"""Start a run's engines and keep them alive: one that dies or hangs is killed and started again.
 
-An engine that was never ready is not: what stopped it then would stop it again. Who asks an engine gives the new
-process what it needs before asking it anything (`roles.server`).
-
-Whether an engine answers: one request over its unix socket, with the standard library.
-
-Starting engines: all at once, or where they share a device by sleeping, one after the other.
-
-Not here: which engines there are (`engine_processes`), the trainer (`supervise`).
+An engine that was never ready is not started again, since the same would stop it again. The clients in the trainer
+prepare a new process, for example with the policy's weights, before they use it (`ycore.engine.server`).
 """
 
-import http.client
-import socket
 import time
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
-from pathlib import Path
 from typing import NamedTuple
 
 import psutil
 
+from ycore.engine.server import is_healthy, request_succeeds
 from ycore.engine.sleeping import SLEEP, asleep_file, mark_asleep
 from ycore.errors import EngineError
+from ycore.launch.engines import EngineProcess
 from ycore.launch.processes import ManagedProcess, StopWatch, is_stopped
-from ycore.launch.scoring_models import EngineProcess
 from ycore.placement.learning import DROP, KEEP
 from ycore.placement.placement import ROLLOUT
 from ycore.run.paths import RunFolder
 from ycore.run.process_tree import is_alive, kill_tree
 
-
-class _UnixConnection(http.client.HTTPConnection):
-    def __init__(self, path: Path, *, timeout_s: float) -> None:
-        super().__init__("engine", timeout=timeout_s)
-        self._path = path
-        self._timeout_s = timeout_s
-
-    def connect(self) -> None:
-        self.sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self.sock.settimeout(self._timeout_s)
-        self.sock.connect(str(self._path))
-
-
-def is_healthy(path: Path, *, timeout_s: float = 1.0) -> bool:
-    """Whether the server behind the socket says it is ready, within `timeout_s`; one that sleeps is."""
-    return path.exists() and says_ok(path, "GET", "/health", timeout_s=timeout_s)
-
-
-def says_ok(path: Path, method: str, route: str, *, timeout_s: float) -> bool:
-    """Whether it answers this with status 200, within `timeout_s`."""
-    connection = _UnixConnection(path, timeout_s=timeout_s)
-    try:
-        connection.request(method, route)
-        return connection.getresponse().status == http.HTTPStatus.OK
-    except (OSError, http.client.HTTPException):
-        return False
-    finally:
-        connection.close()
-
-
-_ASK_STARTING_EVERY_S = 1.0
-_ASK_READY_EVERY_S = 5.0
+_POLL_S = 0.2
+_POLL_STARTING_S = 1.0
+_POLL_READY_S = 5.0
 _GONE_WITHIN_S = 10.0
 
 
 class Trouble(NamedTuple):
-    """What is wrong with an engine, for a sentence that begins with its name; `hangs` where it is there and silent."""
+    """What is wrong with an engine, to follow its name in a message. `hangs`: it is there and does not answer."""
 
     what: str
     hangs: bool = False
@@ -77,16 +40,14 @@ class LiveEngine:
     def __init__(self, planned: EngineProcess, folder: RunFolder, *, health_timeout_s: float) -> None:
         self.name, self.role = planned.name, planned.role
         self.log = folder.log(planned.name)
-        self.is_ready = self.was_ready = False
+        self.was_ready = False
         self._planned = planned
         self._folder = folder
         self._health_timeout_s = health_timeout_s
-        self._stopped = StopWatch(health_timeout_s)
-        self._parts: dict[str, psutil.Process] = {}
         self._start()
 
     def _start(self) -> None:
-        self._planned.socket.unlink(missing_ok=True)  # of a process that was killed; nobody can listen there again
+        self._planned.socket.unlink(missing_ok=True)  # left by a killed process; nobody listens on it
         asleep_file(self._planned.socket).unlink(missing_ok=True)
         self._process = ManagedProcess.start(
             self.name,
@@ -97,9 +58,17 @@ class LiveEngine:
             cores=self._planned.cores,
         )
         self.is_ready = False
+        self.started = self._polled = time.monotonic()
+        self._stopped = StopWatch(self._health_timeout_s)
+        self._parts: dict[str, psutil.Process] = {}
         self._seen_starting: list[psutil.Process] | None = None
         self._silent_since: float | None = None
-        self.started = self._asked = time.monotonic()
+
+    def restart(self) -> None:
+        """Kill what is left of it, and start it again."""
+        kill_tree(self._process.pid, also=self.processes(), wait_s=_GONE_WITHIN_S)
+        self._process.wait(timeout_s=5.0)
+        self._start()
 
     def processes(self) -> list[psutil.Process]:
         """Its living processes."""
@@ -108,40 +77,13 @@ class LiveEngine:
     def last_line(self) -> str:
         return self._process.last_line()
 
-    def trouble(self) -> Trouble | None:
-        """What is wrong with it; None where nothing is.
-
-        vLLM's server outlives its engine core and lets requests wait for ever, so a ready engine is gone as soon as
-        any of its processes is. One that sleeps is left alone until it is woken: others have its device by then, and
-        started again it would find no room there.
-        """
-        if asleep_file(self._planned.socket).exists():
-            return None
-        if self._process.exit_code is not None:
-            line = self.last_line()
-            return Trouble(f"ended with {self._process.how_it_ended()}" + (f": {line}" if line else ""))
-        for name, part in self._parts.items():
-            if not is_alive(part):
-                return Trouble(f"lost its process {name}, killed or out of memory")
-        pids = [self._process.pid, *(part.pid for part in self._parts.values())]
-        stopped_s = self._stopped.look(pids)
-        silent_s = 0.0 if self._silent_since is None else time.monotonic() - self._silent_since
-        if stopped_s is not None or (self._is_silent(silent_s) and any(is_stopped(pid) for pid in pids)):
-            return Trouble(f"has been stopped (SIGSTOP) for {max(stopped_s or 0.0, silent_s):.0f} s", hangs=True)
-        if self._is_silent(silent_s):
-            return Trouble(f"has not answered /health for {silent_s:.0f} s (engine.health_timeout_s)", hangs=True)
-        return None
-
-    def _is_silent(self, for_s: float) -> bool:
-        return self.is_ready and for_s > self._health_timeout_s
-
-    def ask(self) -> bool:
-        """Ask now and then how it is; True when it has just become ready."""
+    def poll(self) -> bool:
+        """Ask the server for its health when it is time to; True when it has just become ready."""
         now = time.monotonic()
-        every_s = min(_ASK_READY_EVERY_S, self._health_timeout_s / 4) if self.is_ready else _ASK_STARTING_EVERY_S
-        if now - self._asked < every_s:
+        every_s = min(_POLL_READY_S, self._health_timeout_s / 4) if self.is_ready else _POLL_STARTING_S
+        if now - self._polled < every_s:
             return False
-        self._asked = now
+        self._polled = now
         if not is_healthy(self._planned.socket):
             self._silent_since = self._silent_since or now
             if not self.is_ready:
@@ -155,7 +97,7 @@ class LiveEngine:
         return True
 
     def _lasting_parts(self) -> dict[str, psutil.Process]:
-        """Its children that were there before it was ready: a compiler that a first request started comes and goes."""
+        """Its children that were there before it was ready: a compiler for a first request comes and goes."""
         before = self._seen_starting
         parts = [part for part in self._process.tree()[1:] if before is None or part in before]
         try:
@@ -163,39 +105,62 @@ class LiveEngine:
         except psutil.Error:
             return {}
 
-    def restart(self) -> None:
-        """Kill what is left of it, and start it anew."""
-        kill_tree(self._process.pid, also=self.processes(), wait_s=_GONE_WITHIN_S)
-        self._process.wait(timeout_s=5.0)
-        self._parts = {}
-        self._stopped = StopWatch(self._health_timeout_s)
-        self._start()
+    def trouble(self) -> Trouble | None:
+        """What is wrong with it; None where nothing is.
+
+        vLLM's server outlives its engine core and then never answers, so a ready engine that loses any process is
+        dead. A sleeping engine is left alone until it is woken: others use its device, so a new one would find no room.
+        """
+        if asleep_file(self._planned.socket).exists():
+            return None
+        if self._process.exit_code is not None:
+            line = self.last_line()
+            return Trouble(f"ended with {self._process.how_it_ended()}" + (f": {line}" if line else ""))
+        for name, part in self._parts.items():
+            if not is_alive(part):
+                return Trouble(f"lost its process {name}, killed or out of memory")
+        pids = [self._process.pid, *(part.pid for part in self._parts.values())]
+        stopped_s = self._stopped.look(pids)
+        silent_s = 0.0 if self._silent_since is None else time.monotonic() - self._silent_since
+        is_silent = self.is_ready and silent_s > self._health_timeout_s
+        if stopped_s is not None or (is_silent and any(map(is_stopped, pids))):
+            return Trouble(f"has been stopped (SIGSTOP) for {max(stopped_s or 0.0, silent_s):.0f} s", hangs=True)
+        if is_silent:
+            return Trouble(f"has not answered /health for {silent_s:.0f} s (engine.health_timeout_s)", hangs=True)
+        return None
 
 
 class EngineWatch:
-    """All engines of a run, with `budget` restarts between them."""
+    """All engines of a run. `max_restarts` is for all of them together; `on_hang` is called before a hung one ends."""
 
     def __init__(
         self,
         engines: Sequence[LiveEngine] = (),
         *,
-        budget: int = 0,
+        max_restarts: int = 0,
         start_timeout_s: float = 0.0,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         self._engines = engines
-        self._budget = budget
+        self._max_restarts = max_restarts
         self._start_timeout_s = start_timeout_s
         self._say = say
         self._began = time.monotonic()
         self.num_restarts = 0
         self.on_hang: Callable[[str], object] = lambda why: None
 
+    @property
+    def are_ready(self) -> bool:
+        return all(engine.is_ready for engine in self._engines)
+
+    def processes(self) -> list[psutil.Process]:
+        return [process for engine in self._engines for process in engine.processes()]
+
     def look(self) -> None:
-        """Ask all of them; start again what died. EngineError for what cannot be mended."""
+        """Poll all engines, and start again what died; EngineError for what cannot be mended."""
         for engine in self._engines:
-            if engine.ask():
-                self._tell_ready(engine)
+            if engine.poll():
+                self._say_ready(engine)
             trouble = engine.trouble()
             if trouble is not None:
                 self._restart(engine, trouble)
@@ -211,69 +176,65 @@ class EngineWatch:
             if trouble is not None:
                 raise EngineError(f"{engine.name} {trouble.what} (see {engine.log})")
 
-    def processes(self) -> list[psutil.Process]:
-        return [process for engine in self._engines for process in engine.processes()]
-
-    @property
-    def are_ready(self) -> bool:
-        return all(engine.is_ready for engine in self._engines)
-
     def _restart(self, engine: LiveEngine, trouble: Trouble) -> None:
         if trouble.hangs:
             self.on_hang(f"{engine.name} {trouble.what}")
-        if not engine.was_ready or self.num_restarts >= self._budget:
-            spent = f"; the run's {self._budget} restarts are used up (engine.restarts)" if self._budget else ""
-            raise EngineError(f"{engine.name} {trouble.what} (see {engine.log}){spent if engine.was_ready else ''}")
+        if not engine.was_ready or self.num_restarts >= self._max_restarts:
+            spent = f"; the run's {self._max_restarts} restarts are used up (engine.restarts)"
+            is_spent = engine.was_ready and self._max_restarts
+            raise EngineError(f"{engine.name} {trouble.what} (see {engine.log}){spent if is_spent else ''}")
         self.num_restarts += 1
-        self._say(f"{engine.name} {trouble.what}; starting it again ({self.num_restarts} of {self._budget})")
+        self._say(f"{engine.name} {trouble.what}; starting it again ({self.num_restarts} of {self._max_restarts})")
         engine.restart()
 
-    def _tell_ready(self, engine: LiveEngine) -> None:
+    def _say_ready(self, engine: LiveEngine) -> None:
         if self.num_restarts:
             self._say(f"{engine.name} is back after {time.monotonic() - engine.started:.0f} s")
         elif self.are_ready:
-            many = "engine" if len(self._engines) == 1 else f"{len(self._engines)} engines"
-            self._say(f"{many} ready after {time.monotonic() - self._began:.0f} s")
+            engines = "engine" if len(self._engines) == 1 else f"{len(self._engines)} engines"
+            self._say(f"{engines} ready after {time.monotonic() - self._began:.0f} s")
 
 
-_LOOK_EVERY_S = 0.2
-
-
-def start_in_turn(
+def start_engines(
     planned: Sequence[EngineProcess],
-    start: Callable[[EngineProcess], LiveEngine],
+    folder: RunFolder,
     *,
+    health_timeout_s: float,
     start_timeout_s: float,
     say: Callable[[str], None],
 ) -> list[LiveEngine]:
-    """The engines in their order; those that sleep are ready and asleep, others have just been started."""
-    if not any(one.sleeps for one in planned):
-        return [start(one) for one in planned]
+    """Start all engines at once; those that share a device by sleeping in turn, each asleep before the next starts.
+
+    Returns:
+        The engines in the order of `planned`. Only sleeping ones are known to be ready.
+    """
+    if not any(engine.sleeps for engine in planned):
+        return [LiveEngine(engine, folder, health_timeout_s=health_timeout_s) for engine in planned]
     started: dict[str, LiveEngine] = {}
     for turn in turns(planned):
-        begun = {one.name: start(one) for one in turn}
-        watch = EngineWatch(list(begun.values()), start_timeout_s=start_timeout_s, say=say)
+        live = [LiveEngine(engine, folder, health_timeout_s=health_timeout_s) for engine in turn]
+        watch = EngineWatch(live, start_timeout_s=start_timeout_s, say=say)
         while not watch.are_ready:
             watch.look()
-            time.sleep(_LOOK_EVERY_S)
-        for one in turn:
-            _put_to_sleep(one, timeout_s=start_timeout_s)
-        started |= begun
-    return [started[one.name] for one in planned]
+            time.sleep(_POLL_S)
+        for engine in turn:
+            _put_to_sleep(engine, timeout_s=start_timeout_s)
+        started |= {engine.name: engine for engine in live}
+    return [started[engine.name] for engine in planned]
 
 
 def turns(planned: Sequence[EngineProcess]) -> list[list[EngineProcess]]:
     """The first engine of every device together, then the second of each, and so on."""
     by_device: dict[str | None, list[EngineProcess]] = {}
-    for one in planned:
-        by_device.setdefault(one.device, []).append(one)
-    return [[one for one in turn if one is not None] for turn in zip_longest(*by_device.values())]
+    for engine in planned:
+        by_device.setdefault(engine.device, []).append(engine)
+    return [[engine for engine in turn if engine is not None] for turn in zip_longest(*by_device.values())]
 
 
 def _put_to_sleep(engine: EngineProcess, *, timeout_s: float) -> None:
-    """The policy's weights are sent before they are used first; frozen ones are kept."""
+    """Drop the policy's weights, which are sent before their first use anyway; keep frozen ones."""
     level = DROP if engine.role == ROLLOUT else KEEP
-    if not says_ok(engine.socket, "POST", SLEEP.format(level=level), timeout_s=timeout_s):
+    if not request_succeeds(engine.socket, "POST", SLEEP.format(level=level), timeout_s=timeout_s):
         raise EngineError(
             f"{engine.name} does not sleep; see logs/{engine.name}.log, or let engines stay awake: engine.sleep=false"
         )

@@ -1,232 +1,294 @@
-"""Which engines a run gets, how many, and on which cores or devices.
+"""Plan a run's engines: which kind, how many, and on which cores or devices.
 
-Where a run runs on this machine: its folder here, its ranks, the cores and devices they have.
-
-Not here: an engine's command (`roles.rollout`), and its process (`launcher`).
+Rollouts, judges and reward models are served alike. Every slot (a device, or a share of the cores) has a rollout
+engine, and beside it one engine of each model that scores.
 """
 
-import importlib.metadata
-import importlib.util
 import math
-import os
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal
 
-from ycore.config.algorithms import AnyConfig
-from ycore.config.resolve import num_gpus
 from ycore.config.schema import RunConfig
-from ycore.engine.commands import EngineSpec, kv_cache_gib
+from ycore.engine.commands import EngineSpec, engine_command, engine_environment, kv_cache_gib
 from ycore.errors import ConfigError
-from ycore.launch.layout import ONE_RANK, Layout, layout_of
+from ycore.launch.layout import Machine, Site
+from ycore.launch.scoring_models import ScoringModel, check_run_placement, scoring_models
 from ycore.models.folder import context_length
-from ycore.run.files import temporary_folder
+from ycore.placement.placement import ROLLOUT
+from ycore.run.files import read_json, temporary_folder
 from ycore.run.paths import RunFolder
 
 Kind = Literal["vllm", "transformers", "replay"]
+Fetch = Callable[[str], Path]
+"""Makes a model's name its local folder."""
 
-_MOST_ON_CPU = 2
-_LONGEST = 4096  # tokens, where neither the run nor the model asks for less
-_PROMPT_ALLOWANCE = 512  # tokens of KV cache kept for a sequence's prompt; more prompts than fit wait their turn
-_MOST_SEQUENCES = 256
-_WAY_TO_VLLM = "pip install 'ycore[cpu]' (or 'ycore[gpu]')"
+_MAX_ENGINES_ON_CPU = 2
+_MAX_MODEL_LEN = 4096  # tokens, where neither the user nor the model asks for less
+_PROMPT_TOKENS = 512  # tokens of KV cache for a sequence's prompt; longer prompts wait for room
+_MAX_ROLLOUT_SEQS = 256
+_MAX_SCORER_SEQS = 32
+_INSTALL_VLLM = "pip install 'ycore[cpu]' (or 'ycore[gpu]')"
 _BYTES = {"bfloat16": 2, "float32": 4}
 
 
 @dataclass(frozen=True, slots=True)
-class Machine:
-    """What engines can run on: the cores this process may use, and the devices it may see."""
+class ServedModel:
+    """One model in one role. `sources` are the positions of the reward sources that it scores for."""
 
-    cores: tuple[int, ...]
-    devices: tuple[str, ...]
+    role: str
+    engines: tuple[EngineSpec, ...]
+    """Slot by slot; never empty."""
+
+    sources: tuple[int, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """What the trainer reads about a scorer in engines.json."""
+        return {
+            "role": self.role,
+            "sources": list(self.sources),
+            "engines": [engine.name for engine in self.engines],
+            "model": str(self.engines[0].model.resolve()),
+            "max_model_len": self.engines[0].max_model_len,
+        }
 
 
 @dataclass(frozen=True, slots=True)
 class EnginePlan:
-    """The kind of engine, in a sentence for a person, and the servers to start (none for `transformers`)."""
+    """Where completions come from, and the models to serve: the policy first, none without vLLM."""
 
     kind: Kind
-    note: str
     max_model_len: int
-    engines: tuple[EngineSpec, ...]
+    how: str
+    served: tuple[ServedModel, ...] = ()
+
+    @property
+    def engines(self) -> tuple[EngineSpec, ...]:
+        """The rollout engines."""
+        return self.served[0].engines if self.served else ()
 
     @property
     def sleeps(self) -> bool:
         """Whether the engines share their devices by sleeping."""
         return any(engine.sleeps for engine in self.engines)
 
+    @property
+    def note(self) -> str:
+        """The plan in a line for the user."""
+        scorers = [engine.name for model in self.served[1:] for engine in model.engines]
+        notes = [f"{self.how}, beside {', '.join(scorers)}" if scorers else self.how]
+        if self.sleeps:
+            notes.append("engines sleep while others use the device")
+        elif scorers and self.engines[0].on_cpu:
+            notes.append("no engine sleeps (vLLM cannot on a CPU), so placement only routes requests")
+        return "; ".join(notes)
 
-def this_machine() -> Machine:
-    """The cores and devices of this process; no device where torch is a CPU build."""
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name.strip() for name in visible.split(",")] if visible else [str(n) for n in range(num_gpus())]
-    devices = () if _is_cpu_build() else tuple(names[: num_gpus()])
-    return Machine(cores=tuple(cores), devices=devices)
+    def as_json(self) -> dict[str, Any]:
+        """What the trainer reads in engines.json."""
+        return {
+            "kind": self.kind,
+            "engines": [engine.name for engine in self.engines],
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.engines[0].max_num_seqs if self.engines else None,
+            "scorers": [model.as_json() for model in self.served[1:]],
+            **({"sleeps": True} if self.sleeps else {}),
+        }
 
 
-def choose_kind(requested: str, *, vllm_installed: bool) -> tuple[Kind, str]:
-    """The kind of engine that `engine.kind` means here, and what to tell about it."""
-    way_out = _WAY_TO_VLLM
-    if requested == "transformers":
-        return "transformers", "generating with transformers in the trainer's process, as asked"
-    if vllm_installed:
-        return "vllm", "generating with vLLM"
-    if requested == "vllm":
-        raise ConfigError(f"engine.kind is vllm, and vLLM is not installed; {way_out}, or set engine.kind=transformers")
-    return "transformers", f"vLLM is not installed, so transformers generates, which is slower; {way_out} for vLLM"
+@dataclass(frozen=True, slots=True)
+class EngineProcess:
+    """How one engine is started, and started again."""
+
+    name: str
+    role: str
+    socket: Path
+    command: tuple[str, ...]
+    environment: dict[str, str]
+    cores: tuple[int, ...] | None
+    device: str | None = None
+    sleeps: bool = False
+
+
+def engine_processes(served: Sequence[ServedModel]) -> list[EngineProcess]:
+    """The processes of all models, slot by slot within a model."""
+    return [
+        EngineProcess(
+            name=engine.name,
+            role=model.role,
+            socket=engine.socket,
+            command=tuple(engine_command(engine, model.role)),
+            environment=engine_environment(engine, has_neighbours=len(served) > 1),
+            cores=engine.cores,
+            device=engine.device,
+            sleeps=engine.sleeps,
+        )
+        for model in served
+        for engine in model.engines
+    ]
 
 
 def is_vllm_installed() -> bool:
-    return importlib.util.find_spec("vllm") is not None
+    return find_spec("vllm") is not None
 
 
-def plan_engines(
-    config: RunConfig,
-    folder: RunFolder,
-    model: Path,
-    *,
-    model_config: Mapping[str, Any],
-    machine: Machine,
-    vllm_installed: bool,
-    layout: Layout = ONE_RANK,
-    sleeps: bool = False,
-) -> EnginePlan:
-    """The run's engines here: on CPU one a core, two at most; else one a device; and always one or more a rank.
+def choose_kind(requested: str, *, vllm_installed: bool) -> tuple[Kind, str]:
+    """What generates on this machine, and a note about it.
 
-    `sleeps`: those on a device can leave it to others.
+    Args:
+        requested: the value of `engine.kind`: auto, vllm or transformers.
+
+    Raises:
+        ConfigError: vLLM was requested and is not installed.
     """
-    max_model_len = longest_sequence(config, model_config)
+    if requested == "transformers":
+        return "transformers", "generating with transformers in the trainer's process, as requested"
+    if vllm_installed:
+        return "vllm", "generating with vLLM"
+    if requested == "vllm":
+        raise ConfigError(
+            f"engine.kind is vllm, and vLLM is not installed; {_INSTALL_VLLM}, or set engine.kind=transformers"
+        )
+    return "transformers", f"vLLM is not installed, so transformers generates, which is slower; {_INSTALL_VLLM}"
+
+
+def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch, sleeps: bool = False) -> EnginePlan:
+    """Plan every engine of this machine: one a device, or two on a CPU, and at least one for each rank.
+
+    Args:
+        fetch: makes a model's name its local folder.
+        sleeps: engines on devices can be put to sleep.
+    """
+    model = fetch(config.model)
+    model_config = read_json(model / "config.json")
+    length = model_length(config.engine.max_model_len, model_config, option="engine.max_model_len")
     if config.replay is not None:
-        note = f"taking the rounds of {config.replay} from its journal: nothing is generated"
-        return EnginePlan(kind="replay", note=note, max_model_len=max_model_len, engines=())
-    kind, note = choose_kind(config.engine.kind, vllm_installed=vllm_installed)
+        return EnginePlan("replay", length, f"reading the rounds of {config.replay} from its journal: no generation")
+    kind, how = choose_kind(config.engine.kind, vllm_installed=is_vllm_installed())
     if kind == "transformers":
-        if layout.shards_weights:
+        if site.layout.shards_weights:
             raise ConfigError(
                 "transformers generates with the trainer's own weights, which no rank has whole under zero3 or fsdp2; "
-                f"install vLLM ({_WAY_TO_VLLM}), or take --accelerate zero2"
+                f"install vLLM ({_INSTALL_VLLM}), or take --accelerate zero2"
             )
-        return EnginePlan(kind=kind, note=note, max_model_len=max_model_len, engines=())
-    slots = _slots(config.engine.count, machine, least=layout.local)
-    max_num_seqs = _sequences_at_once(config, len(slots) * layout.num_machines)
-    dtype: Literal["bfloat16", "float32"] = "float32" if config.dtype == "float32" else "bfloat16"
-    engines = tuple(
-        EngineSpec(
-            name=f"rollout-{number}",
-            model=model,
-            socket=folder.socket(f"rollout-{number}"),
-            temporary=temporary_folder(folder),
-            run_id=folder.run_id,
-            dtype=dtype,
-            max_model_len=max_model_len,
-            max_num_seqs=max_num_seqs,
-            seed=config.seed,
-            cores=slot.cores or None,
-            device=slot.devices[0] if slot.devices else None,
-            memory_gib=_memory_gib(config, model_config, max_model_len, max_num_seqs, _BYTES[dtype], slot),
-            gpu_memory_utilization=config.engine.gpu_memory_utilization,
-            sleeps=sleeps and bool(slot.devices),
-            trust_remote_code=config.trust_remote_code,
+        return EnginePlan(kind, length, how)
+    slots = _slots(config.engine.count, site.machine, least=site.layout.local)
+    check_run_placement(config, num_slots=len(slots) // site.layout.local)
+    first = EngineSpec(
+        name="",
+        model=model,
+        socket=Path(),
+        temporary=temporary_folder(site.folder),
+        run_id=site.folder.run_id,
+        dtype="float32" if config.dtype == "float32" else "bfloat16",
+        max_model_len=length,
+        max_num_seqs=_rollout_seqs(config, len(slots) * site.layout.num_machines),
+        seed=config.seed,
+        device=slots[0].devices[0] if slots[0].devices else None,
+        gpu_memory_utilization=config.engine.gpu_memory_utilization,
+        sleeps=sleeps and bool(slots[0].devices),
+        trust_remote_code=config.trust_remote_code,
+    )
+    first = replace(first, memory_gib=config.engine.memory_gib or _memory_gib(first, model_config, config.max_tokens))
+    rollouts = tuple(
+        replace(
+            _named(first, ROLLOUT, number, site.folder), cores=slot.cores or None, device=next(iter(slot.devices), None)
         )
         for number, slot in enumerate(slots)
     )
-    return EnginePlan(kind=kind, note=f"{note}: {_describe(slots)}", max_model_len=max_model_len, engines=engines)
+    scorers = plan_scorers(
+        config, site.folder, rollouts, fetch=lambda name: model if name == config.model else fetch(name)
+    )
+    return EnginePlan(kind, length, f"{how}: {_describe(slots)}", (ServedModel(ROLLOUT, rollouts), *scorers))
 
 
-def longest_sequence(config: RunConfig, model_config: Mapping[str, Any]) -> int:
-    """Prompt plus completion, in tokens: as asked, else the model's own context, 4096 at most."""
-    context = context_length(dict(model_config))
-    if config.engine.max_model_len is None:
-        return min(context or _LONGEST, _LONGEST)
-    if context and config.engine.max_model_len > context:
-        raise ConfigError(
-            f"engine.max_model_len {config.engine.max_model_len} is more than the model's {context}; lower it"
+def plan_scorers(
+    config: RunConfig, folder: RunFolder, rollouts: Sequence[EngineSpec], *, fetch: Fetch
+) -> list[ServedModel]:
+    """An engine of every scoring model beside every rollout engine, on the same cores or device.
+
+    Args:
+        rollouts: the rollout engines, slot by slot.
+        fetch: makes a model's name its local folder.
+    """
+    planned: list[ServedModel] = []
+    models = scoring_models(config) if rollouts else []
+    for model in models:
+        before = sum(len(earlier.engines) for earlier in planned if earlier.role == model.role)
+        first = _scorer(model, models, rollouts[0], config, fetch=fetch)
+        engines = tuple(
+            replace(_named(first, model.role, before + slot, folder), cores=rollout.cores, device=rollout.device)
+            for slot, rollout in enumerate(rollouts)
         )
-    return config.engine.max_model_len
+        planned.append(ServedModel(model.role, engines, model.sources))
+    return planned
+
+
+def _scorer(
+    model: ScoringModel, models: Sequence[ScoringModel], rollout: EngineSpec, config: RunConfig, *, fetch: Fetch
+) -> EngineSpec:
+    path = fetch(model.name)
+    model_config = read_json(path / "config.json")
+    # Beside the trainer all models share the device's memory; where engines sleep, those of one role do.
+    together = [other for other in models if other.role == model.role or not rollout.sleeps]
+    spec = replace(
+        rollout,
+        model=path,
+        max_model_len=model_length(model.max_model_len, model_config, option=f"max_model_len of {model.name}"),
+        max_num_seqs=min(rollout.max_num_seqs, _MAX_SCORER_SEQS),
+        gpu_memory_utilization=config.engine.gpu_memory_utilization / len(together),
+    )
+    return replace(spec, memory_gib=_memory_gib(spec, model_config, config.max_tokens + model.max_new_tokens))
+
+
+def model_length(requested: int | None, model_config: Mapping[str, Any], *, option: str) -> int:
+    """Longest prompt plus completion in tokens: as requested, else the model's context, 4096 at most."""
+    context = context_length(dict(model_config))
+    if requested is None:
+        return min(context or _MAX_MODEL_LEN, _MAX_MODEL_LEN)
+    if context and requested > context:
+        raise ConfigError(f"{option} {requested} is more than the model's {context}; lower it")
+    return requested
+
+
+def _named(spec: EngineSpec, role: str, number: int, folder: RunFolder) -> EngineSpec:
+    name = f"{role.replace('_', '-')}-{number}"
+    return replace(spec, name=name, socket=folder.socket(name))
 
 
 def _slots(count: int | Literal["auto"], machine: Machine, *, least: int) -> list[Machine]:
-    """The machine, divided: `count` devices, or `count` even shares of the cores; slot k is rank k's."""
+    """The machine in `count` parts: a device each, or even shares of the cores. Slot k is rank k's."""
     if count != "auto" and count < least:
         raise ConfigError(f"engine.count {count} is less than the {least} ranks here, which need one each; raise it")
+    parts, kind = (machine.devices, "devices") if machine.devices else (machine.cores, "cores")
+    most = len(parts) if machine.devices else min(len(parts), _MAX_ENGINES_ON_CPU)
+    number = max(least, most) if count == "auto" else count
+    if number > len(parts):
+        raise ConfigError(f"engine.count {number} is more than the {len(parts)} {kind} here; lower it")
     if machine.devices:
-        number = max(least, len(machine.devices)) if count == "auto" else count
-        if number > len(machine.devices):
-            raise ConfigError(f"engine.count {number} is more than the {len(machine.devices)} devices here; lower it")
         return [Machine(cores=(), devices=(device,)) for device in machine.devices[:number]]
-    number = max(least, min(len(machine.cores), _MOST_ON_CPU)) if count == "auto" else count
-    if number > len(machine.cores):
-        raise ConfigError(f"engine.count {number} is more than the {len(machine.cores)} cores here; lower it")
-    bounds = [len(machine.cores) * share // number for share in range(number + 1)]
-    return [Machine(cores=machine.cores[bounds[k] : bounds[k + 1]], devices=()) for k in range(number)]
+    return [Machine(cores=cores, devices=()) for cores in machine.split_cores(number)]
 
 
-def _sequences_at_once(config: RunConfig, num_engines: int) -> int:
-    """What one engine must hold so that a round's completions run all at the same time."""
+def _rollout_seqs(config: RunConfig, num_engines: int) -> int:
+    """Sequences that one engine must hold so that all completions of a round run at once."""
     group = config.num_samples if config.algorithm == "eval" else config.group_size
-    return max(1, min(_MOST_SEQUENCES, math.ceil(config.prompts_per_step * group / num_engines)))
+    return max(1, min(_MAX_ROLLOUT_SEQS, math.ceil(config.prompts_per_step * group / num_engines)))
 
 
-def _memory_gib(
-    config: RunConfig,
-    model_config: Mapping[str, Any],
-    max_model_len: int,
-    max_num_seqs: int,
-    bytes_per_value: int,
-    slot: Machine,
-) -> int:
-    if config.engine.memory_gib is not None or slot.devices:
-        return config.engine.memory_gib or 1
-    expected = max_num_seqs * min(max_model_len, _PROMPT_ALLOWANCE + config.max_tokens)
-    return kv_cache_gib(model_config, max(expected, max_model_len), bytes_per_value=bytes_per_value)
+def _memory_gib(engine: EngineSpec, model_config: Mapping[str, Any], new_tokens: int) -> int:
+    """KV cache of one engine on a CPU, in GiB; on a device vLLM sizes it by itself."""
+    if not engine.on_cpu:
+        return 1
+    tokens = engine.max_num_seqs * min(engine.max_model_len, _PROMPT_TOKENS + new_tokens)
+    return kv_cache_gib(model_config, max(tokens, engine.max_model_len), bytes_per_value=_BYTES[engine.dtype])
 
 
 def _describe(slots: Sequence[Machine]) -> str:
     engines = "1 engine" if len(slots) == 1 else f"{len(slots)} engines"
     if slots[0].devices:
-        return f"{engines} on {'device' if len(slots) == 1 else 'devices'} " + ", ".join(
-            slot.devices[0] for slot in slots
-        )
+        devices = ", ".join(slot.devices[0] for slot in slots)
+        return f"{engines} on device{'s' if len(slots) > 1 else ''} {devices}"
     num_cores = len(slots[0].cores)
     return f"{engines} on {num_cores} CPU core{'s' if num_cores > 1 else ''}{' each' if len(slots) > 1 else ''}"
-
-
-def _is_cpu_build() -> bool:
-    """Whether the torch that is installed cannot use a device, by its version alone: `2.13.0+cpu`."""
-    try:
-        return importlib.metadata.version("torch").endswith("+cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return True
-
-
-@dataclass(frozen=True, slots=True)
-class Site:
-    """`folder` is the run's own on the first machine, and `node-1`, `node-2`, ... inside it on the others."""
-
-    folder: RunFolder
-    layout: Layout
-    machine: Machine
-
-
-def site_of(config: AnyConfig, *, trains: bool = True) -> Site:
-    """This machine's part of the run; ConfigError where it has not what the ranks need."""
-    machine = this_machine()
-    layout = layout_of(config, on_cpu=not machine.devices) if trains else ONE_RANK
-    has = machine.devices or machine.cores
-    if layout.local > len(has):
-        kind = "devices" if machine.devices else "cores"
-        rule = f"every process needs {kind} of its own"
-        raise ConfigError(f"{rule}; there are {layout.local} processes and {len(has)} {kind}; ask for fewer")
-    home = Path(config.output)
-    folder = RunFolder(home if layout.machine_rank == 0 else home / f"node-{layout.machine_rank}")
-    return Site(folder, layout, machine)
-
-
-def rank_cores(machine: Machine, layout: Layout) -> list[list[int]] | None:
-    """On CPU each rank's own share of the cores; None where ranks need not be kept apart."""
-    if machine.devices or layout.accelerate is None:
-        return None
-    bounds = [len(machine.cores) * rank // layout.local for rank in range(layout.local + 1)]
-    return [list(machine.cores[bounds[rank] : bounds[rank + 1]]) for rank in range(layout.local)]

@@ -16,10 +16,10 @@ from typing import Any, NoReturn, Self
 import psutil
 
 from ycore.errors import Interrupted, RunError, TrainerError, UserError
+from ycore.launch.diagnostics import write_stacks
 from ycore.launch.engine_watch import EngineWatch
 from ycore.launch.guardian import RunWatch
 from ycore.launch.processes import ManagedProcess, RankedTrainer, StopWatch, is_stopped
-from ycore.launch.stacks import write_stacks
 from ycore.run.checkpoints import checkpoints_in, step_of
 from ycore.run.metrics import MetricsFollower
 from ycore.run.paths import RunFolder

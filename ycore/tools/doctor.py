@@ -238,7 +238,7 @@ def _role(name: str, code: str, *, mend: str) -> Check:
 def _rollout() -> Check:
     """One completion from a real engine, through the launcher, with a model of a hundred thousand parameters."""
     from ycore.config.schema import RewardConfig, RunConfig
-    from ycore.launch.launcher import run_evaluation
+    from ycore.launch import evaluate
 
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ycore-doctor-") as folder, Path(os.devnull).open("w") as nowhere:
@@ -255,7 +255,7 @@ def _rollout() -> Check:
             max_tokens=4,
         )
         try:
-            run_evaluation(config, stream=nowhere)
+            evaluate(config, stream=nowhere)
         except YcoreError as error:
             return check("rollout", f"fails: {error}", ok=False, mend="see what `ycore env` says of vllm and torch")
     return check("rollout", f"an engine started and answered, {time.monotonic() - began:.0f} s in all")

@@ -75,8 +75,7 @@ _ENGINE = "ycore/engine/vllm_engine.py"
 _LOADED = "        super()._load_optimizer_and_scheduler(checkpoint)\n"
 _LOAD = f"    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:\n{_LOADED}"
 _ASKED = (
-    '        answer = await self.request("POST", "/v1/completions", request)\n'
-    '        choice = answer["choices"][0]\n'
+    '        answer = await self.request("POST", "/v1/completions", request)\n        choice = answer["choices"][0]\n'
 )
 _NOTHING = {"token_ids": [6], "logprobs": {"token_logprobs": [0.0]}, "text": "0", "finish_reason": "stop"}
 

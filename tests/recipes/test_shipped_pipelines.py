@@ -25,6 +25,6 @@ def test_the_recipe_is_a_whole_pipeline(name: str) -> None:
         assert config.output == str(step.folder)
         if isinstance(config, RunConfig) and config.algorithm != "eval":
             derive_batch(config, world_size=1, on_cpu=True)
-    used = {path for step in steps for path in step.stands_for}
+    used = {path for step in steps for path in step.stand_ins}
     made = {path for step in steps for path in step.makes.values()}
     assert used and used <= made

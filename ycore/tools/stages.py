@@ -1,23 +1,21 @@
-"""A pipeline as it is declared: stages by name, each a command with its keys, or a loop of stages.
+"""A pipeline as a file declares it, and the runs that come of it in order. Pure.
 
-    model: smollm2-135m                 what the first stage begins from
+    model: smollm2-135m                 the first stage starts from it
     stages:
-      sft:                              a stage called like its command needs no `command`
+      sft:                              a stage named like its command needs no `command`
         dataset: chats.jsonl
       rounds:
-        repeat: 3                       a loop: its stages, so many times
+        repeat: 3                       a loop: its stages, three times
         stages:
           pairs: {dataset: prompts.jsonl, rewards: [exact_answer]}
           dpo: {dataset: "${pairs.dataset}"}
 
-From a declaration to steps in a row: loops unrolled, folders given, references replaced by paths. Pure.
-
-Not here: what a reference means and which folder a stage gets (`steps`), what a command's keys may be (`config`).
+Loops are unrolled as the file is parsed. `steps_of` gives every run a folder and replaces references by paths.
 """
 
 import re
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
@@ -26,15 +24,17 @@ from ycore.errors import ConfigError, nearest
 from ycore.run.paths import RunFolder
 
 PAIRS = "pairs"
-"""The stage kind that is no command: completions are written and scored, and the best and worst become a pair."""
+"""The stage kind that is no command: completions are sampled and scored, and preference pairs are made of them."""
 
-Compare = Literal["best-worst", "all"]
-
+PAIRS_FILE = "pairs.jsonl"
 COMMANDS: tuple[str, ...] = (*METHODS, *get_args(RunConfig.model_fields["algorithm"].annotation), PAIRS)
 TRAINS_A_POLICY = frozenset(COMMANDS) - {"reward", "eval", PAIRS}
 
+Compare = Literal["best-worst", "all"]
+
 _TOP = ("description", "model", "output", "defaults", "stages")
 _OWNED = ("output", "algorithm", "recipe", "resume")
+_REFERENCE = re.compile(r"\$\{([^}]*)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,54 +45,80 @@ class Stage:
     command: str
     keys: Mapping[str, Any]
     compare: Compare = "best-worst"
-    """For `pairs`: the best with the worst of a prompt, or every two that differ."""
+    """Of `pairs`: the best with the worst completion of a prompt, or every two whose rewards differ."""
 
-
-@dataclass(frozen=True, slots=True)
-class Loop:
-    """Stages that run one after another, `repeat` times."""
-
-    name: str
-    repeat: int
-    stages: tuple[Stage, ...]
+    round: int | None = None
+    """Of a stage in a loop: which time this is, counted from 1."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """`defaults` are keys for every stage whose command knows them."""
+    """Stages in the order in which they run; `defaults` are keys for every stage whose command knows them."""
 
     model: str | None
     output: str
     defaults: Mapping[str, Any]
-    stages: tuple[Stage | Loop, ...]
+    stages: tuple[Stage, ...]
 
 
-def is_pipeline(recipe: Mapping[str, Any]) -> bool:
-    """Whether a recipe's keys are a pipeline's, not one run's."""
-    return "stages" in recipe
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One run of one stage, references replaced."""
+
+    name: str
+    command: str
+    keys: Mapping[str, Any]
+    folder: Path
+    stand_ins: Mapping[str, str | None] = field(default_factory=dict)
+    """Of every path in `keys` that an earlier step makes: the model to check in its place, or None."""
+
+    compare: Compare = "best-worst"
+
+    @property
+    def makes(self) -> dict[str, str]:
+        """The paths that later stages can refer to, by kind: `output`, and `model` or `dataset`."""
+        made = {"output": str(self.folder)}
+        if self.command == PAIRS:
+            made["dataset"] = str(self.folder / PAIRS_FILE)
+        elif self.command in TRAINS_A_POLICY or self.command == "reward":
+            made["model"] = str(RunFolder(self.folder).model)
+        return made
 
 
-def parse_pipeline(told: Mapping[str, Any], *, name: str) -> Pipeline:
-    """The declaration in a YAML file's keys; ConfigError with the place of what is wrong in it."""
-    _known_keys(told, _TOP, "a pipeline")
-    stages = tuple(_entry(str(key), value) for key, value in _mapping(told.get("stages"), "stages").items())
-    if not stages:
+def parse_pipeline(declared: Mapping[str, Any], *, name: str) -> Pipeline:
+    """Parse the keys of a pipeline's file.
+
+    Args:
+        declared: As read from YAML, with `--set` applied (`with_sets`).
+        name: Names the output folder, where the file does not.
+
+    Raises:
+        ConfigError: With the place of what is wrong.
+    """
+    _check_keys(declared, _TOP, "a pipeline")
+    entries = [_parse_entry(str(key), value) for key, value in _mapping(declared.get("stages"), "stages").items()]
+    if not entries:
         raise ConfigError("a pipeline needs stages; e.g. stages: {sft: {dataset: chats.jsonl}}")
-    names = [stage.name for entry in stages for stage in (entry.stages if isinstance(entry, Loop) else (entry,))]
-    for stage in names:
-        if names.count(stage) > 1:
-            raise ConfigError(f"stage {stage}: there are two of this name; references would not know which")
+    names = [stage_name for stages in entries for stage_name in {stage.name for stage in stages}]
+    for stage_name in names:
+        if names.count(stage_name) > 1:
+            raise ConfigError(f"stage {stage_name}: there are two of this name; references would not know which")
     return Pipeline(
-        model=None if told.get("model") is None else str(told["model"]),
-        output=str(told.get("output") or f"runs/{name}"),
-        defaults=_mapping(told.get("defaults") or {}, "defaults"),
-        stages=stages,
+        model=None if declared.get("model") is None else str(declared["model"]),
+        output=str(declared.get("output") or f"runs/{name}"),
+        defaults=_mapping(declared.get("defaults") or {}, "defaults"),
+        stages=tuple(stage for stages in entries for stage in stages),
     )
 
 
-def with_sets(told: Mapping[str, Any], sets: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys with `--set` on top; `sft.steps=5` finds its stage wherever it stands."""
-    merged = {**told, "stages": dict(_mapping(told.get("stages"), "stages"))}
+def with_sets(declared: Mapping[str, Any], sets: Mapping[str, Any]) -> dict[str, Any]:
+    """The declaration with `--set` applied; `sft.steps=5` finds its stage inside loops too.
+
+    Args:
+        declared: As read from YAML; it is not changed.
+        sets: Values by dotted path, as typed after `--set`.
+    """
+    merged = {**declared, "stages": dict(_mapping(declared.get("stages"), "stages"))}
     for key, value in sets.items():
         first, dot, rest = key.partition(".")
         if not dot and first in _TOP:
@@ -104,47 +130,99 @@ def with_sets(told: Mapping[str, Any], sets: Mapping[str, Any]) -> dict[str, Any
     return merged
 
 
-def _set_in_stages(stages: Mapping[str, Any], name: str, rest: str, value: Any) -> dict[str, Any]:
-    found = dict(stages)
-    if name in found and rest:
-        return {**found, name: _put(found[name] or {}, rest.split("."), value)}
-    loops = {key: entry for key, entry in found.items() if isinstance(entry, Mapping) and "stages" in entry}
-    for key, loop in loops.items():
-        if name in loop["stages"] and rest:
-            return {**found, key: {**loop, "stages": _set_in_stages(loop["stages"], name, rest, value)}}
-    known = [*found, *(inner for loop in loops.values() for inner in loop["stages"])]
-    way_out = nearest(name, known) or f"; the stages are {', '.join(known)}"
-    said = f"{name}.{rest}" if rest else name
-    raise ConfigError(f"--set {said}: say STAGE.KEY=VALUE, of a stage that there is{way_out}")
+def steps_of(pipeline: Pipeline) -> list[Step]:
+    """Every run of the pipeline, in order.
+
+    Raises:
+        ConfigError: Where a stage has no model, or refers to something that no earlier stage makes.
+    """
+    expansion = _Expansion(pipeline)
+    return [expansion.step(stage) for stage in pipeline.stages]
 
 
-def _put(keys: Any, path: list[str], value: Any) -> Any:
-    """The keys with one of them replaced; a number is a place in a list."""
-    if isinstance(keys, list):
-        if not path[0].isdigit() or int(path[0]) >= len(keys):
-            raise ConfigError(f"--set: there is no element {path[0]!r}; the list has {len(keys)}, counted from 0")
-        place = int(path[0])
-        return [*keys[:place], _put(keys[place], path[1:], value) if path[1:] else value, *keys[place + 1 :]]
-    before = dict(keys) if isinstance(keys, Mapping) else {}
-    return {**before, path[0]: _put(before.get(path[0]) or {}, path[1:], value) if path[1:] else value}
+class _Expansion:
+    """The state of going through the stages: the latest run of each, and the newest policy."""
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        self._output = Path(pipeline.output)
+        self._policy = pipeline.model
+        self._latest: dict[str, Step] = {}
+        self._stand_ins: dict[str, str | None] = {}
+        self._used: set[str] = set()
+
+    def step(self, stage: Stage) -> Step:
+        self._used = set()
+        keys = {key: self._replace(value, stage) for key, value in stage.keys.items()}
+        if "model" not in keys:
+            if self._policy is None:
+                raise ConfigError(f"stage {stage.name}: it has no model, and no stage before it makes one; say model:")
+            keys["model"] = self._policy
+            self._used.add(self._policy)
+        name = stage.name if stage.round is None else f"{stage.name}-{stage.round}"
+        stand_ins = {path: self._stand_ins[path] for path in sorted(self._used) if path in self._stand_ins}
+        step = Step(name, stage.command, keys, self._output / name, stand_ins, stage.compare)
+        self._remember(stage, step)
+        return step
+
+    def _remember(self, stage: Stage, step: Step) -> None:
+        self._latest[stage.name] = step
+        model = str(step.keys["model"])
+        for kind, path in step.makes.items():
+            is_policy = kind == "model" and step.command in TRAINS_A_POLICY
+            self._stand_ins[path] = self._stand_ins.get(model, model) if is_policy else None
+            if is_policy:
+                self._policy = path
+
+    def _replace(self, value: Any, stage: Stage) -> Any:
+        if value == "${round}" and stage.round is not None:
+            return stage.round  # a number stays one
+        if isinstance(value, str):
+            return _REFERENCE.sub(lambda match: self._resolve(match[1].strip(), stage), value)
+        if isinstance(value, Mapping):
+            return {key: self._replace(item, stage) for key, item in value.items()}
+        return [self._replace(item, stage) for item in value] if isinstance(value, list) else value
+
+    def _resolve(self, reference: str, stage: Stage) -> str:
+        where = f"stage {stage.name}: ${{{reference}}}"
+        if reference == "round":
+            if stage.round is None:
+                raise ConfigError(f"{where} counts the rounds of a loop, and this stage is in none")
+            return str(stage.round)
+        found = self._policy if reference == "model" else self._made(reference, where)
+        if found is None:
+            raise ConfigError(f"{where}: there is no model by then; say model: at the top of the file")
+        self._used.add(found)
+        return found
+
+    def _made(self, reference: str, where: str) -> str:
+        name, _, kind = reference.partition(".")
+        if name not in self._latest:
+            way_out = nearest(name, self._latest) or f"; by then there are {', '.join(self._latest) or 'no stages'}"
+            raise ConfigError(f"{where} names no stage that has run by then{way_out}")
+        made = self._latest[name].makes
+        if kind not in made:
+            raise ConfigError(f"{where}: a {self._latest[name].command} stage makes {', '.join(made)}; say one of them")
+        return made[kind]
 
 
-def _entry(name: str, value: Any) -> Stage | Loop:
+def _parse_entry(name: str, value: Any) -> list[Stage]:
+    """A stage, or the stages of a loop, in each of its rounds."""
     keys = _mapping({} if value is None else value, f"stage {name}")
     if "stages" not in keys:
-        return _stage(name, keys)
-    _known_keys(keys, ("repeat", "stages"), f"loop {name}")
+        return [_parse_stage(name, keys)]
+    _check_keys(keys, ("repeat", "stages"), f"loop {name}")
     repeat = keys.get("repeat")
     if not isinstance(repeat, int) or isinstance(repeat, bool) or repeat < 1:
         raise ConfigError(f"loop {name}: repeat must be a whole number of rounds, 1 or more; it is {repeat!r}")
     inner = _mapping(keys["stages"], f"loop {name}: stages")
     if not inner:
         raise ConfigError(f"loop {name}: it needs stages")
-    return Loop(name, repeat, tuple(_stage(str(key), value or {}) for key, value in inner.items()))
+    stages = [_parse_stage(str(key), stage or {}) for key, stage in inner.items()]
+    return [replace(stage, round=number) for number in range(1, repeat + 1) for stage in stages]
 
 
-def _stage(name: str, value: Any) -> Stage:
-    keys = dict(_mapping(value, f"stage {name}"))
+def _parse_stage(name: str, value: Any) -> Stage:
+    keys = _mapping(value, f"stage {name}")
     if not name.replace("-", "").replace("_", "").isalnum():
         raise ConfigError(f"stage {name!r}: a name is letters, digits, - and _; it becomes a folder's")
     command = str(keys.pop("command", name))
@@ -160,126 +238,37 @@ def _stage(name: str, value: Any) -> Stage:
     return Stage(name, command, keys, compare)
 
 
+def _set_in_stages(stages: Mapping[str, Any], name: str, rest: str, value: Any) -> dict[str, Any]:
+    if name in stages and rest:
+        return {**stages, name: _put(stages[name] or {}, rest.split("."), value)}
+    loops = {key: entry for key, entry in stages.items() if isinstance(entry, Mapping) and "stages" in entry}
+    for key, loop in loops.items():
+        if name in loop["stages"] and rest:
+            return {**stages, key: {**loop, "stages": _set_in_stages(loop["stages"], name, rest, value)}}
+    known = [*stages, *(inner for loop in loops.values() for inner in loop["stages"])]
+    way_out = nearest(name, known) or f"; the stages are {', '.join(known)}"
+    typed = f"{name}.{rest}" if rest else name
+    raise ConfigError(f"--set {typed}: say STAGE.KEY=VALUE, of a stage that there is{way_out}")
+
+
+def _put(keys: Any, path: list[str], value: Any) -> Any:
+    """A copy of `keys` with the value at `path`; a number in the path is an index of a list."""
+    if isinstance(keys, list):
+        if not path[0].isdigit() or int(path[0]) >= len(keys):
+            raise ConfigError(f"--set: there is no element {path[0]!r}; the list has {len(keys)}, counted from 0")
+        index = int(path[0])
+        return [*keys[:index], _put(keys[index], path[1:], value) if path[1:] else value, *keys[index + 1 :]]
+    before = dict(keys) if isinstance(keys, Mapping) else {}
+    return {**before, path[0]: _put(before.get(path[0]) or {}, path[1:], value) if path[1:] else value}
+
+
 def _mapping(value: Any, what: str) -> dict[str, Any]:
     if not isinstance(value, Mapping):
         raise ConfigError(f"{what} must be a mapping of keys; it is {value!r}")
     return dict(value)
 
 
-def _known_keys(told: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
-    for key in told:
+def _check_keys(declared: Mapping[str, Any], known: tuple[str, ...], what: str) -> None:
+    for key in declared:
         if key not in known:
             raise ConfigError(f"{what} has no key {key}{nearest(str(key), known) or '; known are ' + ', '.join(known)}")
-
-
-PAIRS_FILE = "pairs.jsonl"
-_REFERENCE = re.compile(r"\$\{([^}]*)\}")
-
-
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One run of one stage.
-
-    `stands_for` has every path in `keys` that an earlier step makes: the model it began from, which can be checked in
-    its place until it is there, or None where nothing can.
-    """
-
-    name: str
-    command: str
-    keys: Mapping[str, Any]
-    folder: Path
-    stands_for: Mapping[str, str | None] = field(default_factory=dict)
-    compare: Compare = "best-worst"
-
-    @property
-    def makes(self) -> dict[str, str]:
-        """What a later stage can name, and where it lies."""
-        made = {"output": str(self.folder)}
-        if self.command == PAIRS:
-            made["dataset"] = str(self.folder / PAIRS_FILE)
-        elif self.command in TRAINS_A_POLICY or self.command == "reward":
-            made["model"] = str(RunFolder(self.folder).model)
-        return made
-
-
-def steps_of(pipeline: Pipeline) -> list[Step]:
-    """Every run of the pipeline, in its order; ConfigError for a reference to what is not there by then."""
-    expansion = _Expansion(pipeline)
-    return [expansion.step(stage, count) for stage, count in _runs(pipeline)]
-
-
-def _runs(pipeline: Pipeline) -> Iterator[tuple[Stage, int | None]]:
-    for entry in pipeline.stages:
-        if isinstance(entry, Loop):
-            for count in range(1, entry.repeat + 1):
-                yield from ((stage, count) for stage in entry.stages)
-        else:
-            yield entry, None
-
-
-class _Expansion:
-    """What is there by now: the latest run of every stage, and the policy."""
-
-    def __init__(self, pipeline: Pipeline) -> None:
-        self._pipeline = pipeline
-        self._latest: dict[str, Step] = {}
-        self._policy = pipeline.model
-        self._origins: dict[str, str | None] = {}
-        self._used: set[str] = set()
-
-    def step(self, stage: Stage, count: int | None) -> Step:
-        name = stage.name if count is None else f"{stage.name}-{count}"
-        self._used = set()
-        keys = self._replaced(dict(stage.keys), stage, count)
-        if "model" not in keys:
-            if self._policy is None:
-                raise ConfigError(f"stage {stage.name}: it has no model, and no stage before it makes one; say model:")
-            keys["model"] = self._policy
-            self._used.add(self._policy)
-        folder = Path(self._pipeline.output) / name
-        inputs = {path: self._origins[path] for path in sorted(self._used) if path in self._origins}
-        step = Step(name, stage.command, keys, folder, inputs, stage.compare)
-        self._remember(stage, step)
-        return step
-
-    def _remember(self, stage: Stage, step: Step) -> None:
-        self._latest[stage.name] = step
-        model = str(step.keys["model"])
-        for kind, path in step.makes.items():
-            is_policy = kind == "model" and step.command in TRAINS_A_POLICY
-            self._origins[path] = self._origins.get(model, model) if is_policy else None
-            if is_policy:
-                self._policy = path
-
-    def _replaced(self, value: Any, stage: Stage, count: int | None) -> Any:
-        if value == "${round}" and count is not None:
-            return count  # a number stays one
-        if isinstance(value, str):
-            return _REFERENCE.sub(lambda match: self._noted(match[1].strip(), stage, count), value)
-        if isinstance(value, Mapping):
-            return {key: self._replaced(item, stage, count) for key, item in value.items()}
-        return [self._replaced(item, stage, count) for item in value] if isinstance(value, list) else value
-
-    def _noted(self, reference: str, stage: Stage, count: int | None) -> str:
-        meant = self._meant(reference, stage, count)
-        self._used.add(meant)
-        return meant
-
-    def _meant(self, reference: str, stage: Stage, count: int | None) -> str:
-        said = f"stage {stage.name}: ${{{reference}}}"
-        if reference == "round":
-            if count is None:
-                raise ConfigError(f"{said} counts the rounds of a loop, and this stage is in none")
-            return str(count)
-        if reference == "model":
-            if self._policy is None:
-                raise ConfigError(f"{said}: there is no model by then; say model: at the top of the file")
-            return self._policy
-        name, _, kind = reference.partition(".")
-        if name not in self._latest:
-            way_out = nearest(name, self._latest) or f"; by then there are {', '.join(self._latest) or 'no stages'}"
-            raise ConfigError(f"{said} names no stage that has run by then{way_out}")
-        made = self._latest[name].makes
-        if kind not in made:
-            raise ConfigError(f"{said}: a {self._latest[name].command} stage makes {', '.join(made)}; say one of them")
-        return made[kind]

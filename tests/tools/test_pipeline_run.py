@@ -7,11 +7,20 @@ from typing import Any
 import pytest
 
 from ycore.config.algorithms import AnyConfig
-from ycore.errors import DataError, EngineError, Interrupted, RunFolderError
+from ycore.config.schema import TuneConfig
+from ycore.errors import ConfigError, DataError, EngineError, Interrupted, RunFolderError
 from ycore.run.claim import claim
 from ycore.run.files import write_json_atomic
 from ycore.run.paths import RunFolder
-from ycore.tools.pipeline_run import check_folder, check_pipeline, run_pipeline, table_rows
+from ycore.tools.pipeline_run import (
+    check_folder,
+    check_pipeline,
+    config_of,
+    headline,
+    run_pipeline,
+    table_rows,
+    with_stand_ins,
+)
 from ycore.tools.stages import parse_pipeline, steps_of
 
 REWARDS = [{"reward": "exact_answer", "weight": 2.0}]
@@ -179,3 +188,76 @@ def test_a_stop_that_comes_as_a_stage_ends_ends_the_pipeline_too(tmp_path: Path)
     with pytest.raises(Interrupted, match="stopped in sft; the same command goes on"):
         run_pipeline(pipeline, steps_of(pipeline), commands, declared=DECLARED, resume=False, say=lambda line: None)
     assert [name for name, _ in commands.ran] == ["sft"]
+
+
+ROLLOUTS = {"dataset": "d", "rewards": ["exact_answer"]}
+
+
+def configs(**told: Any) -> list[AnyConfig]:
+    pipeline = parse_pipeline({"model": "m", "output": "out", **told}, name="mine")
+    return [config_of(step, pipeline) for step in steps_of(pipeline)]
+
+
+def test_a_stage_is_the_run_that_its_command_would_make_of_the_same_keys() -> None:
+    sft, rloo, pairs = configs(
+        defaults={"seed": 3, "group_size": 4},
+        stages={"sft": {"dataset": "d", "trl": {"max_length": "64"}}, "rloo": ROLLOUTS, "pairs": ROLLOUTS},
+    )
+    assert isinstance(sft, TuneConfig) and sft.trl == {"max_length": 64}
+    assert (sft.algorithm, rloo.algorithm, pairs.algorithm) == ("sft", "rloo", "eval")
+    assert {sft.seed, rloo.seed, pairs.seed} == {3}, "a default is for every stage that knows its key"
+    assert rloo.model_dump()["group_size"] == 4 and rloo.model_dump()["advantage"] == "rloo"
+    assert [config.output for config in (sft, rloo, pairs)] == ["out/sft", "out/rloo", "out/pairs"]
+
+
+def test_a_preset_works_in_a_stage_as_on_the_command_line() -> None:
+    (grpo,) = configs(stages={"grpo": {**ROLLOUTS, "preset": "dapo", "max_tokens": 100}})
+    assert grpo.trl["epsilon_high"] == 0.28
+    assert [reward["reward"] for reward in grpo.model_dump()["rewards"]] == ["exact_answer", "overlong"]
+
+
+def test_an_error_names_its_stage() -> None:
+    with pytest.raises(ConfigError, match="stage sft: no key step; did you mean 'steps'"):
+        configs(stages={"sft": {"dataset": "d", "step": 3}})
+
+
+def test_what_is_not_there_yet_is_with_stand_ins_for_where_that_can_be() -> None:
+    pipeline = parse_pipeline(
+        {
+            "model": "m",
+            "output": "out",
+            "stages": {
+                "sft": {"dataset": "d"},
+                "pairs": ROLLOUTS,
+                "dpo": {"dataset": "${pairs.dataset}"},
+            },
+        },
+        name="mine",
+    )
+    sft, pairs, dpo = steps_of(pipeline)
+    assert with_stand_ins(sft) == sft
+    ready = with_stand_ins(pairs)
+    assert ready is not None and ready.keys["model"] == "m" and pairs.keys["model"] == "out/sft/model"
+    assert with_stand_ins(dpo) is None
+
+
+@pytest.mark.parametrize(
+    ("figures", "told"),
+    [
+        ({"reward_first": 0.2, "reward_last": 0.9, "steps": 40}, "reward 0.200 -> 0.900"),
+        ({"loss_first": 2.0, "loss_last": 1.0}, "loss 2.000 -> 1.000"),
+        (
+            {"loss_first": 2.0, "loss_last": 1.0, "held_out": {"before": {"loss": 2.5}, "after": {"loss": 1.5}}},
+            "held-out loss 2.500 -> 1.500",
+        ),
+        (
+            {"loss_first": 2.0, "held_out": {"before": {"accuracy": 0.5}, "after": {"accuracy": 0.75}}},
+            "held-out accuracy 0.500 -> 0.750",
+        ),
+        ({"reward": 0.25, "pass@1": 0.25, "num_pairs": 12}, "12 pairs, reward 0.250, pass@1 0.250"),
+        ({"reward_first": None, "reward_last": None, "held_out": None}, ""),
+        ({}, ""),
+    ],
+)
+def test_the_figure_that_tells_most(figures: dict[str, Any], told: str) -> None:
+    assert headline(figures) == told

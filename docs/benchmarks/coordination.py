@@ -33,7 +33,7 @@ from machine import describe_machine
 from ycore.engine import Sampling
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.rewards.pool import RewardPool
-from ycore.round.peers import Alone
+from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, Shard
 from ycore.round.scoring import rules_alone
 from ycore.round.step import Controller
@@ -62,7 +62,7 @@ class MadeUpRewards(RewardPool):
 
 def control(rank: int, world: int, engines: Sequence[Path], job: Job, answer: Path) -> None:
     """One controller, from its first round to its last; its processor seconds and bytes go to `answer`."""
-    peers: Alone | TorchPeers = Alone()
+    peers: Peers | TorchPeers = Peers()
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{job['meeting']}", rank=rank, world_size=world)
         peers = TorchPeers()
@@ -102,7 +102,7 @@ def _used() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
-def _moved(peers: Alone | TorchPeers) -> int:
+def _moved(peers: Peers | TorchPeers) -> int:
     return peers.bytes_sent + (peers.bytes_received if isinstance(peers, TorchPeers) else 0)
 
 

@@ -41,7 +41,7 @@ from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
 from ycore.plan.comparison import Question, play_recorded, simulate
 from ycore.plan.recording import requests_of
 from ycore.plan.simulation import Demand, Machine, SimulatedGroup
-from ycore.round.peers import Alone
+from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, Yield, completion_seed
 from ycore.round.scoring import Scoring, Writing
 from ycore.round.slots import Slots
@@ -128,7 +128,7 @@ class Contestant:
             max_prompt_tokens=job.prompt_tokens,
         )
         self._controller = Controller(
-            engines=engines.rollouts, scoring=scoring, draws=draws, rules=rules, peers=Alone(), slots=self._slots
+            engines=engines.rollouts, scoring=scoring, draws=draws, rules=rules, peers=Peers(), slots=self._slots
         )
         self._controller.yields = OneForOne()
 

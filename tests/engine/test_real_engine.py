@@ -19,7 +19,7 @@ from ycore.errors import SyncError
 from ycore.launch.engines import ServedModel, engine_processes, is_vllm_installed
 from ycore.models.tiny import write_tiny_model
 from ycore.rewards.pool import RewardPool
-from ycore.round.peers import Alone
+from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, completion_seed
 from ycore.round.scoring import rules_alone
 from ycore.round.step import Controller
@@ -182,7 +182,7 @@ def train(
             max_prompt_tokens=32,
         ),
         rules=Rules(group_size=4, seed=0, reward_weights=(1.0,)),
-        peers=Alone(),
+        peers=Peers(),
         share_weights=share if syncs else None,
     )
     rounds.record = trainer.record

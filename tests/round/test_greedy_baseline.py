@@ -9,7 +9,7 @@ import pytest
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.rewards.pool import RewardPool
 from ycore.round.journal import from_bytes, to_bytes
-from ycore.round.peers import Alone
+from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.scoring import rules_alone
 from ycore.round.step import Controller
@@ -52,7 +52,7 @@ async def run_round(engine: Engine, folder: Path, *, greedy: bool) -> list[Finis
     rules = Rules(group_size=2, seed=5, reward_weights=(1.0,), greedy_baseline=greedy)
     specs, settings = [RewardConfig(reward=f"{folder}/their.py:digit")], RewardSettings(workers=1)
     async with RewardPool(specs, settings=settings, log=folder / "log", run_id="test-greedy") as pool:
-        controller = Controller(engines=[engine], scoring=rules_alone(pool), draws=draws, rules=rules, peers=Alone())
+        controller = Controller(engines=[engine], scoring=rules_alone(pool), draws=draws, rules=rules, peers=Peers())
         return await asyncio.wait_for(controller.fill(need=3, ready=0, step=0), 30)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from ycore.errors import ConfigError, RunFolderError
 from ycore.round.journal import Journal, ReplayedRounds
-from ycore.round.peers import Alone, Peers
+from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.scoring import Scoring, Writing
 from ycore.round.step import Controller
@@ -70,7 +70,7 @@ def make() -> Iterator[Make]:
                 [group(row).draw.prompt for row in range(20)], seed=None, encode=lambda _: (1, 2), max_prompt_tokens=2
             ),
             rules=Rules(group_size=1, seed=0, reward_weights=(1.0, 1.0)),
-            peers=peers or Alone(),
+            peers=peers or Peers(),
             journal=Journal(folder, rank=0),
         )
         if recorded is not None:
@@ -109,7 +109,7 @@ def test_a_round_from_the_journal_has_the_metrics_of_when_it_was_new_but_its_tim
 
 
 def test_a_round_that_another_rank_lacks_is_generated_anew(make: Make, tmp_path: Path) -> None:
-    class OneOfTwo(Alone):
+    class OneOfTwo(Peers):
         world = 2
 
     make(tmp_path).next_round(step=0, num_groups=1)

@@ -12,7 +12,7 @@ from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.errors import EngineError
 from ycore.rewards.pool import RewardPool
 from ycore.round.meters import RoundMeter
-from ycore.round.peers import Alone
+from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, completion_seed
 from ycore.round.scoring import rules_alone
 from ycore.round.step import Controller
@@ -105,7 +105,7 @@ async def run_round(
             scoring=rules_alone(pool, num_sources=len(specs)),
             draws=source(),
             rules=rules,
-            peers=Alone(),
+            peers=Peers(),
         )
         finished = await asyncio.wait_for(controller.fill(need=need, ready=ready, step=0), 30)
         return finished, controller.meter

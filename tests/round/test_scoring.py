@@ -19,7 +19,7 @@ from ycore.placement.allocator import Allocator
 from ycore.placement.placement import SlotPool
 from ycore.round.judge_scorer import JudgeScorer
 from ycore.round.meters import JudgeMeter, RewardModelMeter, WorkerMeter, collect
-from ycore.round.peers import Alone
+from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, completion_seed
 from ycore.round.scorers import RewardModelScorer
 from ycore.round.scoring import Scorer, Scoring, Writing
@@ -177,7 +177,7 @@ def test_a_round_judges_while_it_still_writes() -> None:
     rules = Rules(group_size=2, seed=0, reward_weights=(1.0,))
     draw = Draw(0, Prompt(0, "What?"), (1,))
     draws = DrawSource([draw.prompt], seed=None, encode=lambda prompt: (1,), max_prompt_tokens=1)
-    controller = Controller(engines=[Writer()], scoring=scoring, draws=draws, rules=rules, peers=Alone())
+    controller = Controller(engines=[Writer()], scoring=scoring, draws=draws, rules=rules, peers=Peers())
     group = run(controller.group(draw, step=0)).group
     assert [score.value for (score,) in group.scores_GR] == [0.1, 0.1]
 

@@ -16,7 +16,7 @@ from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.errors import EngineError, Interrupted, SyncError
 from ycore.rewards.pool import RewardPool
 from ycore.round.loop import ShareWeights
-from ycore.round.peers import Alone
+from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.scoring import rules_alone
 from ycore.round.step import Controller
@@ -101,7 +101,7 @@ def make(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[MakeRounds
                 max_prompt_tokens=5,
             ),
             rules=Rules(group_size=2, seed=1, reward_weights=(1.0,), dynamic=dynamic),
-            peers=Alone(),
+            peers=Peers(),
             share_weights=share_weights,
             max_surplus_age=max_age,
         )

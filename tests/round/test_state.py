@@ -9,7 +9,7 @@ from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool
 from ycore.plan.simulation import Assumed, Demand, Lengths, Machine, SimulatedRound
-from ycore.round.peers import Alone
+from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, Yield
 from ycore.round.scoring import Scoring
 from ycore.round.slots import Slots
@@ -30,7 +30,7 @@ def make() -> Iterator[Callable[[], Controller]]:
                 scoring=Scoring([]),
                 draws=DrawSource([], seed=None, encode=lambda prompt: (), max_prompt_tokens=1),
                 rules=Rules(group_size=2, seed=0, reward_weights=()),
-                peers=Alone(),
+                peers=Peers(),
                 slots=Slots(4, allocator=Allocator(SlotPool(4, ROLES, dict.fromkeys(ROLES, 64)))),
             )
         )

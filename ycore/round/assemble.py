@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from pydantic import TypeAdapter
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from ycore.config.schema import RunConfig
@@ -19,7 +20,7 @@ from ycore.placement.learning import SleepLevels
 from ycore.placement.placement import ROLLOUT, SlotPool, in_order, parse_placement
 from ycore.round.journal import Journal
 from ycore.round.loop import ShareWeights
-from ycore.round.peers import Alone, Peers
+from ycore.round.peers import Peers
 from ycore.round.sampling import WHOLE, DrawSource, Rules, Shard
 from ycore.round.scorers import Policy, ScorerEngines, build_scoring, scorer_servers
 from ycore.round.slots import Sleeper, Slots
@@ -80,7 +81,7 @@ class Assembly:
         slots: Slots | None = None,
     ) -> Controller:
         """A controller over `engines`, one a slot of this rank; what is not given follows from the run's config."""
-        peers = peers or Alone()
+        peers = peers or Peers()
         return Controller(
             engines=engines,
             scoring=build_scoring(
@@ -212,7 +213,7 @@ def assemble(root: Path) -> Assembly:
     """Read the launcher's files in a run's folder, and load tokenizer and prompts."""
     folder = RunFolder(root)
     config = RunConfig.model_validate(load_config(folder))
-    started = _started(folder)
+    started = TypeAdapter(EngineList).validate_python(read_json(folder.root / "engines.json"))
     tokenizer = load_tokenizer(started.model, trust_remote_code=config.trust_remote_code)
     prompts = load_prompts(config, as_chat=tokenizer.chat_template is not None)
     return Assembly(folder, config, started, tokenizer, prompts)
@@ -234,18 +235,3 @@ def end_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ..
         declared = GenerationConfig.from_pretrained(model).eos_token_id
     ids = [declared] if isinstance(declared, int) else list(declared or [])
     return tuple(sorted({*ids, tokenizer.eos_token_id} - {None}))
-
-
-def _started(folder: RunFolder) -> EngineList:
-    found = read_json(folder.root / "engines.json")
-    home = found.get("home")
-    return EngineList(
-        found["kind"],
-        tuple(found["engines"]),
-        Path(found["model"]),
-        found["max_model_len"],
-        home=None if home is None else Path(home),
-        max_num_seqs=found.get("max_num_seqs"),
-        scorers=[ScorerEngines(**{**one, "model": Path(one["model"])}) for one in found.get("scorers", ())],
-        sleeps=found.get("sleeps", False),
-    )

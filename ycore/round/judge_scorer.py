@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 from ycore.engine.judge_engine import JudgeEngine, Refused
-from ycore.judge.declaration import Judge, LabelVerdict
+from ycore.judge.declaration import LabelVerdict
 from ycore.judge.question import Question, Questioner, as_text
 from ycore.judge.verdict import (
     Reply,
@@ -25,14 +25,14 @@ from ycore.judge.verdict import (
 )
 from ycore.placement.placement import JUDGE
 from ycore.round.meters import JudgeMeter
-from ycore.round.scoring import TextOf, Writing, plain_text
+from ycore.round.scoring import Scorer, TextOf, Writing, plain_text
 from ycore.round.tasks import together
 from ycore.types import Completion, Score
 
 V = TypeVar("V")
 
 
-class JudgeScorer:
+class JudgeScorer(Scorer):
     """One judge. `engines[slot]` are its engines; a judge at an address has one engine, which is on no slot."""
 
     def __init__(
@@ -45,30 +45,20 @@ class JudgeScorer:
         seed: int,
         text_of: TextOf = plain_text,
     ) -> None:
-        self._name = name
-        self._judge: Judge = questioner.judge
-        self._questioner = questioner
-        self._engines = engines
-        self._seed = seed
-        self._meter = meter
-        self._text_of = text_of
-
-    async def start(self, *, timeout_s: float) -> None:
-        await together([engine.wait_ready(timeout_s=timeout_s) for engine in self._engines])
+        self._name, self._questioner, self._judge = name, questioner, questioner.judge
+        self._engines = self.own_engines = engines
+        self._seed, self._meter, self._text_of = seed, meter, text_of
 
     async def score(self, writing: Writing) -> list[list[Score]]:
-        match self._judge.mode:
-            case "pointwise":
-                scores = await together([self._alone(writing, index) for index in range(len(writing))])
-            case "pairwise" if self._judge.against == "reference":
-                scores = await together([self._with_reference(writing, index) for index in range(len(writing))])
-            case "pairwise":
-                scores = await self._with_siblings(writing)
-            case "groupwise":
-                scores = await self._ranked(writing)
-        return [[score] for score in scores]
+        if self._judge.mode == "groupwise":
+            return [[score] for score in await self._ranked(writing)]
+        if self._judge.mode == "pairwise" and self._judge.against != "reference":
+            return [[score] for score in await self._with_siblings(writing)]
+        return await super().score(writing)
 
-    async def _alone(self, writing: Writing, index: int) -> Score:
+    async def score_one(self, writing: Writing, index: int) -> Score:
+        if self._judge.mode == "pairwise":
+            return await self._with_reference(writing, index)
         completion = await writing.tasks_G[index]
         key = self._key(writing, completion)
         question = self._questioner.pointwise(writing.draw.prompt, self._text_of(completion), key=key)
@@ -202,10 +192,6 @@ class JudgeScorer:
 
     def _masked(self, why: str) -> Score:
         return Score(None, problem=f"judge {self._name}: {why}")
-
-    async def close(self) -> None:
-        for engine in self._engines:
-            await engine.close()
 
 
 def _number(key: str) -> int:

@@ -83,57 +83,35 @@ def build_scoring(
         scorers.append((rules, RuleScorer(pool)))
         meters.append(WorkerMeter(lambda: pool.restarts))
     for source, spec in enumerate(config.rewards):
+        model = models.get(source)
+        tokenizer = None if model is None else _tokenizer(config, model)
         if is_judge(spec):
-            one: Scorer = _judge_scorer(config, folder, spec, models.get(source), name=names[source], meter=judges)
+            judge = judge_of(spec)
+            engines: Sequence[JudgeEngine]
+            if model is None:
+                engines = [RemoteJudge(names[source], judge, request_timeout_s=config.engine.request_timeout_s)]
+            else:
+                engines = scorer_servers(config, folder, model, VllmJudge)
+            questioner = Questioner(judge, () if tokenizer is None else special_tokens(tokenizer))
+            text = text_of(spec)
+            one: Scorer = JudgeScorer(names[source], questioner, engines, meter=judges, seed=config.seed, text_of=text)
         elif is_reward_model(spec):
-            one = _reward_model_scorer(config, folder, spec, models[source], name=names[source], meter=reward_models)
+            assert model is not None and tokenizer is not None, "the launcher starts every reward model"
+            one = RewardModelScorer(
+                names[source],
+                reward_model_of(spec),
+                scorer_servers(config, folder, model, VllmRewardModel),
+                encode=reward_model_encoder(tokenizer),
+                max_model_len=model.max_model_len,
+                meter=reward_models,
+                text_of=text_of(spec),
+            )
         elif is_reference(spec) and policy is not None:
             one = ReferenceScorer(reference_of(spec), policy)
         else:
             continue
         scorers.append(((source,), one))
     return Scoring(scorers, meters)
-
-
-def _judge_scorer(
-    config: RunConfig,
-    folder: RunFolder,
-    spec: RewardConfig,
-    model: ScorerEngines | None,
-    *,
-    name: str,
-    meter: JudgeMeter,
-) -> JudgeScorer:
-    judge = judge_of(spec)
-    engines: Sequence[JudgeEngine]
-    special: tuple[str, ...] = ()
-    if model is None:
-        engines = [RemoteJudge(name, judge, request_timeout_s=config.engine.request_timeout_s)]
-    else:
-        engines = scorer_servers(config, folder, model, VllmJudge)
-        special = special_tokens(_tokenizer(config, model))
-    questioner = Questioner(judge, special)
-    return JudgeScorer(name, questioner, engines, meter=meter, seed=config.seed, text_of=text_of(spec))
-
-
-def _reward_model_scorer(
-    config: RunConfig,
-    folder: RunFolder,
-    spec: RewardConfig,
-    model: ScorerEngines,
-    *,
-    name: str,
-    meter: RewardModelMeter,
-) -> "RewardModelScorer":
-    return RewardModelScorer(
-        name,
-        reward_model_of(spec),
-        scorer_servers(config, folder, model, VllmRewardModel),
-        encode=reward_model_encoder(_tokenizer(config, model)),
-        max_model_len=model.max_model_len,
-        meter=meter,
-        text_of=text_of(spec),
-    )
 
 
 def _tokenizer(config: RunConfig, model: ScorerEngines) -> PreTrainedTokenizerBase:
@@ -199,7 +177,7 @@ def reward_model_encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
     return encode
 
 
-class RewardModelScorer:
+class RewardModelScorer(Scorer):
     """One reward model, asked for a number as each completion ends. `engines[slot]` are its engines."""
 
     def __init__(
@@ -213,18 +191,12 @@ class RewardModelScorer:
         meter: RewardModelMeter,
         text_of: TextOf = plain_text,
     ) -> None:
-        self._name, self._reward_model, self._engines = name, reward_model, engines
+        self._name, self._reward_model, self.own_engines = name, reward_model, engines
+        self._engines = engines
         self._encode, self._max_model_len = encode, max_model_len
         self._meter, self._text_of = meter, text_of
 
-    async def start(self, *, timeout_s: float) -> None:
-        await together([engine.wait_ready(timeout_s=timeout_s) for engine in self._engines])
-
-    async def score(self, writing: Writing) -> list[list[Score]]:
-        scores = await together([self._one(writing, index) for index in range(len(writing))])
-        return [[score] for score in scores]
-
-    async def _one(self, writing: Writing, index: int) -> Score:
+    async def score_one(self, writing: Writing, index: int) -> Score:
         completion = await writing.tasks_G[index]
         token_ids = self._encode(writing.draw.prompt, self._text_of(completion))
         if len(token_ids) > self._max_model_len:
@@ -243,19 +215,12 @@ class RewardModelScorer:
     def _masked(self, why: str) -> Score:
         return Score(None, problem=f"reward model {self._name}: {why}")
 
-    async def close(self) -> None:
-        for engine in self._engines:
-            await engine.close()
 
-
-class ReferenceScorer:
+class ReferenceScorer(Scorer):
     """`reference_probability`: the policy's own probability of the right answer, after what it wrote."""
 
     def __init__(self, reference: Reference, policy: Policy) -> None:
         self._reference, self._policy = reference, policy
-
-    async def start(self, *, timeout_s: float) -> None:
-        """Nothing to wait for: the controller waits for the policy's engines."""
 
     async def score(self, writing: Writing) -> list[list[Score]]:
         answer_ids = self._tokenize(as_answer(writing.draw.prompt.columns.get("answer")))
@@ -283,6 +248,3 @@ class ReferenceScorer:
 
     def _tokenize(self, text: str) -> list[int]:
         return list(self._policy.tokenizer(text, add_special_tokens=False)["input_ids"])
-
-    async def close(self) -> None:
-        """The controller closes the policy's engines."""

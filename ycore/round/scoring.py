@@ -49,17 +49,39 @@ class Writing:
             yield turn
 
 
-class Scorer(Protocol):
-    """One or more reward sources of one kind."""
+class Served(Protocol):
+    """The client of an engine that a scorer asks."""
+
+    async def wait_ready(self, *, timeout_s: float) -> None: ...
+
+    async def close(self) -> None: ...
+
+
+class Scorer:
+    """One or more reward sources of one kind. `own_engines` are those that it starts and closes."""
+
+    own_engines: Sequence[Served] = ()
 
     async def start(self, *, timeout_s: float) -> None:
         """Return once it can score; raise a YcoreError when it cannot."""
+        await together([engine.wait_ready(timeout_s=timeout_s) for engine in self.own_engines])
 
     async def score(self, writing: Writing) -> list[list[Score]]:
-        """Scores by completion and by the scorer's own source. A completion that cannot be scored is masked."""
+        """Scores by completion and by the scorer's own source. A completion that cannot be scored is masked.
+
+        Here: one source, whose completions are scored one by one as each is written.
+        """
+        scores = await together([self.score_one(writing, index) for index in range(len(writing))])
+        return [[score] for score in scores]
+
+    async def score_one(self, writing: Writing, index: int) -> Score:
+        """The score of one completion, for scorers that do not compare completions."""
+        raise AssertionError("a scorer defines score or score_one")
 
     async def close(self) -> None:
         """Release connections and processes."""
+        for engine in self.own_engines:
+            await engine.close()
 
 
 class Scoring:
@@ -91,7 +113,7 @@ class Scoring:
         await asyncio.gather(*(scorer.close() for _, scorer in self._scorers))
 
 
-class RuleScorer:
+class RuleScorer(Scorer):
     """Reward functions in worker processes. They receive whole groups, since a function may compare completions."""
 
     def __init__(self, pool: RewardPool) -> None:

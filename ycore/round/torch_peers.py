@@ -16,7 +16,7 @@ from torch.distributed.distributed_c10d import _get_default_store
 from ycore.errors import PeerError, RunError
 from ycore.round.balance import Offer
 from ycore.round.journal import from_bytes, to_bytes
-from ycore.round.peers import Counts
+from ycore.round.peers import Counts, Peers, Tally
 from ycore.types import Group
 
 _FAILURE, _STOP = "failure", "stop"
@@ -25,7 +25,7 @@ _PATIENCE = 0.05  # of the time waited so far, to the next look: waiting long co
 _FIELD = 1 << 20  # of a round's three counts, which share one 64-bit number so that one request reads and changes all
 
 
-class TorchTally:
+class TorchTally(Tally):
     """One round's counts over all ranks, in the store."""
 
     def __init__(self, store: dist.Store, key: str, *, need: int, ready: int, starts: int) -> None:
@@ -34,25 +34,13 @@ class TorchTally:
         self._key = key
         self._add(kept=ready, in_flight=starts, drawn=starts)
 
-    def counts(self) -> Counts:
-        return self._add()
-
-    def start(self, amount: int) -> Counts:
-        return self._add(in_flight=amount, drawn=amount)
-
-    def finish(self, *, counts_as_kept: bool) -> None:
-        self._add(kept=int(counts_as_kept), in_flight=-1)
-
     def _add(self, *, kept: int = 0, in_flight: int = 0, drawn: int = 0) -> Counts:
         total = int(self._store.add(self._key, kept + _FIELD * (in_flight + _FIELD * drawn)))
         return Counts(total % _FIELD, total // _FIELD % _FIELD, total // _FIELD**2)
 
 
-class TorchPeers:
-    """All ranks of the run, meeting in the process group that training uses.
-
-    `bytes_sent` counts what this rank has given to others, `bytes_received` what it got.
-    """
+class TorchPeers(Peers):
+    """All ranks of a run, over the process group that training uses. `bytes_sent` counts the groups that it sent."""
 
     def __init__(self, *, timeout_s: float = 300.0) -> None:
         self.rank, self.world = dist.get_rank(), dist.get_world_size()
@@ -70,22 +58,22 @@ class TorchPeers:
         all_need = need * self.world
         tally = TorchTally(self._store, f"round{self._num_rounds}", need=all_need, ready=ready, starts=starts)
         with self._in_time("beginning a round"):
-            dist.barrier(self._on_cpu)  # nobody judges by counts that another has not yet made
+            dist.barrier(self._on_cpu)  # no rank reads counts to which another has not yet added
         return tally
 
     async def meet(self, *, stopping: bool) -> bool:
         self._num_meetings += 1
         number = self._num_meetings
-        # Both numbers in one: whoever has come has said at the same moment whether it is stopping.
-        told = int(self._store.add(f"meeting{number}", 1 + _FIELD * int(stopping)))
+        # One number for both counts, so that a rank arrives and says whether it is stopping at the same moment.
+        arrived = int(self._store.add(f"meeting{number}", 1 + _FIELD * int(stopping)))
         began = time.monotonic()
-        while told % _FIELD < self.world:
+        while arrived % _FIELD < self.world:
             self._check()
             await asyncio.sleep(min(_LAST_LOOK_S, max(_FIRST_LOOK_S, _PATIENCE * (time.monotonic() - began))))
-            told = int(self._store.add(f"meeting{number}", 0))
+            arrived = int(self._store.add(f"meeting{number}", 0))
         if self.rank == 0 and number > 1:
             self._store.delete_key(f"meeting{number - 1}")  # all have left it, since all have come to this one
-        return told >= _FIELD
+        return arrived >= _FIELD
 
     def gather_offers(self, offers: Sequence[Offer]) -> list[Offer]:
         mine = torch.tensor([[o.index, o.position, o.num_tokens, o.teaches] for o in offers], dtype=torch.long)
@@ -105,15 +93,15 @@ class TorchPeers:
         ]
 
     def exchange(self, moves: Sequence[tuple[Offer, int]], own: Sequence[Group]) -> dict[tuple[int, int], Group]:
-        came: dict[tuple[int, int], Group] = {}
+        received: dict[tuple[int, int], Group] = {}
         for offer, receiver in moves:  # the same order on every rank, so no two wait for each other
             if offer.rank == self.rank:
                 with self._in_time(f"sending a group to rank {receiver}"):
                     self._send(to_bytes(own[offer.index]), receiver)
             elif receiver == self.rank:
                 with self._in_time(f"receiving a group from rank {offer.rank}"):
-                    came[offer.rank, offer.index] = from_bytes(self._receive(offer.rank))
-        return came
+                    received[offer.key] = from_bytes(self._receive(offer.rank))
+        return received
 
     def add_up(self, values: Sequence[float]) -> list[float]:
         total = torch.tensor(list(values), dtype=torch.float64)
@@ -124,16 +112,16 @@ class TorchPeers:
 
     @contextmanager
     def _in_time(self, what: str) -> Iterator[None]:
-        """Around collectives: what torch says of a rank that does not come becomes an error that names the call."""
+        """Around collectives: torch's error about a rank that does not take part becomes one that names the call."""
         try:
             yield
         except RuntimeError as error:
             with suppress(dist.DistError):  # the store is gone with the first rank
                 self._check()
-            told = str(error).partition("\n")[0][:200]
+            reason = str(error).partition("\n")[0][:200]
             raise PeerError(
                 f"rank {self.rank}: {what} did not end; another rank is gone, or did not come within "
-                f"{self._timeout_s:.0f} s (collective_timeout_s): {told}"
+                f"{self._timeout_s:.0f} s (collective_timeout_s): {reason}"
             ) from error
 
     def _send(self, data: bytes, receiver: int) -> None:

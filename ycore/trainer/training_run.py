@@ -17,7 +17,7 @@ from ycore.engine.weights import save_merged, write_weights
 from ycore.errors import Interrupted
 from ycore.round.assemble import Assembly
 from ycore.round.journal import Journal, ReplayedRounds
-from ycore.round.peers import Alone, Peers
+from ycore.round.peers import Peers
 from ycore.round.step import Controller
 from ycore.round.torch_peers import TorchPeers
 from ycore.run.checkpoints import checkpoint_of, step_of
@@ -53,7 +53,7 @@ class TrainingRun:
         self._peers: Peers = (
             TorchPeers(timeout_s=parts.config.collective_timeout_s)
             if self._trainer.accelerator.num_processes > 1
-            else Alone()
+            else Peers()
         )
         self._rounds = self._make_rounds()
         step_metrics.watch(self._rounds)

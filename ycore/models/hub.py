@@ -1,8 +1,6 @@
-"""Questions to the model hub that always end: no network, a dead proxy or a slow hub is an answer too.
+"""Questions to the hub with a time limit, and the folder in which ycore caches the models that it builds.
 
-Where ycore keeps what it builds once for all runs, and how it builds it so that half a build is never used.
-
-Not here: the download itself (`fetch`).
+No network, a dead proxy or a slow hub is an answer too: asking always ends.
 """
 
 import os
@@ -15,47 +13,12 @@ from typing import Any, Literal
 
 from ycore.errors import ModelError
 
-
-def cache_dir() -> Path:
-    """`$YCORE_CACHE`, or `~/.cache/ycore`."""
-    chosen = os.environ.get("YCORE_CACHE")
-    return Path(chosen).expanduser().absolute() if chosen else Path.home() / ".cache" / "ycore"
-
-
-def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
-    """`folder`, built by `build(partial_folder)` unless it stands already; runs that meet here wait for one another.
-
-    The build happens beside `folder` and is renamed into place, so that a folder of this name is always whole.
-    """
-    from filelock import FileLock
-
-    try:
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
-            if not folder.is_dir():
-                _build(folder, build)
-    except OSError as problem:
-        raise ModelError(f"cannot write the model cache: {problem}; set YCORE_CACHE to a folder with room") from None
-    return folder
-
-
-def _build(folder: Path, build: Callable[[Path], None]) -> None:
-    partial = folder.with_name(folder.name + ".partial")
-    shutil.rmtree(partial, ignore_errors=True)  # what a killed build left behind
-    partial.mkdir()
-    try:
-        build(partial)
-        os.replace(partial, folder)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
-
-
 ANSWER_WITHIN_S = 3.0
 
 
 @dataclass(frozen=True, slots=True)
 class HubAnswer:
-    """`here`: it exists and may be downloaded. Else `problem` says why not, without a way out."""
+    """`here`: it exists and may be downloaded, and `info` is the answer. Else `problem` says why not."""
 
     state: Literal["here", "absent", "refused", "unreachable"]
     problem: str = ""
@@ -63,7 +26,11 @@ class HubAnswer:
 
 
 def ask_hub(question: Callable[[Any], Any]) -> HubAnswer:
-    """Ask `question(HfApi)`, for about three seconds at most."""
+    """Ask the hub, for `ANSWER_WITHIN_S` seconds at most.
+
+    Args:
+        question: called with an `HfApi`, in a thread that is left behind when it does not end; returns `info`.
+    """
     from huggingface_hub import HfApi
     from huggingface_hub.constants import ENDPOINT, is_offline_mode
 
@@ -86,7 +53,7 @@ def _ask(question: Callable[[Any], Any], api: Any) -> HubAnswer:
     try:
         return HubAnswer("here", info=question(api))
     except HFValidationError as problem:
-        return HubAnswer("absent", f"that is not a name the hub can have: {_first_line(problem)}")
+        return HubAnswer("absent", f"that is not a name the hub can have: {first_line(problem)}")
     except GatedRepoError:
         return HubAnswer("refused", "it asks you to accept its terms on the hub and to log in (HF_TOKEN)")
     except RepositoryNotFoundError:
@@ -94,7 +61,7 @@ def _ask(question: Callable[[Any], Any], api: Any) -> HubAnswer:
     except HfHubHTTPError as problem:
         return HubAnswer("unreachable", f"the hub answered {problem.response.status_code}")
     except (httpx.HTTPError, OSError, ValueError) as problem:
-        return HubAnswer("unreachable", f"{api.endpoint} cannot be reached: {_first_line(problem)}")
+        return HubAnswer("unreachable", f"{api.endpoint} cannot be reached: {first_line(problem)}")
 
 
 def cached_snapshot(name: str) -> Path | None:
@@ -109,6 +76,38 @@ def cached_snapshot(name: str) -> Path | None:
     return Path(found).parent if isinstance(found, str) else None
 
 
-def _first_line(problem: Exception) -> str:
+def cache_dir() -> Path:
+    """`$YCORE_CACHE`, or `~/.cache/ycore`."""
+    chosen = os.environ.get("YCORE_CACHE")
+    return Path(chosen).expanduser().absolute() if chosen else Path.home() / ".cache" / "ycore"
+
+
+def build_once(folder: Path, build: Callable[[Path], None]) -> Path:
+    """`folder`, built by `build(partial_folder)` unless it exists; processes that build the same wait for one another.
+
+    The build happens beside `folder` and is renamed into place, so that a folder of this name is always whole.
+    """
+    from filelock import FileLock
+
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(f"{folder}.lock"):
+            if folder.is_dir():
+                return folder
+            partial = folder.with_name(folder.name + ".partial")
+            shutil.rmtree(partial, ignore_errors=True)  # what a killed build left behind
+            partial.mkdir()
+            try:
+                build(partial)
+                os.replace(partial, folder)
+            finally:
+                shutil.rmtree(partial, ignore_errors=True)
+    except OSError as problem:
+        raise ModelError(f"cannot write the model cache: {problem}; set YCORE_CACHE to a folder with room") from None
+    return folder
+
+
+def first_line(problem: Exception) -> str:
+    """The first line of an error's message, or its type's name."""
     lines = str(problem).strip().splitlines()
     return lines[0] if lines else type(problem).__name__

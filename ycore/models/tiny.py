@@ -1,9 +1,4 @@
-"""A model of a hundred thousand parameters that trainer and engine load like any other.
-
-A test tool: it says nothing sensible; for tests and selftests.
-
-Not here: anything a person would train.
-"""
+"""A random model of a hundred thousand parameters that trainer and engine load like any other, for tests and checks."""
 
 import string
 from pathlib import Path
@@ -17,10 +12,18 @@ _TEMPLATE = (
 
 
 def write_tiny_model(folder: Path, *, seed: int = 0, chat: bool = True) -> Path:
-    """Write a random two-layer Llama with one token a character into `folder`; `chat=False` leaves out the template."""
+    """Write a two-layer Llama with one token per character.
+
+    Args:
+        folder: where model and tokenizer are saved.
+        seed: decides the weights.
+        chat: give the tokenizer a chat template.
+
+    Returns:
+        `folder`.
+    """
     tokenizer = _tokenizer(chat)
-    model = _model(seed, tokenizer)
-    model.save_pretrained(folder)
+    _model(seed, tokenizer).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     return folder
 

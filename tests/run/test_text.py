@@ -1,9 +1,10 @@
 """What may come from anywhere is shown, and does nothing."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ycore.run.text import printable
+from ycore.run.text import as_duration, printable
 
 
 def test_control_characters_are_shown_as_escapes() -> None:
@@ -21,3 +22,8 @@ def test_ordinary_text_stays() -> None:
 def test_any_text_can_be_encoded_and_is_one_line_when_asked(text: str) -> None:
     shown = printable(text, one_line=True)
     assert len(shown.encode().decode().splitlines()) <= 1 and "\x1b" not in shown
+
+
+@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")])
+def test_durations_read_well(seconds: float, text: str) -> None:
+    assert as_duration(seconds) == text

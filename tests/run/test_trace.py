@@ -1,12 +1,10 @@
-"""trace.json and timeline.png: whole whatever happens, bounded, and drawn."""
+"""trace.json: whole whatever happens, bounded, and followed."""
 
 import json
 from pathlib import Path
 
 from ycore.run.trace import (
     IN_FLIGHT,
-    ROUND,
-    SWAP,
     Levels,
     Mark,
     Span,
@@ -17,7 +15,6 @@ from ycore.run.trace import (
     parse_event,
     read_trace,
 )
-from ycore.view.pictures import draw_timeline, finish_trace_and_draw, last_rounds
 
 
 def spans(num: int = 5) -> list[Span]:
@@ -90,26 +87,9 @@ def test_a_trace_stops_growing(tmp_path: Path) -> None:
     assert events[-1]["name"] == "trace is full" and len(events) > 5
 
 
-def test_no_trace_is_no_trouble(tmp_path: Path) -> None:
-    finish_trace_and_draw(tmp_path, "nothing")
-    assert read_trace(tmp_path / "trace.json") == [] and list(tmp_path.iterdir()) == []
-
-
 def test_stretches_are_joined() -> None:
     told = [Span("judge", 0, 0, began, seconds) for began, seconds in ((0, 2), (1, 3), (1.5, 0.5), (6, 1))]
     assert busy_stretches(told) == [(0, 4), (6, 1)]
-
-
-def test_the_last_rounds_are_drawn(tmp_path: Path) -> None:
-    rounds = [Span(ROUND, 0, -1, 100.0 * step, 90, {"step": step}) for step in range(6)]
-    turns = [Span("rollout", 0, slot, 100.0 * step + 1, 40) for step in range(6) for slot in (0, 1)]
-    swaps = [Span(SWAP, 0, 1, 100.0 * step + 41, 5, {"awake": "judge"}) for step in range(6)]
-    judged = [Span("judge", 0, 1, 100.0 * step + 46, 30) for step in range(6)]
-    told = [*rounds, *turns, *swaps, *judged]
-    assert {span.began // 100 for span in last_rounds(told)} == {2, 3, 4, 5}
-    path = tmp_path / "timeline.png"
-    assert draw_timeline(told, path, "dynamic")
-    assert path.read_bytes().startswith(b"\x89PNG") and list(tmp_path.iterdir()) == [path]
 
 
 def write_spans(path: Path, numbers: range) -> list[Span]:

@@ -15,7 +15,7 @@ from ycore.round.journal import Journal
 from ycore.run.trace import Span, TraceWriter
 from ycore.types import Completion, Draw, Group, Prompt, Score
 from ycore.view.page import as_page, chosen, make_report, write_report
-from ycore.view.record import Written, read_run
+from ycore.view.record import ScoredCompletion, read_run
 
 HOSTILE = "<script>document.title = 'taken'</script> & <b>bold</b> \x1b[2J"
 CHROMIUM = shutil.which("chromium") or shutil.which("chromium-browser") or shutil.which("google-chrome")
@@ -72,18 +72,18 @@ def test_the_page_needs_nothing_else(run: Path) -> None:
 
 
 def test_the_rewards_of_the_last_round_are_weighted_sums(run: Path) -> None:
-    assert [one.reward for one in read_run(run).written] == [2.0, 0.0, None]
+    assert [one.reward for one in read_run(run).completions] == [2.0, 0.0, None]
 
 
 def test_the_last_round_is_that_of_the_journal_and_of_every_rank(tmp_path: Path) -> None:
     """As the journal itself writes it."""
     run = make_run(tmp_path / "two", text="7", num_ranks=2)
-    written = read_run(run).written
+    written = read_run(run).completions
     assert [one.completion for one in written] == [
         *("7 0", "7 1", "7 2"),
         *("from the second rank 0", "from the second rank 1", "from the second rank 2"),
     ]
-    assert written[0] == Written("2 + 2?", "7 0", 2.0, 2, "stop")
+    assert written[0] == ScoredCompletion("2 + 2?", "7 0", 2.0)
     page = as_page(make_report([read_run(run)]))
     assert "Completions of the last round" in page and "from the second rank 1" in page
 
@@ -102,8 +102,8 @@ def damage(file: Path) -> None:
 
 
 def test_completions_are_chosen_from_both_ends_and_the_middle() -> None:
-    written = [Written("p", "c", float(number), 1, "stop") for number in range(100)]
-    rewards = [one.reward for one in chosen([*written, Written("p", "c", None, 1, "stop")])]
+    written = [ScoredCompletion("p", "c", float(number)) for number in range(100)]
+    rewards = [one.reward for one in chosen([*written, ScoredCompletion("p", "c", None)])]
     assert rewards == [0, 1, 2, 3, 48, 49, 50, 51, 96, 97, 98, 99, None]
     assert [one.reward for one in chosen(written[:3])] == [0, 1, 2] and chosen([]) == []
 
@@ -129,7 +129,7 @@ def test_what_judges_took_is_read_from_the_trace(run: Path) -> None:
     for span in (Span("rollout", 0, 0, 1.0, 3.0), Span("judge", 0, 1, 4.0, 1.0)):
         trace.add(span)
     trace.flush()
-    told = make_report([read_run(run)]).spent["first"].seconds
+    told = read_run(run).spent.seconds
     assert told["judging"] == pytest.approx(0.25 * 12 * 5.0 * 2)  # of twelve rounds of 5 s on two slots
     assert told["useful tokens"] == pytest.approx(0.75 * 12 * 5.0 * 2)
 

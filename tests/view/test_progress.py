@@ -1,8 +1,18 @@
+"""What is shown of a run while it goes on, and of one that is watched: going on, ended, or its launcher gone."""
+
+import fcntl
 import io
+import json
+import threading
+import time
+from pathlib import Path
+from typing import Any
 
 import pytest
+from ycore_cli.main import run as ycore
 
-from ycore.view.progress import BarProgress, as_duration, open_progress
+from ycore.run.metrics import MetricsWriter
+from ycore.view.progress import LiveProgress, describe_step, open_progress, watch
 
 ROW = {
     "step": 3,
@@ -44,7 +54,7 @@ def test_a_terminal_gets_a_bar_with_the_last_step(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setenv("TERM", "xterm-256color")
     stream = Terminal()
     progress = open_progress(10, stream=stream)
-    assert isinstance(progress, BarProgress)
+    assert isinstance(progress, LiveProgress)
     progress.say("starting [2] engines")
     progress.step(ROW)
     progress.close()
@@ -69,6 +79,85 @@ def test_what_others_wrote_is_data_in_a_pipe_and_in_a_terminal(
     assert r"2 x raised ValueError: no number in '[/INST] 7'\x1b[2J" in stream.getvalue()
 
 
-@pytest.mark.parametrize(("seconds", "text"), [(0.4, "0 s"), (200, "3 min 20 s"), (7500, "2 h 05 min")])
-def test_durations_read_well(seconds: float, text: str) -> None:
-    assert as_duration(seconds) == text
+LOSSES: list[dict[str, Any]] = [
+    {"step": step, "loss": 1.0 / step, "accuracy": 0.5, "margin": 0.1, "learning_rate": 1e-4} for step in range(1, 7)
+]
+
+
+def test_the_plain_line_tells_the_loss_where_there_is_no_reward() -> None:
+    assert describe_step(LOSSES[1]) == ["loss 0.5000", "accuracy 50%", "margin 0.100", "rate 1.0e-04"]
+    assert describe_step({"step": 1, "loss": 0.5, "mean_token_accuracy": 0.25}) == ["loss 0.5000", "token accuracy 25%"]
+    assert describe_step({"step": 1, "loss": 0.5, "reward": 0.25}) == ["reward 0.250"]
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    root = tmp_path / "run"
+    root.mkdir()
+    config = {"algorithm": "grpo", "model": "tiny", "dataset": "task:addition", "steps": 4}
+    (root / "run.json").write_text(json.dumps({"config": config}))
+    for step in (1, 2):
+        add_step(root, step)
+    return root
+
+
+def add_step(root: Path, step: int) -> None:
+    with MetricsWriter(root / "metrics.jsonl") as writer:
+        writer.write({"step": step, "reward": step / 10})
+
+
+def test_a_run_that_has_ended(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (run / "summary.json").write_text(
+        json.dumps({"status": "failed", "steps": 2, "wall_s": 61.0, "error": "no memory"})
+    )
+    assert ycore(["watch", str(run)]) == 0
+    assert capsys.readouterr().out.splitlines() == [
+        f"{run}: grpo of tiny on task:addition",
+        "step 1/4  reward 0.100",
+        "step 2/4  reward 0.200",
+        "failed after 2 steps, 1 min 01 s: no memory",
+    ]
+
+
+def test_a_run_whose_launcher_was_killed_says_how_to_go_on(run: Path) -> None:
+    stream = io.StringIO()
+    watch(run, stream=stream)
+    assert stream.getvalue().splitlines()[-1].endswith(f"`ycore resume {run}` goes on")
+
+
+def test_a_run_that_goes_on_is_followed_to_its_end(run: Path) -> None:
+    """Another holds the folder's lock, takes a step, ends: the watcher sees the step and then the end."""
+    stream = io.StringIO()
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        watcher = threading.Thread(target=watch, args=(run,), kwargs={"stream": stream})
+        watcher.start()
+        deadline = time.monotonic() + 20
+        while "step 2/4" not in stream.getvalue() and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert watcher.is_alive()
+        add_step(run, 3)
+        (run / "summary.json").write_text(json.dumps({"status": "finished", "steps": 3}))
+    watcher.join(timeout=20)
+    assert not watcher.is_alive()
+    assert stream.getvalue().splitlines()[-2:] == ["step 3/4  reward 0.300", "finished after 3 steps"]
+
+
+def test_once_returns_while_the_run_goes_on(run: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with (run / ".lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert ycore(["watch", str(run), "--once"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == ["step 2/4  reward 0.200", "the run goes on"]
+
+
+def test_what_is_no_run_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert ycore(["watch", str(tmp_path)]) == 2
+    assert "has no run.json" in capsys.readouterr().err
+
+
+def test_a_damaged_row_is_named_while_watching(run: Path) -> None:
+    metrics = run / "metrics.jsonl"
+    metrics.write_bytes(metrics.read_bytes().replace(b'{"step": 1', b"\0" * 10))
+    stream = io.StringIO()
+    watch(run, stream=stream)
+    assert f"line 1 of {metrics} is damaged" in stream.getvalue() and "step 2/4" in stream.getvalue()

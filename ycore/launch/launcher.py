@@ -32,9 +32,10 @@ from ycore.run.metrics import Status, read_metrics, summarise
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
 from ycore.run.secrets import redact, secrets_environment
+from ycore.run.text import as_duration
 from ycore.view.activity import RunActivity
-from ycore.view.pictures import draw_curve, draw_loss_curve, finish_trace_and_draw
-from ycore.view.progress import RunProgress, as_duration, open_progress
+from ycore.view.pictures import draw_curve, finish_trace_and_draw
+from ycore.view.progress import RunProgress, open_progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -240,7 +241,7 @@ def _draw(config: AnyConfig, folder: RunFolder, metrics: list[dict[str, Any]], p
             draw_curve(metrics, folder.curve, f"{config.algorithm}: {config.model} on {config.dataset}")
         else:
             title = f"{config.algorithm}: {config.model} on {Path(config.dataset).name}"
-            draw_loss_curve(metrics, folder.curve, title)
+            draw_curve(metrics, folder.curve, title)
     except (OSError, RuntimeError, ValueError) as problem:
         progress.say(f"no curve was drawn: {problem}")
 

@@ -1,8 +1,7 @@
-"""What a run does at this moment: its slots' lanes, its queues, the phase of its step. From trace.json and two marks.
+"""What a run does at this moment: its slots' lanes, its queues, the phase of its step.
 
-A file's time tells when a step began (`step_began`) and when the last one was over (`metrics.jsonl`).
-
-Not here: what the trainer writes (`trace`, `controller.depths`), and what is drawn (`lanes`, `live`).
+It is read from trace.json and from the times of two files: `step_began`, which is touched when a step begins, and
+metrics.jsonl, which is written when one is over.
 """
 
 import math
@@ -12,8 +11,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ycore.run.trace import FULL, IN_FLIGHT, ROUND, SWAP, SYNC, WAITING, Event, Levels, Mark, Span, TraceFollower
-from ycore.view.lanes import Lane, Place, as_duration, in_order
+from ycore.run.paths import RunFolder
+from ycore.run.text import as_duration
+from ycore.run.trace import FULL, IN_FLIGHT, ROUND, SWAP, SYNC, Event, Levels, Mark, Span, TraceFollower
+from ycore.view.lanes import Lane, Place, in_order
 
 TRAIN = "train"
 PHASES: Mapping[str, str] = {SYNC: "sending weights", ROUND: "generating and scoring", TRAIN: "training"}
@@ -22,7 +23,7 @@ PHASES: Mapping[str, str] = {SYNC: "sending weights", ROUND: "generating and sco
 _LOOK_EVERY_S = 0.5
 _DOES = {"rollout": "generating", "judge": "judging", "reward_model": "scoring by model"}
 _LONG_S = 10.0
-_MOST_SWAPS = 1000
+_MAX_SWAPS = 1000
 _CLOCK_S = 0.05  # a file's time is a few milliseconds behind the clock
 
 
@@ -41,49 +42,49 @@ class Activity:
         """Events in the order they were written."""
         turns: dict[tuple[Place, str], list[tuple[float, float]]] = {}
         for event in events:
-            if isinstance(event, Span) and event.name not in (SWAP, ROUND):
-                turns.setdefault(((event.rank, event.slot), event.name), []).append((event.began, event.seconds))
-                self.newest = max(self.newest, event.began + event.seconds)
-            else:
-                self._add_other(event)
+            match event:
+                case Span(name=name) if name == ROUND:
+                    self._phases[event.rank] = (TRAIN, event.began + event.seconds)
+                case Span(name=name) if name == SWAP:
+                    swaps = self.lanes.setdefault((event.rank, event.slot), Lane()).swaps
+                    swaps.append((event.began, event.seconds, str(event.details.get("awake", ""))))
+                    del swaps[:-_MAX_SWAPS]
+                case Span():
+                    turns.setdefault(((event.rank, event.slot), event.name), []).append((event.began, event.seconds))
+                    self.newest = max(self.newest, event.began + event.seconds)
+                case Mark(name=name) if name == FULL:
+                    self.is_full = True
+                case Mark():
+                    self._phases[event.rank] = (event.name, event.at)
+                case Levels():
+                    self._add_levels(event)
         for (place, role), stretches in turns.items():
             self.lanes.setdefault(place, Lane()).add(role, stretches)
 
-    def _add_other(self, event: Event) -> None:
-        match event:
-            case Span(name=name) if name == ROUND:
-                self._phases[event.rank] = (TRAIN, event.began + event.seconds)
-            case Span():
-                swaps = self.lanes.setdefault((event.rank, event.slot), Lane()).swaps
-                swaps.append((event.began, event.seconds, str(event.details.get("awake", ""))))
-                del swaps[:-_MOST_SWAPS]
-            case Mark(name=name) if name == FULL:
-                self.is_full = True
-            case Mark():
-                self._phases[event.rank] = (event.name, event.at)
-            case Levels(name=name) if name == WAITING:
-                self._waiting[event.rank] = event
-            case Levels(name=name) if name == IN_FLIGHT:
-                self._in_flight[event.rank] = event
-                self.newest = max(self.newest, event.at)
-                for key in event.values:
-                    self.lanes.setdefault((event.rank, _role_and_slot(key)[1]), Lane())
+    def _add_levels(self, levels: Levels) -> None:
+        if levels.name != IN_FLIGHT:
+            self._waiting[levels.rank] = levels
+            return
+        self._in_flight[levels.rank] = levels
+        self.newest = max(self.newest, levels.at)
+        for key in levels.values:
+            self.lanes.setdefault((levels.rank, _role_and_slot(key)[1]), Lane())
 
     def queues(self, since: float) -> dict[str, tuple[int, int]]:
-        """By role: requests in flight and requests that wait, over all ranks; nothing where no one ever told.
+        """By role: requests in flight and requests that wait, over all ranks; only roles that any rank has reported.
 
-        What was told before `since` was of another step, whose requests are gone: it counts as none.
+        What was reported before `since` was of another step, whose requests are gone: it counts as none.
         """
-        found: dict[str, tuple[int, int]] = {}
+        flying: dict[str, int] = {}
+        waiting: dict[str, int] = {}
         for levels in self._in_flight.values():
             for key, count in levels.values.items():
                 role, _ = _role_and_slot(key)
-                found[role] = (found.get(role, (0, 0))[0] + (count if _is_of(levels, since) else 0), 0)
+                flying[role] = flying.get(role, 0) + count * _is_of(levels, since)
         for levels in self._waiting.values():
             for role, count in levels.values.items():
-                flying, waiting = found.get(role, (0, 0))
-                found[role] = (flying, waiting + (count if _is_of(levels, since) else 0))
-        return {role: found[role] for role in in_order(found)}
+                waiting[role] = waiting.get(role, 0) + count * _is_of(levels, since)
+        return {role: (flying.get(role, 0), waiting.get(role, 0)) for role in in_order({*flying, *waiting})}
 
     def flying(self, place: Place, since: float) -> int:
         """Requests in flight on a slot, whatever their role."""
@@ -92,22 +93,25 @@ class Activity:
         return sum(count for key, count in counts if _role_and_slot(key)[1] == place[1])
 
     def open_since(self, place: Place, since: float) -> dict[str, float]:
-        """By role: since when the oldest request that is in flight on a slot is there."""
+        """By role: when the oldest request in flight on a slot began."""
         levels = self._in_flight.get(place[0])
         if levels is None or not _is_of(levels, since):
             return {}
-        told = ((*_role_and_slot(key), seconds) for key, seconds in levels.oldest_s.items())
-        return {role: levels.at - seconds for role, slot, seconds in told if slot == place[1]}
+        oldest = ((*_role_and_slot(key), seconds) for key, seconds in levels.oldest_s.items())
+        return {role: levels.at - seconds for role, slot, seconds in oldest if slot == place[1]}
 
     def phase(self, step_began: float) -> tuple[str, float, str]:
         """(phase, since, which rank) of the rank that is least far in this step; an empty phase where none is known."""
-        here = {rank: told for rank, told in self._phases.items() if told[1] >= step_began - _CLOCK_S}
         order = [*PHASES]
-        known = {rank: told for rank, told in here.items() if told[0] in order}
+        known = {
+            rank: (phase, since)
+            for rank, (phase, since) in self._phases.items()
+            if since >= step_began - _CLOCK_S and phase in order
+        }
         if not known:
             return "", step_began, ""
         rank, (phase, since) = min(known.items(), key=lambda item: (order.index(item[1][0]), -item[1][1]))
-        alike = all(told[0] == phase for told in known.values())
+        alike = all(other == phase for other, _ in known.values())
         return phase, since, "" if alike else f"rank {rank}: "
 
 
@@ -158,7 +162,7 @@ class Scene:
         return f"{who}{self._in_round()} for {self._for(since)}, {self._oldest() or into}"
 
     def in_words(self) -> str:
-        """What it is at, and its queues, on one line: `generating for 58 s; rollout 3 in flight, 0 waiting`."""
+        """Phase and queues on one line: `generating for 58 s; rollout 3 in flight, 0 waiting`."""
         return "; ".join([self.now(), *self.queue_words()])
 
     def queue_words(self) -> list[str]:
@@ -168,7 +172,7 @@ class Scene:
         ]
 
     def _in_round(self) -> str:
-        """Whom a round waits for: with nothing in flight and nothing waiting it is the rules."""
+        """What a round waits for: with nothing in flight and nothing waiting it is the reward functions."""
         queues = self.queues()
         busy = [_DOES.get(role, role) for role, counts in queues.items() if any(counts)]
         return ", ".join(busy) or ("scoring" if queues else PHASES[ROUND])
@@ -183,14 +187,16 @@ class Scene:
 
 
 class RunActivity:
-    """Example: `RunActivity(Path("runs/first")).look()`; files are read twice a second at most, by any thread.
+    """Reads a run's files for its `Scene`, twice a second at most, from any thread: `RunActivity(root).look()`.
 
-    `goes_on` tells whether the run does; unless told, it does until its summary is there.
+    Args:
+        root: The run's folder.
+        goes_on: Whether the run goes on; by default it does until its summary is there.
     """
 
     def __init__(self, root: Path, *, goes_on: Callable[[], bool] | None = None) -> None:
-        self._root = root
-        self._goes_on = goes_on or (lambda: not (root / "summary.json").is_file())
+        self._folder = RunFolder(root)
+        self._goes_on = goes_on or (lambda: not self._folder.summary.is_file())
         self._follower = TraceFollower(root / "trace.json")
         self._activity = Activity()
         self._lock = threading.Lock()
@@ -198,7 +204,7 @@ class RunActivity:
         self._looked = 0.0
 
     def look(self) -> Scene:
-        """The run at this moment, as far as its files tell."""
+        """The run at this moment, as far as its files show."""
         with self._lock:
             moment = time.monotonic()
             if self._scene is None or moment - self._looked >= _LOOK_EVERY_S:
@@ -212,7 +218,7 @@ class RunActivity:
         except OSError:  # a view is not worth a run
             self._activity.is_full = True
         until = self._activity.newest if is_over else time.time()
-        began, ended = (_touched(self._root / name) for name in ("step_began", "metrics.jsonl"))
+        began, ended = _touched(self._folder.step_began), _touched(self._folder.metrics)
         return Scene(self._activity, until, is_over, began, ended)
 
 

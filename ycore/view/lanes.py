@@ -1,53 +1,19 @@
-"""A lane a slot: the last while as cells, coloured by the role that had work, swaps marked. Pure drawing.
+"""A lane a slot: the last minute or more as cells, coloured by the role that had work, swaps marked. Pure drawing.
 
 Where a cell begins does not depend on when it is drawn, so the picture moves by whole cells and does not shimmer.
-
-Time as a person reads it: durations, and what is left of a run.
-
-Not here: where the stretches come from (`activity`), and the same as a picture file (`timeline`).
 """
 
 import math
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
-from typing import Any
 
 from rich.text import Text
 
 from ycore.run.trace import joined
 
-
-class TimeLeft:
-    """An estimate from the last steps' own times."""
-
-    def __init__(self, num_steps: int | None) -> None:
-        self._num_steps = num_steps
-        self._seconds: deque[float] = deque(maxlen=20)
-
-    def after(self, row: Mapping[str, Any]) -> str:
-        """`3 min 20 s left`, or nothing where no step has told its time, and after the last."""
-        seconds, left = row.get("ycore/time/step"), (self._num_steps or 0) - int(row["step"])
-        if isinstance(seconds, int | float):
-            self._seconds.append(float(seconds))
-        if not self._seconds or left <= 0:
-            return ""
-        return f"{as_duration(left * sum(self._seconds) / len(self._seconds))} left"
-
-
-def as_duration(seconds: float) -> str:
-    """`45 s`, `3 min 20 s`, `2 h 05 min`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole} s"
-    if whole < 3600:
-        return f"{whole // 60} min {whole % 60:02d} s"
-    return f"{whole // 3600} h {whole % 3600 // 60:02d} min"
-
-
-MOST_LANES = 8
-MOST_CELLS = 60
+MAX_LANES = 8
+MAX_CELLS = 60
 
 # Names of the terminal's own palette where it has a fit one: they are readable on a dark ground and on a light one.
 COLOURS: Mapping[str, str] = {"rollout": "bright_blue", "judge": "dark_orange", "reward_model": "green"}
@@ -71,7 +37,7 @@ class Lane:
     swaps: list[tuple[float, float, str]] = field(default_factory=list)
 
     def add(self, role: str, stretches: Sequence[Stretch]) -> None:
-        """Stretches may come in any order; only those that reach into what is there cost more than themselves."""
+        """Stretches may come in any order; only the old ones that they reach into are joined anew."""
         if not stretches:
             return
         there = self.busy.setdefault(role, [])
@@ -83,7 +49,7 @@ class Lane:
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """The time that the cells show; the last of them may have only begun when `until` is."""
+    """The time that the cells show; the last cell contains `until` and may have only begun."""
 
     until: float
     cell_s: float
@@ -98,7 +64,7 @@ class Window:
         return self.cell_s * self.num_cells
 
     def shares(self, stretches: Sequence[Stretch]) -> list[float]:
-        """Of each cell the share that the stretches cover; `stretches` are in order and do not overlap."""
+        """The share of each cell that the stretches cover; `stretches` are in order and do not overlap."""
         covered, since = [0.0] * self.num_cells, self.since
         for began, seconds in reversed(stretches):
             if began + seconds < since:
@@ -110,18 +76,18 @@ class Window:
         return [min(1.0, part / length) if length > 0 else 0.0 for part, length in zip(covered, lengths, strict=True)]
 
 
-def cell_seconds(at_least_s: float, *, num_cells: int = MOST_CELLS) -> float:
+def cell_seconds(at_least_s: float, *, num_cells: int = MAX_CELLS) -> float:
     """How long a cell is, so that all of them together show a minute, and no less than `at_least_s`."""
     wanted = max(at_least_s, 60.0) / num_cells
     return float(next((one for one in _CELL_S if one >= wanted), _CELL_S[-1]))
 
 
 def draw_lane(lane: Lane, window: Window, *, open_since: Mapping[str, float] | None = None) -> Text:
-    """One character a cell. `open_since`: since when a role's oldest request, not yet over, is in flight."""
-    shares = {}
-    for role in sorted({*lane.busy, *(open_since or {})}):  # where roles share a slot, the judge shows
-        stretches, began = lane.busy.get(role, []), (open_since or {}).get(role)
-        shares[role] = window.shares(stretches if began is None else joined([*stretches, (began, math.inf)]))
+    """One character a cell. `open_since`: by role, when its oldest request in flight began."""
+    shares, open_since = {}, open_since or {}
+    for role in sorted({*lane.busy, *open_since}):  # where roles share a slot, the judge shows
+        in_flight = [(open_since[role], math.inf)] if role in open_since else []
+        shares[role] = window.shares(joined([*lane.busy.get(role, []), *in_flight]))
     swapped, cells = _swapped(lane, window), []
     for cell in range(window.num_cells):
         role, share = max(((role, own[cell]) for role, own in shares.items()), key=lambda one: one[1], default=("", 0))
@@ -163,7 +129,7 @@ def lane_names(places: Sequence[Place]) -> list[str]:
 
 
 def in_order(roles: Iterable[str]) -> list[str]:
-    """The roles that have a colour of their own first."""
+    """The roles that have their own colour first."""
     known = list(COLOURS)
     return sorted(set(roles), key=lambda role: (known.index(role) if role in known else len(known), role))
 

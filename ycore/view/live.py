@@ -2,12 +2,10 @@
 
 The run's own terminal and `ycore watch` show the same view. It never shrinks while the run goes on, and it fits 80
 columns.
-
-Not here: reading the rows (`follow`), what the run is at (`activity`), how a lane is drawn (`lanes`), and plain lines
-where there is no terminal (`progress`).
 """
 
 import math
+from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 from typing import Any
@@ -17,23 +15,52 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ycore.run.text import printable
+from ycore.run.metrics import REWARD, STEP_SECONDS, number
+from ycore.run.text import as_duration, printable
 from ycore.view.activity import PHASES, Scene
-from ycore.view.lanes import MOST_CELLS, MOST_LANES, TimeLeft, Window, cell_seconds, draw_lane, draw_legend, lane_names
+from ycore.view.lanes import MAX_CELLS, MAX_LANES, Window, cell_seconds, draw_lane, draw_legend, lane_names
 
 Row = Mapping[str, Any]
 
 _BARS = "▁▂▃▄▅▆▇█"
 _CURVE_WIDTH = 32
-_FEWEST_CELLS = 10
+_MIN_CELLS = 10
 _BESIDE_CELLS = 7  # columns: two gaps, and the number in flight
+
+# The numbers of a step, line by line: how each is written, and its names in a row of metrics.jsonl.
+_GROUPS = (
+    ("zero-variance {:.0%}", "frac_reward_zero_std"),
+    ("drawn {:.0f}", "ycore/sampling/drawn"),
+    ("yield {:.0%}", "ycore/sampling/yield"),
+    ("left over {:.0f}", "ycore/sampling/surplus"),
+    ("swaps {:.0f}", "ycore/swaps"),
+    ("idle {:.0%}", "ycore/idle_share"),
+)
+_TOKENS = (
+    ("{:.0f} a second", "ycore/tokens_per_s"),
+    ("length {:.0f}", "completions/mean_length"),
+    ("cut off {:.0%}", "completions/clipped_ratio"),
+    ("gap {:.4f}", "ycore/logprob_gap"),
+)
+_TIMES = (
+    ("step {:.1f} s:", "ycore/time/step"),
+    ("sync {:.1f}", "ycore/time/sync"),
+    ("round {:.1f}", "ycore/time/round"),
+    ("train {:.1f}", "ycore/time/train"),
+)
 
 Look = Callable[[], Scene]
 Line = tuple[str, Text | str]
 
 
 class RunView:
-    """Example: `view = RunView(40); view.add(row); console.print(view)`. `look` tells what the run is at now."""
+    """A renderable of rich: `view = RunView(40); view.add(row); console.print(view)`.
+
+    Args:
+        num_steps: How many rows there will be; None where nobody knows.
+        unit: What a row counts.
+        look: Returns what the run does now; None shows the rows alone.
+    """
 
     def __init__(self, num_steps: int | None, *, unit: str = "step", look: Look | None = None) -> None:
         self._num_steps = num_steps
@@ -42,8 +69,8 @@ class RunView:
         self._clock = TimeLeft(num_steps)
         self._left = ""
         self._last: Row = {}
-        self._rewards: list[float] = []
         self._watched = "reward"
+        self._values: list[float] = []  # of the reward, or of the loss where there is no reward
         self._longest_s = 0.0
         self._has_masked = False
 
@@ -52,13 +79,14 @@ class RunView:
         if "step" not in row:
             return
         self._last, self._left = row, self._clock.after(row)
-        self._longest_s = max(self._longest_s, _number(row, "ycore/time/step", "step_time") or 0.0)
+        self._longest_s = max(self._longest_s, number(row, *STEP_SECONDS) or 0.0)
         self._has_masked = self._has_masked or bool(row.get("ycore/reward_problems"))
-        reward = _number(row, "ycore/reward", "reward")
-        self._watched = "loss" if reward is None and "loss" in row else "reward"
-        watched = _number(row, "loss") if self._watched == "loss" else reward
-        if watched is not None:
-            self._rewards.append(watched)
+        value = number(row, *REWARD)
+        self._watched = "loss" if value is None and "loss" in row else "reward"
+        if self._watched == "loss":
+            value = number(row, "loss")
+        if value is not None:
+            self._values.append(value)
 
     @property
     def has_begun(self) -> bool:
@@ -70,8 +98,7 @@ class RunView:
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
         table.add_column(no_wrap=True, overflow="ellipsis")
-        shown = [*self._lines(), *([] if scene is None else self._scene_lines(scene, options.max_width))]
-        for name, text in shown:
+        for name, text in [*self._lines(), *([] if scene is None else self._scene_lines(scene, options.max_width))]:
             table.add_row(name, text if isinstance(text, Text) else Text(text))
         yield self._head()
         yield table
@@ -86,33 +113,33 @@ class RunView:
 
     def _lines(self) -> list[Line]:
         row = self._last
-        lines: list[Line] = [(self._watched, self._reward_line())] if self._rewards else []
-        for name, parts in (("groups", _groups(row)), ("tokens", _tokens(row)), ("time", _times(row))):
-            if parts:
-                lines.append((name, "  ".join(parts)))
-        slowest = slowest_part(row)
-        if slowest:
-            lines.append(("slowest", slowest))
-        if self._has_masked:
-            lines.append(("masked", ", ".join(reward_problems(row)) or "none"))
-        restarted = restarted_workers(row)
-        if restarted:
-            lines.append(("workers", restarted))
-        return lines
+        lines: list[Line] = [(self._watched, self._curve())] if self._values else []
+        for name, wanted in (("groups", _GROUPS), ("tokens", _TOKENS), ("time", _TIMES)):
+            lines.append((name, "  ".join(parts(row, wanted))))
+        lines.append(("slowest", slowest_part(row)))
+        lines.append(("masked", (", ".join(reward_problems(row)) or "none") if self._has_masked else ""))
+        lines.append(("workers", restarted_workers(row)))
+        return [(name, text) for name, text in lines if text]
+
+    def _curve(self) -> Text:
+        spread = number(self._last, "reward_std")
+        last = f"{self._values[-1]:.3f}" + ("" if spread is None else f" ± {spread:.3f}")
+        return Text.assemble(f"{last}  ", (sparkline(self._values, width=_CURVE_WIDTH), "green"))
 
     def _scene_lines(self, scene: Scene, width: int) -> list[Line]:
-        """What the run is at, its queues, and a lane a slot."""
-        lines: list[Line] = [] if scene.is_over else [("now", scene.now())]
-        told = scene.queue_words()
-        if told and not scene.is_over:
-            lines.append(("queues", "   ".join(told)))
+        """What the run does, its queues, and a lane a slot."""
+        lines: list[Line] = []
+        if not scene.is_over:
+            lines.append(("now", scene.now()))
+            if queues := scene.queue_words():
+                lines.append(("queues", "   ".join(queues)))
         return lines + (self._lanes(scene, width) if scene.shows_lanes else [])
 
     def _lanes(self, scene: Scene, width: int) -> list[Line]:
         lanes = scene.activity.lanes
-        places = sorted(lanes)[:MOST_LANES]
+        places = sorted(lanes)[:MAX_LANES]
         names = lane_names(places)
-        num_cells = min(MOST_CELLS, max(_FEWEST_CELLS, width - max(map(len, ["slowest", *names])) - _BESIDE_CELLS))
+        num_cells = min(MAX_CELLS, max(_MIN_CELLS, width - max(map(len, ["slowest", *names])) - _BESIDE_CELLS))
         window = Window(scene.until, cell_seconds(self._longest_s), num_cells)
         roles = {role for lane in lanes.values() for role in lane.busy} | set(scene.queues())
         lines: list[Line] = [("slots", draw_legend(roles, window, swaps=any(lane.swaps for lane in lanes.values())))]
@@ -123,10 +150,27 @@ class RunView:
         more = len(lanes) - len(places)
         return [*lines, ("", f"and {more} more")] if more else lines
 
-    def _reward_line(self) -> Text:
-        spread = _number(self._last, "reward_std")
-        told = f"{self._rewards[-1]:.3f}" + ("" if spread is None else f" ± {spread:.3f}")
-        return Text.assemble(f"{told}  ", (sparkline(self._rewards, width=_CURVE_WIDTH), "green"))
+
+class TimeLeft:
+    """An estimate of the time left, from the last steps' own times."""
+
+    def __init__(self, num_steps: int | None) -> None:
+        self._num_steps = num_steps
+        self._seconds: deque[float] = deque(maxlen=20)
+
+    def after(self, row: Row) -> str:
+        """`3 min 20 s left`; nothing while no step has had a time, and after the last."""
+        seconds, left = number(row, "ycore/time/step"), (self._num_steps or 0) - int(row["step"])
+        if seconds is not None:
+            self._seconds.append(seconds)
+        if not self._seconds or left <= 0:
+            return ""
+        return f"{as_duration(left * sum(self._seconds) / len(self._seconds))} left"
+
+
+def parts(row: Row, wanted: Sequence[Sequence[str]]) -> list[str]:
+    """The numbers of a row in words; of each `(form, name, ...)` the first name that the row has."""
+    return [form.format(value) for form, *names in wanted if (value := number(row, *names)) is not None]
 
 
 def sparkline(values: Sequence[float], *, width: int) -> str:
@@ -147,57 +191,16 @@ def reward_problems(row: Row) -> list[str]:
 
 
 def restarted_workers(row: Row) -> str:
-    """Whether a reward hung or ended its process; its items were asked again, so they need not be masked."""
-    count = math.ceil(row.get("ycore/reward_restarts", 0))  # the mean, where a row tells of several steps
+    """Whether a reward hung or ended its process; its items were scored again, so they need not be masked."""
+    count = math.ceil(row.get("ycore/reward_restarts", 0))  # the mean, where a row is of several steps
     return f"{count} reward worker{'s' * (count > 1)} started again" if count else ""
 
 
 def slowest_part(row: Row) -> str:
-    """`training, 62 % of the step`: what to look at first; nothing where a step does not tell its parts."""
-    told = {said: value for name, said in PHASES.items() if (value := _number(row, f"ycore/time/{name}")) is not None}
-    whole = _number(row, "ycore/time/step", "step_time") or math.fsum(told.values())
-    if not told or whole <= 0:
+    """`training, 62 % of the step`: what to look at first; nothing where a row has no times of its parts."""
+    seconds = {said: value for name, said in PHASES.items() if (value := number(row, f"ycore/time/{name}")) is not None}
+    whole = number(row, *STEP_SECONDS) or math.fsum(seconds.values())
+    if not seconds or whole <= 0:
         return ""
-    said, seconds = max(told.items(), key=lambda item: item[1])
-    return f"{said}, {min(1.0, seconds / whole):.0%} of the step"
-
-
-def _groups(row: Row) -> list[str]:
-    return _parts(
-        row,
-        ("frac_reward_zero_std", "zero-variance {:.0%}"),
-        ("ycore/sampling/drawn", "drawn {:.0f}"),
-        ("ycore/sampling/yield", "yield {:.0%}"),
-        ("ycore/sampling/surplus", "left over {:.0f}"),
-        ("ycore/swaps", "swaps {:.0f}"),
-        ("ycore/idle_share", "idle {:.0%}"),
-    )
-
-
-def _tokens(row: Row) -> list[str]:
-    return _parts(
-        row,
-        ("ycore/tokens_per_s", "{:.0f} a second"),
-        ("completions/mean_length", "length {:.0f}"),
-        ("completions/clipped_ratio", "cut off {:.0%}"),
-        ("ycore/logprob_gap", "gap {:.4f}"),
-    )
-
-
-def _times(row: Row) -> list[str]:
-    return _parts(
-        row,
-        ("ycore/time/step", "step {:.1f} s:"),
-        ("ycore/time/sync", "sync {:.1f}"),
-        ("ycore/time/round", "round {:.1f}"),
-        ("ycore/time/train", "train {:.1f}"),
-    )
-
-
-def _parts(row: Row, *wanted: tuple[str, str]) -> list[str]:
-    return [form.format(value) for name, form in wanted if (value := _number(row, name)) is not None]
-
-
-def _number(row: Row, *names: str) -> float | None:
-    """The first of `names` that is a number in this row."""
-    return next((float(row[name]) for name in names if isinstance(row.get(name), int | float)), None)
+    said, longest = max(seconds.items(), key=lambda item: item[1])
+    return f"{said}, {min(1.0, longest / whole):.0%} of the step"

@@ -1,58 +1,48 @@
-"""The report: one page that holds everything it shows, the same as JSON, and its first picture as PNG.
-
-Not here: the numbers (`spent`, `compare`) and pictures (`figures`) that it puts together.
-"""
+"""The report of one run or several: a page that holds everything it shows, the same as JSON, and its curves as PNG."""
 
 import base64
 import json
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from ycore.run.files import write_json_atomic
-from ycore.run.text import printable
-from ycore.view.figures import COLOURS, as_png, as_svg, curves, over_seconds, seconds_went
-from ycore.view.progress import as_duration
-from ycore.view.record import PARTS, Reached, RunRecord, Spent, Written, as_text, at_equal_seconds, reward_curve, spent
+from ycore.run.text import as_duration, printable
+from ycore.view.figures import COLOURS, as_svg, curves, over_seconds, seconds_went
+from ycore.view.pictures import save_png
+from ycore.view.record import PARTS, Reached, RunRecord, ScoredCompletion, as_text, at_equal_seconds
 
 _SHOWN = 4  # completions at either end of the last round, and in its middle
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """What is said of one run or several."""
+    """Runs of different names, and where there are several, what each had reached at equal device seconds."""
 
     runs: Sequence[RunRecord]
-    spent: Mapping[str, Spent]
     reached: Sequence[Sequence[Reached]]
 
 
 def make_report(runs: Sequence[RunRecord]) -> Report:
-    """Everything that is computed, once, for the page and for the JSON alike."""
-    names = _distinct([run.name for run in runs])
-    seconds = {
-        name: spent(
-            run.metrics,
-            prompts_per_step=int(run.config.get("prompts_per_step", 1)),
-            num_slots=run.num_slots,
-            judging=run.judging,
-        )
-        for name, run in zip(names, runs, strict=True)
-    }
-    equal = at_equal_seconds([reward_curve(run.metrics, num_slots=run.num_slots) for run in runs])
-    return Report(runs, seconds, equal if len(runs) > 1 else [])
-
-
-def _distinct(names: Sequence[str]) -> list[str]:
-    """The names, numbered where two are alike."""
-    return [name if names.count(name) == 1 else f"{name} ({place + 1})" for place, name in enumerate(names)]
+    """Compare the runs, and number those whose names are alike."""
+    names = [run.name for run in runs]
+    distinct = [
+        run if names.count(run.name) == 1 else replace(run, name=f"{run.name} ({place})")
+        for place, run in enumerate(runs, 1)
+    ]
+    return Report(distinct, at_equal_seconds([run.reward_curve for run in runs]) if len(runs) > 1 else [])
 
 
 def write_report(report: Report, page: Path) -> list[Path]:
-    """The page, and beside it the same as `.json` and the curves as `.png`; the files written."""
+    """Write the page, and beside it the same as `.json` and the curves as `.png`.
+
+    Returns:
+        The files written.
+    """
     page.parent.mkdir(parents=True, exist_ok=True)
     partial = page.with_name(f".{page.name}")
     partial.write_text(as_page(report), encoding="utf-8")
@@ -61,31 +51,31 @@ def write_report(report: Report, page: Path) -> list[Path]:
     drawn = curves(report.runs)
     if drawn is None:
         return [page, page.with_suffix(".json")]
-    as_png(drawn, page.with_suffix(".png"))
+    save_png(drawn, page.with_suffix(".png"))
     return [page, page.with_suffix(".json"), page.with_suffix(".png")]
 
 
 def as_json(report: Report) -> dict[str, Any]:
-    """The report's numbers."""
-    runs = []
-    for place, ((name, seconds), run) in enumerate(zip(report.spent.items(), report.runs, strict=True)):
-        runs.append(
+    """The report's numbers, as JSON values."""
+    return {
+        "runs": [
             {
-                "name": name,
+                "name": run.name,
                 "folder": str(run.root),
                 "status": run.summary.get("status", "running"),
                 "summary": dict(run.summary),
-                "slots": run.num_slots,
-                "device_seconds": dict(seconds.seconds),
-                "device_seconds_per_informative_group": seconds.per_informative_group,
+                "slots": run.spent.num_slots,
+                "device_seconds": dict(run.spent.seconds),
+                "device_seconds_per_informative_group": run.spent.per_informative_group,
                 "at_equal_seconds": [asdict(one) for one in report.reached[place]] if report.reached else [],
                 "problems": list(run.problems),
                 "command": list(run.command),
                 "versions": dict(run.versions),
                 "config": dict(run.config),
             }
-        )
-    return {"runs": runs}
+            for place, run in enumerate(report.runs)
+        ]
+    }
 
 
 def as_page(report: Report) -> str:
@@ -94,20 +84,20 @@ def as_page(report: Report) -> str:
 
     source = files("ycore.view").joinpath("page.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_shown)
-    drawn, compared = curves(report.runs), over_seconds(report.runs) if len(report.runs) > 1 else None
+    runs = report.runs
+    drawn, compared = curves(runs), over_seconds(runs) if len(runs) > 1 else None
+    # Runs may reach fewer marks than others: only those that all have are shown.
+    reached = list(zip(*report.reached, strict=False)) if all(report.reached) else []
     return environment.from_string(source).render(
-        title=" and ".join(report.spent),
-        lead=_lead(report.runs),
-        runs=[_run(*item) for item in zip(report.spent, report.runs, report.spent.values(), COLOURS * 9, strict=False)],
+        title=" and ".join(run.name for run in runs),
+        lead=_lead(runs),
+        runs=[_run(run, colour) for run, colour in zip(runs, cycle(COLOURS), strict=False)],
         curves=None if drawn is None else as_svg(drawn),
         over_seconds=None if compared is None else as_svg(compared),
-        reached=_reached_rows(report.reached),
-        spent_picture=as_svg(seconds_went(report.spent)),
-        spent_rows=[
-            {"part": part, "cells": [_spent_cell(one, part) for one in report.spent.values()]}
-            for part in PARTS
-            if any(one.seconds[part] for one in report.spent.values())
-        ],
+        reached=reached,
+        spent_picture=as_svg(seconds_went(runs)),
+        spent=[run.spent for run in runs],
+        parts=[part for part in PARTS if any(run.spent.seconds[part] for run in runs)],
     )
 
 
@@ -118,54 +108,42 @@ def _shown(value: Any) -> Any:
 
 def _lead(runs: Sequence[RunRecord]) -> str:
     first = runs[0].config
-    same = all(
-        (run.config.get("model"), run.config.get("dataset")) == (first.get("model"), first.get("dataset"))
-        for run in runs
-    )
-    about = f"{first.get('algorithm', '')}: {first.get('model', '?')} on {first.get('dataset', '?')}"
-    return about if same else f"{len(runs)} runs of different models or datasets"
+    if len({(run.config.get("model"), run.config.get("dataset")) for run in runs}) > 1:
+        return f"{len(runs)} runs of different models or datasets"
+    return f"{first.get('algorithm', '')}: {first.get('model', '?')} on {first.get('dataset', '?')}"
 
 
-def _run(name: str, run: RunRecord, seconds: Spent, colour: str) -> dict[str, Any]:
-    summary, per_group = run.summary, seconds.per_informative_group
+def _run(run: RunRecord, colour: str) -> dict[str, Any]:
+    summary, per_group = run.summary, run.spent.per_informative_group
     return {
-        "name": name,
+        "name": run.name,
         "colour": colour,
         "status": summary.get("status", "still running"),
         "steps": max(int(row.get("step", 0)) for row in run.metrics),
         "wall": as_duration(summary["wall_s"]) if "wall_s" in summary else "",
         "change": f"{_short(summary.get('reward_first'))} → {_short(summary.get('reward_last'))}",
-        "device_s": f"{seconds.total:.0f}",
+        "device_s": f"{run.spent.total:.0f}",
         "per_group": "none taught" if per_group is None else f"{per_group:.2f}",
         "timeline": None if run.timeline is None else base64.b64encode(run.timeline.read_bytes()).decode(),
         "judge": _judge_rows(run.metrics),
         "plan": _plan_rows(summary.get("plan_and_measured", [])),
         "samples": _sample_rows(run.samples),
-        "written": [_written_row(one) for one in chosen(run.written)],
+        "completions": chosen(run.completions),
         "problems": run.problems,
         "started": run.started,
-        "command": shlex.join(["ycore", *_without_program(run.command)]),
+        "command": shlex.join(["ycore", *run.command[1:]]),
         "versions": ", ".join(f"{name} {version}" for name, version in run.versions.items() if version),
     }
 
 
-def _without_program(command: Sequence[str]) -> Sequence[str]:
-    return command[1:] if command else command
-
-
-def chosen(written: Sequence[Written]) -> list[Written]:
-    """A few completions: the lowest rewards, the middle ones, the highest, in this order; then one without a reward."""
-    ranked = sorted((one for one in written if one.reward is not None), key=lambda one: one.reward or 0.0)
+def chosen(completions: Sequence[ScoredCompletion]) -> list[ScoredCompletion]:
+    """A few of them: the lowest rewards, the middle ones, the highest, in this order; then one without a reward."""
+    ranked = sorted((one for one in completions if one.reward is not None), key=lambda one: one.reward or 0.0)
     middle = len(ranked) // 2
     places = [*range(_SHOWN), *range(middle - _SHOWN // 2, middle + _SHOWN // 2), *range(-_SHOWN, 0)]
     kept = sorted({place % len(ranked) for place in places if -len(ranked) <= place < len(ranked)}) if ranked else []
-    masked = [one for one in written if one.reward is None][:1]
+    masked = [one for one in completions if one.reward is None][:1]
     return [ranked[place] for place in kept] + masked
-
-
-def _written_row(one: Written) -> dict[str, str]:
-    reward = "masked" if one.reward is None else f"{one.reward:.3g}"
-    return {"reward": reward, "prompt": one.prompt, "completion": one.completion}
 
 
 def _judge_rows(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
@@ -196,22 +174,6 @@ def _sample_rows(samples: Mapping[str, Any]) -> list[dict[str, str]]:
         {"prompt": as_text(before["prompt"]), "before": before["completion"], "after": after["completion"]}
         for before, after in zip(samples.get("before", []), samples.get("after", []), strict=False)
     ]
-
-
-def _reached_rows(reached: Sequence[Sequence[Reached]]) -> list[dict[str, Any]]:
-    if not reached or not all(reached):
-        return []
-    return [{"at": f"{row[0].device_s:.0f}", "cells": [_reached(one) for one in row]} for row in zip(*reached)]  # noqa: B905 - runs may reach fewer marks
-
-
-def _reached(one: Reached) -> str:
-    spread = "" if one.half_width is None else f" ± {one.half_width:.3f}"
-    return f"{one.reward:.3f}{spread} (step {one.step})"
-
-
-def _spent_cell(one: Spent, part: str) -> str:
-    share = 100 * one.seconds[part] / one.total if one.total else 0.0
-    return f"{one.seconds[part]:.1f} ({share:.0f} %)"
 
 
 def _short(value: Any) -> str:

@@ -1,15 +1,13 @@
 """What a person sees while a run goes on: the live view in a terminal, else one plain line a step.
 
-Looking at a run from another terminal, while it goes on or once it has ended.
-
-Not here: the numbers themselves (`metrics`), the view (`live`) and the picture at the end (`curve`).
+`watch` shows the same of a run from another terminal, while it goes on or once it has ended.
 """
 
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Protocol, TextIO
+from typing import Protocol, TextIO
 
 from rich.console import Console, RenderableType
 from rich.live import Live
@@ -18,23 +16,33 @@ from rich.text import Text
 from ycore.errors import RunFolderError
 from ycore.run.claim import is_held
 from ycore.run.files import read_json
-from ycore.run.metrics import MetricsFollower
+from ycore.run.metrics import REWARD, MetricsFollower
 from ycore.run.paths import RunFolder
-from ycore.run.text import printable
+from ycore.run.text import as_duration, printable
 from ycore.view.activity import RunActivity
-from ycore.view.lanes import TimeLeft, as_duration
-from ycore.view.live import Look, RunView, restarted_workers, reward_problems
+from ycore.view.live import Look, Row, RunView, TimeLeft, parts, restarted_workers, reward_problems
 
-__all__ = ["BarProgress", "PlainProgress", "RunProgress", "as_duration", "describe_step", "open_progress"]
+_LOOK_EVERY_S = 0.5
+
+_STEP = (
+    ("length {:.0f}", "completions/mean_length"),
+    ("zero-variance {:.0%}", "frac_reward_zero_std"),
+    ("yield {:.0%}", "ycore/sampling/yield"),
+    ("sync {:.1f} s", "ycore/time/sync"),
+    ("round {:.1f} s", "ycore/time/round"),
+    ("train {:.1f} s", "ycore/time/train"),
+    ("{:.0f} tok/s", "ycore/tokens_per_s"),
+    ("gap {:.4f}", "ycore/logprob_gap"),
+)
 
 
 class RunProgress(Protocol):
-    """Shows a run."""
+    """Shows a run. Whatever a model, a dataset or a reward wrote is shown as data."""
 
     def say(self, line: str) -> None:
         """A line about the run as a whole: engines starting, a model being fetched."""
 
-    def step(self, row: Mapping[str, Any]) -> None:
+    def step(self, row: Row) -> None:
         """One row of metrics.jsonl."""
 
     def close(self) -> None:
@@ -44,14 +52,18 @@ class RunProgress(Protocol):
 def open_progress(
     num_steps: int | None, *, unit: str = "step", stream: TextIO | None = None, look: Look | None = None
 ) -> RunProgress:
-    """The bar where `stream` (standard output unless told) is a terminal, plain lines where it is not.
+    """The live view where `stream` is a terminal, plain lines where it is not.
 
-    `num_steps` is None where nobody knows the end; `unit` is what the rows count; `look` tells what the run is at.
+    Args:
+        num_steps: How many rows there will be; None where nobody knows.
+        unit: What a row counts.
+        stream: Standard output by default.
+        look: Returns what the run does now; see `RunActivity.look`.
     """
     stream = sys.stdout if stream is None else stream
     if not stream.isatty():
         return PlainProgress(num_steps, unit, stream)
-    return BarProgress(num_steps, unit, stream, look)
+    return LiveProgress(num_steps, unit, stream, look)
 
 
 class PlainProgress:
@@ -66,7 +78,7 @@ class PlainProgress:
     def say(self, line: str) -> None:
         print(printable(line), file=self._stream, flush=True)
 
-    def step(self, row: Mapping[str, Any]) -> None:
+    def step(self, row: Row) -> None:
         if "step" in row:
             head = f"{self._unit} {row['step']}{self._total}"
             self.say("  ".join([head, *describe_step(row), self._clock.after(row)]).rstrip())
@@ -75,7 +87,7 @@ class PlainProgress:
         self._stream.flush()
 
 
-class BarProgress:
+class LiveProgress:
     """The live view, redrawn twice a second beneath the lines about the run as a whole."""
 
     def __init__(self, num_steps: int | None, unit: str, stream: TextIO, look: Look | None = None) -> None:
@@ -89,59 +101,40 @@ class BarProgress:
     def say(self, line: str) -> None:
         self._live.console.print(Text(printable(line)), soft_wrap=True)
 
-    def step(self, row: Mapping[str, Any]) -> None:
+    def step(self, row: Row) -> None:
         self._view.add(row)
 
     def close(self) -> None:
         self._live.stop()
 
 
-def describe_step(row: Mapping[str, Any]) -> list[str]:
-    """The numbers of one step that a person watches; a number that the row has not is left out."""
-    parts = [
-        _part(row, "ycore/reward" if "ycore/reward" in row else "reward", "reward {:.3f}"),
-        *_learned(row),
-        _part(row, "completions/mean_length", "length {:.0f}"),
-        _part(row, "frac_reward_zero_std", "zero-variance {:.0%}"),
-        _part(row, "ycore/sampling/yield", "yield {:.0%}"),
-        _part(row, "ycore/time/sync", "sync {:.1f} s"),
-        _part(row, "ycore/time/round", "round {:.1f} s"),
-        _part(row, "ycore/time/train", "train {:.1f} s"),
-        _part(row, "ycore/tokens_per_s", "{:.0f} tok/s"),
-        _part(row, "ycore/logprob_gap", "gap {:.4f}"),
-        *reward_problems(row),
-        restarted_workers(row),
-    ]
-    return [part for part in parts if part]
+def describe_step(row: Row) -> list[str]:
+    """The numbers of one step that a person watches; the loss is one of them only where there is no reward."""
+    has_reward = any(name in row for name in REWARD)
+    first = parts(row, [("reward {:.3f}", *REWARD)]) if has_reward else _without_reward(row)
+    words = [*first, *parts(row, _STEP), *reward_problems(row), restarted_workers(row)]
+    return [word for word in words if word]
 
 
-def _learned(row: Mapping[str, Any]) -> list[str]:
-    """What a run without rollouts tells: there is no reward to watch."""
-    if "reward" in row or "ycore/reward" in row:
-        return []
-    shares = ("accuracy", "rewards/accuracies")
+def _without_reward(row: Row) -> list[str]:
+    accuracy = parts(row, [("accuracy {:.0%}", "accuracy", "rewards/accuracies")])
     return [
-        _part(row, "loss", "loss {:.4f}"),
-        *(_part(row, name, "accuracy {:.0%}") for name in shares),
-        _part(row, "mean_token_accuracy", "token accuracy {:.0%}") if not any(name in row for name in shares) else "",
-        _part(row, "rewards/margins", "margin {:.3f}"),
-        _part(row, "margin", "margin {:.3f}"),
-        _part(row, "learning_rate", "rate {:.1e}"),
+        *parts(row, [("loss {:.4f}", "loss")]),
+        *(accuracy or parts(row, [("token accuracy {:.0%}", "mean_token_accuracy")])),
+        *parts(row, [("margin {:.3f}", "rewards/margins", "margin"), ("rate {:.1e}", "learning_rate")]),
     ]
-
-
-def _part(row: Mapping[str, Any], name: str, form: str) -> str:
-    value = row.get(name)
-    return form.format(value) if isinstance(value, int | float) else ""
-
-
-_LOOK_EVERY_S = 0.5
 
 
 def watch(root: Path, *, stream: TextIO | None = None, once: bool = False) -> None:
-    """Show every step of the run in `root`, those that were taken already first, until it has ended.
+    """Show every step of the run in `root`, from its first, until it has ended.
 
-    `once` shows what there is and returns. A run whose launcher is gone without a summary is said to be so.
+    Args:
+        root: The run's folder.
+        stream: Standard output by default.
+        once: Show the steps that are there, and return.
+
+    Raises:
+        RunFolderError: `root` is no run's folder.
     """
     folder = RunFolder(root)
     if not folder.config.is_file():
@@ -159,7 +152,7 @@ def watch(root: Path, *, stream: TextIO | None = None, once: bool = False) -> No
         progress.close()
 
 
-def _rows(folder: RunFolder, progress: RunProgress, *, once: bool) -> Iterator[Mapping[str, Any]]:
+def _rows(folder: RunFolder, progress: RunProgress, *, once: bool) -> Iterator[Row]:
     """Rows as they come; the end of the run ends them, after its last one."""
     follower = MetricsFollower(folder.metrics, from_the_start=True, say=progress.say)
     while True:
@@ -176,7 +169,6 @@ def _ending(folder: RunFolder) -> str:
     if not folder.summary.is_file():
         return f"over without a summary, as after a kill; `ycore resume {folder.root}` goes on"
     summary = read_json(folder.summary)
-    told = f"{summary.get('status', 'ended')} after {summary.get('steps', 0)} steps"
-    seconds = summary.get("wall_s")
-    why = f": {summary['error']}" if summary.get("error") else ""
-    return told + ("" if seconds is None else f", {as_duration(seconds)}") + why
+    steps = f"{summary.get('status', 'ended')} after {summary.get('steps', 0)} steps"
+    duration = f", {as_duration(summary['wall_s'])}" if "wall_s" in summary else ""
+    return steps + duration + (f": {summary['error']}" if summary.get("error") else "")

@@ -1,11 +1,4 @@
-"""RunRecord: everything that a run's folder tells of it, read once.
-
-Where every device second of a run went, and what a group that taught something cost. Pure.
-
-Several runs at equal device seconds: the reward that each had reached by then, with an interval. Pure.
-
-Not here: what is made of it (`spent`, `compare`, `figures`, `page`).
-"""
+"""A run's folder, read once for a report: its settings, numbers and completions, and where its device seconds went."""
 
 import math
 import statistics
@@ -17,23 +10,23 @@ from typing import Any
 
 from ycore.errors import RunFolderError
 from ycore.run.files import read_json
-from ycore.run.metrics import read_metrics
+from ycore.run.metrics import REWARD, STEP_SECONDS, Row, number, read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.resuming import read_round, round_file, rounds_in
 from ycore.run.trace import ROUND, SWAP, Span, busy_stretches, read_trace
 
-Row = Mapping[str, Any]
-
 
 @dataclass(frozen=True, slots=True)
-class Written:
-    """A completion of the run's last rounds, with the sum of its rewards; None where a reward was not given."""
+class ScoredCompletion:
+    """A completion, and the weighted sum of its rewards; None where one of them was not given."""
 
     prompt: str
     completion: str
     reward: float | None
-    num_tokens: int
-    finish_reason: str
+
+
+RewardCurve = Sequence[tuple[float, int, float]]
+"""(device seconds, step, reward), in the order of steps."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,44 +42,50 @@ class RunRecord:
     summary: Row
     metrics: Sequence[Row]
     samples: Row
-    written: Sequence[Written]
-    num_slots: int
-    judging: float
-    """The share of its engines' busy seconds that judges and reward models took (`spent.judging_share`)."""
+    completions: Sequence[ScoredCompletion]
+    """Those of the newest round in the journal."""
 
+    spent: "Spent"
+    reward_curve: RewardCurve
     timeline: Path | None
     problems: Sequence[str] = ()
     """Files of the run that are damaged, so that what they held is missing here."""
 
-    @property
-    def is_finished(self) -> bool:
-        return self.summary.get("status") == "finished"
-
 
 def read_run(root: Path) -> RunRecord:
-    """The run in `root`; RunFolderError where there is none, or none that has begun a step."""
+    """Everything that a report shows of the run in `root`, finished or not.
+
+    Raises:
+        RunFolderError: there is no run, or none that has finished a step.
+    """
     folder = RunFolder(root)
     if not folder.config.is_file():
         raise RunFolderError(f"{root} has no run.json, so it is no run's folder; name the folder that --output named")
-    told = read_json(folder.config)
-    problems: list[str] = []
+    description, problems = read_json(folder.config), list[str]()
     metrics = read_metrics(folder.metrics, say=problems.append)
     if not metrics:
         raise RunFolderError(f"{root} has no step yet: {folder.metrics} is missing or empty; wait for the first step")
-    timeline = root / "timeline.png"
+    config, timeline = description.get("config", {}), root / "timeline.png"
+    # A trainer that generates by itself is one slot.
+    num_slots = max(1, len(_optional(root / "engines.json").get("engines", [])))
     return RunRecord(
         root=root,
         name=root.resolve().name,
-        config=told.get("config", {}),
-        command=tuple(told.get("command", ())),
-        versions=told.get("versions", {}),
-        started=str(told.get("started", "")),
+        config=config,
+        command=tuple(description.get("command", ())),
+        versions=description.get("versions", {}),
+        started=str(description.get("started", "")),
         summary=_optional(folder.summary),
         metrics=metrics,
         samples=_optional(folder.samples),
-        written=_last_written(folder, told.get("config", {}), problems),
-        num_slots=_num_slots(folder),
-        judging=judging_share(read_trace(root / "trace.json")),
+        completions=_last_completions(folder, config, problems),
+        spent=spent(
+            metrics,
+            prompts_per_step=int(config.get("prompts_per_step", 1)),
+            num_slots=num_slots,
+            judging=judging_share(read_trace(root / "trace.json")),
+        ),
+        reward_curve=reward_curve(metrics, num_slots=num_slots),
         timeline=timeline if timeline.is_file() else None,
         problems=problems,
     )
@@ -100,39 +99,25 @@ def _optional(file: Path) -> Row:
     return found
 
 
-def _num_slots(folder: RunFolder) -> int:
-    """Slots of the run; a trainer that generates by itself is one."""
-    told = _optional(folder.root / "engines.json")
-    rollout = [name for name in told.get("engines", []) if isinstance(name, str)]
-    return max(1, len(rollout))
-
-
-def _last_written(folder: RunFolder, config: Row, problems: list[str]) -> list[Written]:
-    """The completions of the journal's newest round, of every rank; none where no journal is kept."""
+def _last_completions(folder: RunFolder, config: Row, problems: list[str]) -> list[ScoredCompletion]:
+    """Of every rank; none where no journal is kept."""
     rounds = rounds_in(folder.journal)
     if not rounds:
         return []
     step = max(rounds)
     weights = [float(reward.get("weight", 1.0)) for reward in config.get("rewards", [])]
-    written = []
+    found: list[ScoredCompletion] = []
     for rank in sorted(rounds[step]):
         try:
-            _, told = read_round(round_file(folder.journal, step, rank))
+            _, content = read_round(round_file(folder.journal, step, rank))
         except RunFolderError as error:
             problems.append(str(error))
             continue
-        written += [one for group in told["groups"] for one in _of_group(group, weights)]
-    return written
-
-
-def _of_group(group: Row, weights: Sequence[float]) -> list[Written]:
-    prompt = as_text(group["draw"]["prompt"]["content"])
-    return [
-        Written(
-            prompt, wrote["text"], _total(scores, weights), len(wrote["token_ids"]), str(wrote.get("finish_reason", ""))
-        )
-        for wrote, scores in zip(group["completions"], group["scores_GR"], strict=True)
-    ]
+        for group in content["groups"]:
+            prompt = as_text(group["draw"]["prompt"]["content"])
+            for completion, scores in zip(group["completions"], group["scores_GR"], strict=True):
+                found.append(ScoredCompletion(prompt, completion["text"], _total(scores, weights)))
+    return found
 
 
 def _total(scores: Sequence[Row], weights: Sequence[float]) -> float | None:
@@ -179,6 +164,55 @@ class Spent:
         """Device seconds for each group with a gradient; None where there was none."""
         return self.total / self.informative_groups if self.informative_groups > 0 else None
 
+    def share(self, part: str) -> float:
+        """Of the whole, from 0 to 1."""
+        return self.seconds[part] / self.total if self.total else 0.0
+
+
+def spent(metrics: Sequence[Row], *, prompts_per_step: int, num_slots: int, judging: float = 0.0) -> Spent:
+    """The sum over the run's steps; every slot is counted for the whole of every step.
+
+    `judging` is the run's `judging_share`, taken as that of every step.
+    """
+    seconds = dict.fromkeys(PARTS, 0.0)
+    informative = 0.0
+    for row in metrics:
+        if number(row, *STEP_SECONDS) is None:
+            continue
+        for part, value in _step_parts(row, prompts_per_step, judging).items():
+            seconds[part] += value * num_slots
+        informative += prompts_per_step * (1 - _or_zero(row, "frac_reward_zero_std"))
+    return Spent(seconds, informative, num_slots)
+
+
+def _step_parts(row: Row, prompts: int, judging_share: float) -> dict[str, float]:
+    """One step's seconds, by part."""
+    whole = _or_zero(row, *STEP_SECONDS)
+    sync, in_round, train = (_or_zero(row, f"ycore/time/{name}") for name in ("sync", "round", "train"))
+    idle = in_round * min(1.0, _or_zero(row, "ycore/idle_share"))
+    swaps = min(_or_zero(row, "ycore/swap_s"), in_round - idle)
+    judging = (in_round - idle - swaps) * judging_share
+    writing = in_round - idle - swaps - judging
+    drawn = number(row, "ycore/sampling/drawn")
+    informative = prompts * (1 - _or_zero(row, "frac_reward_zero_std"))
+    useful = min(1.0, informative / max(prompts if drawn is None else drawn, 1.0))
+    cut = min(1.0, _or_zero(row, "completions/clipped_ratio"))
+    return {
+        "useful tokens": writing * useful * (1 - cut),
+        "cut off at the limit": writing * useful * cut,
+        "groups not trained on": writing * (1 - useful),
+        "judging": judging,
+        "swaps": swaps,
+        "idle": idle,
+        "weight sync": sync,
+        "training": train,
+        "other": max(0.0, whole - sync - in_round - train),
+    }
+
+
+def _or_zero(row: Row, *names: str) -> float:
+    return number(row, *names) or 0.0
+
 
 def judging_share(spans: Iterable[Span]) -> float:
     """Of the seconds with requests in flight, slot by slot and role by role, those of judges and reward models.
@@ -194,59 +228,16 @@ def judging_share(spans: Iterable[Span]) -> float:
     return math.fsum(seconds for (*_, role), seconds in busy.items() if role != _WRITES) / whole if whole else 0.0
 
 
-def spent(metrics: Sequence[Row], *, prompts_per_step: int, num_slots: int, judging: float = 0.0) -> Spent:
-    """The sum over the run's steps; every slot is counted for the whole of every step.
-
-    `judging` is the run's `judging_share`, taken as that of every step.
-    """
-    seconds = dict.fromkeys(PARTS, 0.0)
-    informative = 0.0
-    for row in metrics:
-        if "ycore/time/step" not in row and "step_time" not in row:
-            continue
-        for part, value in _step(row, prompts_per_step, judging).items():
-            seconds[part] += value * num_slots
-        informative += prompts_per_step * (1 - _number(row, "frac_reward_zero_std"))
-    return Spent(seconds, informative, num_slots)
-
-
-def _step(row: Row, prompts: int, judging_share: float) -> dict[str, float]:
-    """One step's seconds, by part."""
-    whole = _number(row, "ycore/time/step", _number(row, "step_time"))
-    sync, in_round, train = (_number(row, f"ycore/time/{name}") for name in ("sync", "round", "train"))
-    idle = in_round * min(1.0, _number(row, "ycore/idle_share"))
-    swaps = min(_number(row, "ycore/swap_s"), in_round - idle)
-    judging = (in_round - idle - swaps) * judging_share
-    writing = in_round - idle - swaps - judging
-    drawn = max(_number(row, "ycore/sampling/drawn", prompts), 1.0)
-    taught = min(1.0, prompts * (1 - _number(row, "frac_reward_zero_std")) / drawn)
-    cut = min(1.0, _number(row, "completions/clipped_ratio"))
-    return {
-        "useful tokens": writing * taught * (1 - cut),
-        "cut off at the limit": writing * taught * cut,
-        "groups not trained on": writing * (1 - taught),
-        "judging": judging,
-        "swaps": swaps,
-        "idle": idle,
-        "weight sync": sync,
-        "training": train,
-        "other": max(0.0, whole - sync - in_round - train),
-    }
-
-
-def _number(row: Row, name: str, otherwise: float = 0.0) -> float:
-    value = row.get(name)
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else otherwise
-
-
-SHARES = (0.25, 0.5, 0.75, 1.0)
+_SHARES = (0.25, 0.5, 0.75, 1.0)
 _WINDOW = 10  # steps
 
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """A run's reward after some device seconds: the mean of the last `steps` steps, and the half width of its 95 %
-    interval (Student's t, steps taken as independent; None with fewer than three)."""
+    """A run's reward after some device seconds: the mean of the last ten steps.
+
+    `half_width` is half of its 95 % interval (Student's t, steps taken as independent); None with fewer than three.
+    """
 
     device_s: float
     step: int
@@ -255,22 +246,23 @@ class Reached:
     steps: int
 
 
-def reward_curve(metrics: Sequence[Row], *, num_slots: int) -> list[tuple[float, int, float]]:
-    """`(device seconds, step, reward)` of every step that tells all three."""
-    found = [row for row in metrics if _step_s(row) is not None and _reward(row) is not None]
-    seconds = accumulate((_step_s(row) or 0.0) * num_slots for row in found)
-    return [(at, int(row["step"]), _reward(row) or 0.0) for at, row in zip(seconds, found, strict=True)]
+def reward_curve(metrics: Sequence[Row], *, num_slots: int) -> RewardCurve:
+    """The reward over device seconds, of every step that has both."""
+    found = [(number(row, *STEP_SECONDS), int(row.get("step", 0)), number(row, *REWARD)) for row in metrics]
+    known = [(seconds, step, reward) for seconds, step, reward in found if seconds is not None and reward is not None]
+    times = accumulate(seconds * num_slots for seconds, _, _ in known)
+    return [(at, step, reward) for at, (_, step, reward) in zip(times, known, strict=True)]
 
 
-def at_equal_seconds(curves: Sequence[Sequence[tuple[float, int, float]]]) -> list[list[Reached]]:
-    """For each run, what it had reached at SHARES of the device seconds that all of them have; none if one is empty."""
+def at_equal_seconds(curves: Sequence[RewardCurve]) -> list[list[Reached]]:
+    """What each run had reached at quarters of the device seconds that all of them have; none if one is empty."""
     if not curves or any(not curve for curve in curves):
         return [[] for _ in curves]
     common = min(curve[-1][0] for curve in curves)
-    return [[reached for share in SHARES if (reached := _at(curve, common * share))] for curve in curves]
+    return [[reached for share in _SHARES if (reached := _at(curve, common * share))] for curve in curves]
 
 
-def _at(curve: Sequence[tuple[float, int, float]], device_s: float) -> Reached | None:
+def _at(curve: RewardCurve, device_s: float) -> Reached | None:
     before = [point for point in curve if point[0] <= device_s * (1 + 1e-9)]
     if not before:
         return None
@@ -278,24 +270,12 @@ def _at(curve: Sequence[tuple[float, int, float]], device_s: float) -> Reached |
     return Reached(device_s, before[-1][1], statistics.fmean(window), half_width(window), len(window))
 
 
-def half_width(values: Sequence[float]) -> float | None:
-    """Half the width of the 95 % interval of the mean."""
-    if len(values) < 3:
-        return None
-    return _T_975[min(len(values) - 1, len(_T_975) - 1)] * statistics.stdev(values) / math.sqrt(len(values))
-
-
 # Student's t, 97.5 % quantile, by degrees of freedom from 0 (none) to 9, the most that a window has.
 _T_975 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262)
 
 
-def _step_s(row: Row) -> float | None:
-    return _finite(row.get("ycore/time/step", row.get("step_time")))
-
-
-def _reward(row: Row) -> float | None:
-    return _finite(row.get("ycore/reward", row.get("reward")))
-
-
-def _finite(value: Any) -> float | None:
-    return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
+def half_width(values: Sequence[float]) -> float | None:
+    """Half the width of the 95 % interval of the mean; None with fewer than three values."""
+    if len(values) < 3:
+        return None
+    return _T_975[min(len(values) - 1, len(_T_975) - 1)] * statistics.stdev(values) / math.sqrt(len(values))

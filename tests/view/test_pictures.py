@@ -1,0 +1,66 @@
+"""curve.png and timeline.png: drawn where there is something to draw, of the right size."""
+
+import struct
+from pathlib import Path
+
+import pytest
+
+from ycore.run.trace import ROUND, SWAP, Span, read_trace
+from ycore.view.pictures import draw_curve, draw_timeline, finish_trace_and_draw, last_rounds, points, smooth
+
+
+@pytest.mark.parametrize("steps", [1, 3, 200])
+def test_a_picture_of_the_right_size_is_drawn(tmp_path: Path, steps: int) -> None:
+    rows = [{"step": n, "reward": n / steps, "completions/mean_length": 9.0} for n in range(1, steps + 1)]
+    rows.append({"step": steps, "train_loss": 0.1})
+    assert draw_curve(rows, tmp_path / "curve.png", "a run")
+    head = (tmp_path / "curve.png").read_bytes()[:24]
+    assert head[:8] == b"\x89PNG\r\n\x1a\n"
+    assert struct.unpack(">II", head[16:24]) == (1200, 700)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_without_a_reward_there_is_no_picture(tmp_path: Path) -> None:
+    assert not draw_curve([{"step": 1, "reward": None}], tmp_path / "curve.png", "a run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_what_is_not_a_number_is_left_out() -> None:
+    rows = [{"step": 1, "reward": 0.5}, {"step": 2, "reward": None}, {"reward": 1.0}, {"step": 3, "reward": 1}]
+    assert points(rows, "reward") == ([1.0, 3.0], [0.5, 1.0])
+
+
+def test_smoothing_keeps_a_straight_line() -> None:
+    line = [float(n) for n in range(9)]
+    assert smooth(line, window=5) == line
+    assert smooth([0.0, 3.0, 0.0], window=3) == [0.0, 1.0, 0.0]
+
+
+def test_a_picture_is_drawn_where_there_is_a_loss(tmp_path: Path) -> None:
+    rows = [{"step": step, "loss": 1.0 / step, "accuracy": 0.5, "margin": 0.1} for step in range(1, 7)]
+    assert draw_curve(rows, tmp_path / "curve.png", "title")
+    assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    assert draw_curve([{"step": 1, "loss": 2.0}], tmp_path / "bare.png", "only a loss")
+    assert not draw_curve([{"step": 1}], tmp_path / "none.png", "nothing")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bare.png", "curve.png"]
+
+
+def test_a_title_is_drawn_as_it_is(tmp_path: Path) -> None:
+    assert draw_curve([{"step": 1, "reward": 0.5}], tmp_path / "curve.png", r"grpo: m on data$\broken$.jsonl")
+
+
+def test_no_trace_is_no_trouble(tmp_path: Path) -> None:
+    finish_trace_and_draw(tmp_path, "nothing")
+    assert read_trace(tmp_path / "trace.json") == [] and list(tmp_path.iterdir()) == []
+
+
+def test_the_last_rounds_are_drawn(tmp_path: Path) -> None:
+    rounds = [Span(ROUND, 0, -1, 100.0 * step, 90, {"step": step}) for step in range(6)]
+    turns = [Span("rollout", 0, slot, 100.0 * step + 1, 40) for step in range(6) for slot in (0, 1)]
+    swaps = [Span(SWAP, 0, 1, 100.0 * step + 41, 5, {"awake": "judge"}) for step in range(6)]
+    judged = [Span("judge", 0, 1, 100.0 * step + 46, 30) for step in range(6)]
+    told = [*rounds, *turns, *swaps, *judged]
+    assert {span.began // 100 for span in last_rounds(told)} == {2, 3, 4, 5}
+    path = tmp_path / "timeline.png"
+    assert draw_timeline(told, path, "dynamic")
+    assert path.read_bytes().startswith(b"\x89PNG") and list(tmp_path.iterdir()) == [path]

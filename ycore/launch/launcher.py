@@ -207,7 +207,7 @@ def _sum_up(
     """Write summary.json and draw the curve. Only the first machine has the metrics of a run."""
     folder, has_steps = site.folder, worker.trains and site.layout.machine_rank == 0
     measure: Literal["reward", "loss"] = "reward" if isinstance(config, RunConfig) else "loss"
-    metrics = read_metrics(folder.metrics)
+    metrics = read_metrics(folder.metrics, say=progress.say)
     message = None if error is None else redact(str(error) or type(error).__name__)
     summary = summarise(metrics, status, time.monotonic() - began, measure=measure, error=message)
     if not has_steps:

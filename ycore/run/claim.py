@@ -151,16 +151,20 @@ def _check_same_run(folder: RunFolder, config: BaseModel, *, resume: bool, how: 
             f"{root} is another run ({in_words(differences)}); leave these as they were, "
             "or go on all the same with --accept-changes"
         )
-    is_finished = folder.summary.is_file() and read_json(folder.summary).get("status") == "finished"
     before, now = held_config(folder).get("steps"), config.model_dump().get("steps")
     is_longer = how.step is not None or (isinstance(before, int) and isinstance(now, int) and now > before)
-    if is_finished and not (resume and is_longer):
+    if is_finished(folder) and not (resume and is_longer):
         raise RunFolderError(
             f"{root} holds this run, finished; go on for longer with --resume and more --steps, "
             "or choose another --output to run it again"
         )
     if not resume:
         raise RunFolderError(f"{root} holds this run, not finished; go on with --resume, or choose another --output")
+
+
+def is_finished(folder: RunFolder) -> bool:
+    """Whether the run in the folder has come to its end."""
+    return folder.summary.is_file() and read_json(folder.summary).get("status") == "finished"
 
 
 def write_description(folder: RunFolder, config: BaseModel, *, resume: bool) -> None:

@@ -1,6 +1,6 @@
-"""The console entry `ycore`: the commands, and the one place where an error becomes a line and an exit status.
+"""The console entry `ycore`: its commands, and the one place where an error becomes a line and an exit status.
 
-Not here: what a command does. Nothing heavy is imported until a command runs.
+Nothing heavy is imported until a command runs.
 """
 
 import signal
@@ -14,22 +14,18 @@ from ycore_cli.measure import evaluate, preflight
 from ycore_cli.pipeline import pipeline
 from ycore_cli.plan import plan
 from ycore_cli.simulate import simulate
-from ycore_cli.train import grpo, rloo
-from ycore_cli.tune import dpo, kto, resume, reward, sft
+from ycore_cli.train import resume, training_command
 
 from ycore import __version__
+from ycore.config.algorithms import ALGORITHMS
 from ycore.errors import Interrupted, YcoreError
 
 _HELP = {"max_content_width": 100, "help_option_names": ["--help", "-h"]}
 _ANY_TRL_FIELD = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 app = typer.Typer(context_settings=_HELP, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
-app.command("grpo", context_settings=_ANY_TRL_FIELD)(grpo)
-app.command("rloo", context_settings=_ANY_TRL_FIELD)(rloo)
-app.command("sft", context_settings=_ANY_TRL_FIELD)(sft)
-app.command("reward", context_settings=_ANY_TRL_FIELD)(reward)
-app.command("dpo", context_settings=_ANY_TRL_FIELD)(dpo)
-app.command("kto", context_settings=_ANY_TRL_FIELD)(kto)
+for algorithm in ALGORITHMS.values():
+    app.command(algorithm.name, context_settings=_ANY_TRL_FIELD)(training_command(algorithm))
 app.command("resume", context_settings=_ANY_TRL_FIELD)(resume)
 app.command("eval", context_settings=_ANY_TRL_FIELD)(evaluate)
 app.command("plan", context_settings=_ANY_TRL_FIELD)(plan)
@@ -76,7 +72,11 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Runs one command line and returns its exit status; a bug keeps its traceback."""
+    """Run one command line and return its exit status; a bug keeps its traceback.
+
+    Args:
+        arguments: what follows `ycore`.
+    """
     try:
         status = app(args=_dashed(arguments), prog_name="ycore", standalone_mode=False)
     except YcoreError as error:

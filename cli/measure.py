@@ -50,11 +50,12 @@ def preflight(
     ycore preflight --model smollm2-135m --dataset train.jsonl --reward rewards.py:score
     """
     from ycore_cli.checks import checked_plan, plan_rows
-    from ycore_cli.configuration import resolve_config
     from ycore_cli.output import print_json, print_line, print_table, stdout_for_json
 
+    from ycore.config.resolve import require_rollouts
+
     with stdout_for_json(json):
-        config = _in_own_folder(resolve_config(context, algorithm="grpo"))
+        config = _in_own_folder(require_rollouts(o.resolve_config(context, algorithm="grpo")))
         result = checked_plan(config)
         if not dry_run:
             result = _run_preflight(config)
@@ -125,13 +126,14 @@ def evaluate(
                --reward math --num-samples 8 --limit 200
     """
     from ycore_cli.checks import checked_plan, plan_rows
-    from ycore_cli.configuration import resolve_config, unused_folder
     from ycore_cli.output import number, print_json, print_table, stdout_for_json
 
+    from ycore.config.resolve import require_rollouts
+
     with stdout_for_json(json):
-        config = resolve_config(context, algorithm="eval")
+        config = require_rollouts(o.resolve_config(context, algorithm="eval"))
         if output is None:
-            config = config.model_copy(update={"output": unused_folder(config.output)})
+            config = config.model_copy(update={"output": o.unused_folder(config.output)})
         result = checked_plan(config)
         if not (json and dry_run):
             print_table(plan_rows(result))
@@ -149,11 +151,9 @@ def evaluate(
 
 def _in_own_folder(config: "RunConfig") -> "RunConfig":
     """The same run in another folder, in one process, with as many prompts as a preflight takes."""
-    from ycore_cli.configuration import unused_folder
-
     from ycore.plan.preflight_verdict import NUM_PROMPTS
 
-    folder = unused_folder(f"{config.output}-preflight")
+    folder = o.unused_folder(f"{config.output}-preflight")
     alone = {"output": folder, "prompts_per_step": NUM_PROMPTS, "processes": 1, "accelerate": None}
     return config.model_copy(update=alone)
 

@@ -1,19 +1,19 @@
-"""The visible options, each declared once, and how their values become keys of RunConfig.
+"""The options of the commands, each declared once, and the way from what was typed to a run's config.
 
-Numbers are declared as text, so that a wrong one is refused in ycore's own words.
-Not here: TRL's fields, which any command of these takes too (`trl_options`).
-
-Options that the command does not declare: each is a field of TRL's config, by TRL's name with dashes or underscores.
+Numbers are declared as text, so that a wrong one is refused in ycore's own words. Options that a command does not
+declare are fields of TRL's config, by TRL's name with dashes or underscores.
 """
 
-import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ycore.errors import ConfigError, nearest
+
+if TYPE_CHECKING:
+    from ycore.config.schema import AnyConfig
 
 Model = Annotated[
     str | None,
@@ -34,7 +34,7 @@ Reward = Annotated[
 ]
 PromptColumn = Annotated[str | None, typer.Option(help="Column that holds the prompt; e.g. question.")]
 AnswerColumn = Annotated[str | None, typer.Option(help="Column that rewards get as `answer`; e.g. solution.")]
-SystemPrompt = Annotated[str | None, typer.Option(help="Said before every prompt; e.g. 'Answer with a number.'")]
+SystemPrompt = Annotated[str | None, typer.Option(help="System prompt of every chat; e.g. 'Answer with a number.'")]
 TrustRemoteCode = Annotated[
     bool | None,
     typer.Option("--trust-remote-code", help="Run Python code that the model brings along."),
@@ -49,7 +49,7 @@ Lora = Annotated[
 ]
 EngineKind = Annotated[
     str | None,
-    typer.Option("--engine", metavar="KIND", help="What writes the completions: auto, vllm or transformers."),
+    typer.Option("--engine", metavar="KIND", help="What generates the completions: auto, vllm or transformers."),
 ]
 Merge = Annotated[
     bool | None,
@@ -59,7 +59,7 @@ DynamicSampling = Annotated[
     bool | None,
     typer.Option(
         "--dynamic-sampling/--no-dynamic-sampling",
-        help="Replace groups whose rewards are all equal (the default), or train on what comes.",
+        help="Replace groups whose rewards are all equal (the default), or train on all groups.",
     ),
 ]
 Preset = Annotated[
@@ -76,7 +76,7 @@ Divergence = Annotated[
 ]
 Restarts = Annotated[
     str | None,
-    typer.Option(metavar="N", help="How often a trainer that dies goes on by itself; none unless said; e.g. 3."),
+    typer.Option(metavar="N", help="How often a trainer that dies is started again; 0 by default; e.g. 3."),
 ]
 Processes = Annotated[
     str | None,
@@ -91,7 +91,7 @@ Accelerate = Annotated[
 ]
 WandbProject = Annotated[
     str | None,
-    typer.Option(metavar="NAME", help="Also tell Weights & Biases, under this project; e.g. sums."),
+    typer.Option(metavar="NAME", help="Also log to Weights & Biases, in this project; e.g. sums."),
 ]
 Placement = Annotated[
     str | None,
@@ -116,7 +116,7 @@ Recipe = Annotated[
 Output = Annotated[str | None, typer.Option(help="Folder that the run writes; e.g. runs/first.")]
 Preflight = Annotated[
     bool,
-    typer.Option("--preflight", help="First ask whether this run will learn (ycore preflight); train only if so."),
+    typer.Option("--preflight", help="First check whether this run can learn (ycore preflight); train only if so."),
 ]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, start nothing.")]
 Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint in --output.")]
@@ -126,7 +126,7 @@ ResumeFrom = Annotated[
 ]
 AcceptChanges = Annotated[
     bool,
-    typer.Option("--accept-changes", help="Go on although settings, dataset, model or rewards are not what they were."),
+    typer.Option("--accept-changes", help="Go on even though settings, dataset, model or rewards have changed."),
 ]
 KeepJournal = Annotated[
     bool | None,
@@ -151,7 +151,7 @@ EvalDataset = Annotated[str | None, typer.Option(help="Held-out rows; a hub id o
 EvalSplit = Annotated[str | None, typer.Option(help="Split of the held-out rows; e.g. test.")]
 HeldOut = Annotated[
     str | None,
-    typer.Option(metavar="N", help="Rows kept apart to measure on; a tenth, 256 at most, unless said; e.g. 200."),
+    typer.Option(metavar="N", help="Rows kept apart to measure on; by default a tenth, 256 at most; e.g. 200."),
 ]
 BatchSize = Annotated[str | None, typer.Option(metavar="N", help="Rows in one optimizer step; e.g. 16.")]
 Epochs = Annotated[str | None, typer.Option(metavar="N", help="Passes over the rows, where --steps is not given.")]
@@ -166,9 +166,67 @@ _NUMBERS = (
     "batch_size", "held_out",
 )  # fmt: skip
 
+# What other trainers call things, for those who come from them.
+_FAMILIAR: Mapping[str, str] = {
+    "--lr": "--learning-rate",
+    "--batch-size": "--prompts-per-step",
+    "--epochs": "--steps",
+    "--kl-coef": "--beta",
+    "--max-new-tokens": "--max-tokens",
+    "--max-length": "--max-tokens",
+    "--model-name-or-path": "--model",
+    "--dataset-name": "--dataset",
+    "--dataset-train-split": "--set",
+    "--reward-funcs": "--reward",
+    "--config": "--recipe",
+}
+
+
+def resolve_config(context: typer.Context, *, algorithm: str, resume: bool = False) -> "AnyConfig":
+    """The validated config of a command, from its recipe and its options.
+
+    Args:
+        algorithm: a row of `ALGORITHMS`, or `eval`.
+        resume: start from the settings of the run in `--output`.
+    """
+    from ycore.config.recipe_files import load_recipe, recipe_name
+    from ycore.config.resolve import resolve
+
+    params = context.params
+    options = typed_keys(context, algorithm=algorithm) | {"algorithm": algorithm}
+    recipe = params.get("recipe")
+    base = load_recipe(recipe, command=algorithm) if recipe else _stored(options, resume=resume)
+    if algorithm == "eval":
+        base.pop("output", None)  # a recipe's own folder is its training run's
+    run_name = recipe_name(recipe) if recipe else None
+    return with_judges(resolve(recipe=base, sets=params.get("set_") or (), options=options, run_name=run_name))
+
+
+def with_judges(config: "AnyConfig") -> "AnyConfig":
+    """The config with the files of its judges read into it."""
+    from ycore.config.schema import RunConfig
+    from ycore.judge.sources import with_declarations
+
+    return with_declarations(config) if isinstance(config, RunConfig) else config
+
+
+def typed_keys(context: typer.Context, *, algorithm: str, arguments: Sequence[str] | None = None) -> dict[str, Any]:
+    """The keys of a config that were typed: the declared options, and under `trl` those of TRL's fields.
+
+    Args:
+        arguments: the words that the command does not declare; `context.args` if None.
+    """
+    from ycore.config.algorithms import find_algorithm
+
+    keys = config_keys(context.params)
+    declared = [name for option in context.command.params for name in (*option.opts, *option.secondary_opts)]
+    words = context.args if arguments is None else arguments
+    trl = trl_options(words, declared=declared, trl_class=find_algorithm(algorithm).trl_config)
+    return keys | ({"trl": {**keys.get("trl", {}), **trl}} if trl else {})
+
 
 def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
-    """The keys of RunConfig that the options given say; what was not given is not in it."""
+    """The keys of a config that the declared options set; options that were not given set none."""
     keys = {name: params[name] for name in _TEXTS if params.get(name) is not None}
     keys |= {name: _whole_number(name, params[name]) for name in _NUMBERS if params.get(name) is not None}
     if params.get("epochs") is not None:
@@ -188,19 +246,62 @@ def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     return keys
 
 
-Command = TypeVar("Command", bound=Callable[..., None])
+def trl_options(arguments: Sequence[str], *, declared: Iterable[str], trl_class: str) -> dict[str, Any]:
+    """The values of undeclared options, still as text; a ConfigError names the nearest option to an unknown one."""
+    from ycore.config.trl_fields import fields_of
+
+    fields = fields_of(trl_class) if arguments else {}
+    flags = {name for name, field in fields.items() if field.is_flag}
+    values: dict[str, Any] = {}
+    rest = list(arguments)
+    while rest:
+        token = rest.pop(0)
+        option, equals, text = token.partition("=")
+        if not option.startswith("-") or option == "--":
+            raise ConfigError(f"{token!r} is not an option; a value follows its option, e.g. --steps 100")
+        name = option.lstrip("-").replace("-", "_")
+        if not equals and name not in fields and name.startswith("no_") and name[3:] in flags:
+            values[name[3:]] = False
+        elif name not in fields or not option.startswith("--"):
+            raise _unknown(option, [*declared, *(field.option for field in fields.values())])
+        elif equals:
+            values[name] = text
+        elif rest and not rest[0].startswith("--"):
+            values[name] = rest.pop(0)
+        elif name in flags:
+            values[name] = True
+        else:
+            raise ConfigError(f"{option} needs a value; TRL's default is {fields[name].default!r}")
+    return values
 
 
-def takes_options_of(other: Callable[..., None], *, without: Sequence[str]) -> Callable[[Command], Command]:
-    """Give a command the options of another one: Typer reads them from the signature."""
-    signature = inspect.signature(other)
-    kept = [parameter for name, parameter in signature.parameters.items() if name not in without]
+def stored_config(run: str) -> dict[str, Any]:
+    """The settings of a run's folder; {} where it holds none. Its secrets are `***`, and must be given again."""
+    from ycore.run.claim import held_config
+    from ycore.run.paths import RunFolder
+    from ycore.run.secrets import without_hub_token
 
-    def give(command: Command) -> Command:
-        command.__dict__["__signature__"] = signature.replace(parameters=kept)
-        return command
+    folder = RunFolder(Path(run).expanduser())
+    return without_hub_token(held_config(folder)) if folder.config.is_file() else {}
 
-    return give
+
+def unused_folder(output: str) -> str:
+    """`output`, or the first unused of `output-2`, `-3`, ..., so that a command can be repeated."""
+    candidate, count = output, 1
+    while Path(candidate).exists():
+        count += 1
+        candidate = f"{output}-{count}"
+    return candidate
+
+
+def _stored(options: Mapping[str, Any], *, resume: bool) -> dict[str, Any]:
+    """The settings of the run that is resumed or replayed, so that its folder is enough."""
+    if resume and options.get("output"):
+        return stored_config(options["output"])
+    if options.get("replay"):
+        run = options["replay"].rstrip("/")
+        return stored_config(run) | {"output": f"{run}-replay", "keep_journal": False}
+    return {}
 
 
 def _whole_number(name: str, text: str) -> int:
@@ -218,58 +319,7 @@ def _number(name: str, text: str) -> float:
         raise ConfigError(f"--{name} takes a number; it is {text!r}; e.g. --{name} 3") from None
 
 
-# What other trainers call things, for those who come from them.
-_FAMILIAR: Mapping[str, str] = {
-    "--lr": "--learning-rate",
-    "--batch-size": "--prompts-per-step",
-    "--epochs": "--steps",
-    "--kl-coef": "--beta",
-    "--max-new-tokens": "--max-tokens",
-    "--max-length": "--max-tokens",
-    "--model-name-or-path": "--model",
-    "--dataset-name": "--dataset",
-    "--dataset-train-split": "--set",
-    "--reward-funcs": "--reward",
-    "--config": "--recipe",
-}
-
-
-def trl_options(arguments: Sequence[str], *, declared: Iterable[str], trl_class: str = "GRPOConfig") -> dict[str, Any]:
-    """The values of undeclared options, still as text; a ConfigError names the nearest option to an unknown one."""
-    from ycore.config.trl_fields import fields_of
-
-    known = list(declared)
-    fields = fields_of(trl_class) if arguments else {}
-    values: dict[str, Any] = {}
-    rest = list(arguments)
-    while rest:
-        token = rest.pop(0)
-        option, equals, text = token.partition("=")
-        if not option.startswith("-") or option == "--":
-            raise ConfigError(f"{token!r} is not an option; a value follows its option, e.g. --steps 100")
-        name = option.lstrip("-").replace("-", "_")
-        if not equals and name not in fields and name.startswith("no_") and _is_flag(fields, name[3:]):
-            values[name[3:]] = False
-        elif name not in fields or not option.startswith("--"):
-            raise _unknown(option, [*known, *(field.option for field in fields.values())])
-        elif equals:
-            values[name] = text
-        elif rest and not rest[0].startswith("--"):
-            values[name] = rest.pop(0)
-        elif _is_flag(fields, name):
-            values[name] = True
-        else:
-            raise ConfigError(f"{option} needs a value; TRL's default is {fields[name].default!r}")
-    return values
-
-
-def _is_flag(fields: Mapping[str, Any], name: str) -> bool:
-    return name in fields and bool(fields[name].is_flag)
-
-
-def _unknown(option: str, known: Iterable[str]) -> ConfigError:
-    known = list(known)
+def _unknown(option: str, known: Sequence[str]) -> ConfigError:
     familiar = _FAMILIAR.get(option)
-    familiar = familiar if familiar in known else None
-    hint = f"; did you mean {familiar!r}?" if familiar else nearest(option, known, limit=1)
+    hint = f"; did you mean {familiar!r}?" if familiar in known else nearest(option, known, limit=1)
     return ConfigError(f"no option {option}{hint}")

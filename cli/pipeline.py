@@ -8,7 +8,7 @@ import typer
 from ycore_cli import options as o
 
 if TYPE_CHECKING:
-    from ycore.config.algorithms import AnyConfig
+    from ycore.config.schema import AnyConfig
 
 File = Annotated[str, typer.Argument(metavar="FILE|NAME", help="A YAML file of stages, or a shipped recipe's name.")]
 Set = Annotated[
@@ -66,32 +66,23 @@ class _Commands:
         self._num_steps: dict[str, int] = {}  # by output folder, from the stage's check; for its progress bar
 
     def check(self, config: "AnyConfig", *, resume: bool) -> list[tuple[str, str]]:
-        from ycore_cli.checks import checked_plan, plan_rows, tune_plan, tune_rows
+        from ycore_cli.checks import checked_plan, plan_rows
 
-        from ycore.config.schema import TuneConfig
-        from ycore.judge.sources import with_declarations
-
-        rows: list[tuple[str, str]]
-        if isinstance(config, TuneConfig):
-            plan = tune_plan(config, resume=resume)
-            self._num_steps[config.output] = plan["batch"]["steps"]
-            rows = tune_rows(plan, resume=resume)
-        else:
-            rows = plan_rows(checked_plan(with_declarations(config), resume=resume), resume=resume)
+        plan = checked_plan(o.with_judges(config), resume=resume)
+        self._num_steps[config.output] = plan["trl"]["max_steps"]
+        rows: list[tuple[str, str]] = plan_rows(plan, resume=resume)
         return rows
 
     def run(self, config: "AnyConfig", *, resume: bool) -> Mapping[str, Any]:
         from ycore import launch
-        from ycore.config.schema import TuneConfig
-        from ycore.judge.sources import with_declarations
+        from ycore.config.schema import RunConfig
         from ycore.run.claim import AS_IT_WAS
         from ycore.run.paths import RunFolder
         from ycore.run.resuming import settle
 
+        config = o.with_judges(config)
         if resume:
             settle(RunFolder(Path(config.output)), config, AS_IT_WAS, say=print)
-        if isinstance(config, TuneConfig):
-            return launch.tune(config, num_steps=self._num_steps.get(config.output), resume=resume)
-        if config.algorithm == "eval":
-            return launch.evaluate(with_declarations(config))
-        return launch.run(with_declarations(config), resume=resume)
+        if isinstance(config, RunConfig) and config.algorithm == "eval":
+            return launch.evaluate(config)
+        return launch.run(config, resume=resume, num_steps=self._num_steps.get(config.output))

@@ -85,16 +85,12 @@ def plan(
 
 def sizes_of(context: typer.Context, recipe: str | None, *, fill_in: Mapping[str, Any]) -> "RunConfig":
     """The run whose sizes the options give; `fill_in` stands for what only a real run needs, such as its dataset."""
-    from ycore_cli.configuration import declared_options
-
     from ycore.config.recipe_files import load_recipe
-    from ycore.config.resolve import resolve
+    from ycore.config.resolve import require_rollouts, resolve
 
-    options: dict[str, Any] = {**o.config_keys(context.params), "algorithm": "grpo"}
-    if trl := o.trl_options(context.args, declared=declared_options(context)):
-        options["trl"] = trl
+    options = o.typed_keys(context, algorithm="grpo") | {"algorithm": "grpo"}
     base = {**fill_in, **(load_recipe(recipe) if recipe else {})}
-    return resolve(recipe=base, sets=context.params.get("set_") or (), options=options)
+    return require_rollouts(resolve(recipe=base, sets=context.params.get("set_") or (), options=options))
 
 
 def whole_number(option: str, text: str) -> int:

@@ -1,88 +1,50 @@
-"""What the commands that train have in common: the plan, from where a run goes on, the run, its closing words.
+"""The commands that train: one for each row of the table of algorithms, and `ycore resume`."""
 
-`ycore grpo`: train a model with group relative policy optimization (arXiv 2402.03300).
-
-`ycore rloo`: REINFORCE with a leave-one-out baseline (arXiv 2402.14740), by GRPO's trainer, engines and controller.
-
-Not here: their options (`options`), the checks (`plan`) and the run (`ycore.launch`).
-"""
-
+import inspect
+import os
+import shlex
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from ycore_cli import options as o
-from ycore_cli.options import takes_options_of
 
-from ycore.config.schema import RunConfig
-from ycore.errors import ConfigError
-from ycore.run.claim import Resume
-from ycore.run.paths import RunFolder
+from ycore.config.algorithms import Algorithm
 
-
-def plan_and_train(
-    config: RunConfig, *, resume: bool, resume_from: str | None, accept_changes: bool, dry_run: bool, json: bool
-) -> None:
-    """Check, show the plan, and unless it is a dry run train in the foreground."""
-    from ycore_cli.checks import checked_plan, plan_rows
-    from ycore_cli.output import print_json, print_table, stdout_for_json
-
-    with stdout_for_json(json):
-        how = how_to_resume(config.output, resume=resume, resume_from=resume_from, accept_changes=accept_changes)
-        result = checked_plan(config, resume=resume, how=how)
-        _check_durability(config, how)
-        if not (json and dry_run):
-            print_table(plan_rows(result, resume=resume))
-        if not dry_run:
-            result = _train(config, resume=resume, how=how)
-    if json:
-        print_json(result)
-    elif dry_run:
-        print("Nothing was started; leave out --dry-run to train.")
-    else:
-        from ycore_cli.output import print_closing
-
-        print_closing(config)
+if TYPE_CHECKING:
+    from ycore.config.schema import AnyConfig, TuneConfig
+    from ycore.run.claim import Resume
 
 
-def how_to_resume(output: str, *, resume: bool, resume_from: str | None, accept_changes: bool) -> Resume:
-    """From which checkpoint of the folder `output` a run goes on."""
-    from ycore.run.resuming import parse_checkpoint
+def training_command(algorithm: Algorithm) -> Callable[..., None]:
+    """The command of an algorithm: its `--help` is in the table, its options follow from what it learns from."""
 
-    if accept_changes and not resume:
-        raise ConfigError("--accept-changes is about a run that goes on; say --resume too, or leave it out")
-    step = None if resume_from is None else parse_checkpoint(resume_from, RunFolder(Path(output)))
-    return Resume(step=step, accept_changes=accept_changes)
+    def command(context: typer.Context, **options: Any) -> None:
+        resume = options["resume"] or options["resume_from"] is not None
+        config = o.resolve_config(context, algorithm=algorithm.name, resume=resume)
+        if options.get("preflight") and not options["dry_run"] and not resume:
+            from ycore_cli.measure import fly_first
 
+            from ycore.config.resolve import require_rollouts
 
-def _check_durability(config: RunConfig, how: Resume) -> None:
-    """What can be refused of checkpoints and journals before anything is started."""
-    from ycore.run.checkpoints import MIN_KEPT
-    from ycore.run.resuming import check_checkpoint, check_replay
+            fly_first(require_rollouts(config))
+        train(config, resume=resume, **{name: options[name] for name in _HOW})
 
-    limit = config.trl.get("save_total_limit")
-    if limit is not None and limit < MIN_KEPT:
-        raise ConfigError(
-            f"save_total_limit must be {MIN_KEPT} or more, so that one checkpoint is whole where another is damaged; "
-            f"it is {limit}"
-        )
-    if how.step is not None:
-        check_checkpoint(RunFolder(Path(config.output)), how.step)
-    if config.replay is not None:
-        run = RunFolder(Path(config.replay).expanduser())
-        check_replay(run.root, run.journal)
+    declared = _rollout_options if algorithm.learns_from == "rollouts" else _example_options
+    signature = inspect.signature(declared)
+    hidden = () if algorithm.preset is None else ("preset", "advantage")
+    parameters = [parameter for name, parameter in signature.parameters.items() if name not in hidden]
+    command.__dict__["__signature__"] = signature.replace(parameters=parameters)  # Typer reads the options from it
+    examples = "\n".join(f"ycore {algorithm.name} {example}" for example in algorithm.examples)
+    command.__doc__ = f"{algorithm.summary}\n\n\b\n{algorithm.help}\n\n\b\n{examples}"
+    return command
 
 
-def _train(config: RunConfig, *, resume: bool, how: Resume) -> dict[str, Any]:
-    from ycore.launch import run
-    from ycore.run.resuming import settle
-
-    if resume:
-        settle(RunFolder(Path(config.output)), config, how, say=print)
-    return run(config, resume=resume)
+_HOW = ("resume_from", "accept_changes", "dry_run", "json")
 
 
-def grpo(
+def _rollout_options(
     context: typer.Context,
     model: o.Model = None,
     dataset: o.Dataset = None,
@@ -119,47 +81,213 @@ def grpo(
     keep_journal: o.KeepJournal = None,
     replay: o.Replay = None,
     json: o.Json = False,
+) -> None: ...
+
+
+def _example_options(
+    context: typer.Context,
+    model: o.Model = None,
+    dataset: o.Examples = None,
+    split: o.Split = None,
+    eval_dataset: o.EvalDataset = None,
+    eval_split: o.EvalSplit = None,
+    held_out: o.HeldOut = None,
+    limit: o.Limit = None,
+    trust_remote_code: o.TrustRemoteCode = None,
+    batch_size: o.BatchSize = None,
+    epochs: o.Epochs = None,
+    steps: o.Steps = None,
+    lora: o.Lora = None,
+    processes: o.Processes = None,
+    accelerate: o.Accelerate = None,
+    merge: o.Merge = None,
+    seed: o.Seed = None,
+    set_: o.Set = None,
+    recipe: o.Recipe = None,
+    output: o.Output = None,
+    dry_run: o.DryRun = False,
+    resume: o.Resume = False,
+    resume_from: o.ResumeFrom = None,
+    accept_changes: o.AcceptChanges = False,
+    json: o.Json = False,
+) -> None: ...
+
+
+def resume(
+    context: typer.Context,
+    run: Annotated[str, typer.Argument(metavar="RUN", help="The run's folder; e.g. runs/first.")],
+    resume_from: o.ResumeFrom = None,
+    accept_changes: o.AcceptChanges = False,
+    steps: o.Steps = None,
+    set_: o.Set = None,
+    dry_run: o.DryRun = False,
+    json: o.Json = False,
 ) -> None:
-    """Train a model on a reward with GRPO.
+    """Go on with a run that was stopped, from its newest whole checkpoint.
 
     \b
-    Any field of TRL's GRPOConfig is an option too, e.g. --learning-rate 1e-5; see docs/options.md.
+    The run continues exactly, to the bit. A change that would make it another run (settings, dataset,
+    model, rewards) is an error that names it; --accept-changes goes on all the same.
+    Fields of TRL's config of that run are options too; see docs/reliability.md.
 
     \b
-    ycore grpo --recipe quickstart
-    ycore grpo --model Qwen/Qwen2.5-0.5B-Instruct --dataset train.jsonl \\
-               --reward rewards.py:score --output runs/first --steps 200
+    ycore resume runs/first
+    ycore resume runs/first --resume-from 40 --learning-rate 1e-6 --accept-changes
     """
-    train_on_rewards(context, algorithm="grpo")
+    from ycore.config.resolve import resolve
+
+    words = [run, *context.args]
+    folder_word = _folder_among(words)
+    words.remove(folder_word)
+    folder = Path(folder_word).expanduser().absolute()
+    if resume_from is not None and not resume_from.isdigit():
+        resume_from = str(Path(resume_from).expanduser().absolute())
+    stored = _stored_training(folder)
+    keys = o.typed_keys(context, algorithm=str(stored["algorithm"]), arguments=words)
+    config = resolve(recipe=stored, sets=set_ or (), options=keys | {"output": str(folder)})
+    train(config, resume=True, resume_from=resume_from, accept_changes=accept_changes, dry_run=dry_run, json=json)
 
 
-def train_on_rewards(context: typer.Context, *, algorithm: str) -> None:
-    """What every command does that learns from rewards."""
-    from ycore_cli.configuration import resolve_config
+def _folder_among(words: list[str]) -> str:
+    """The run's folder among words that may also be options of TRL's, before it or after it."""
+    from ycore.errors import RunFolderError
+    from ycore.run.paths import RunFolder
 
-    told = context.params
-    resume = told["resume"] or told["resume_from"] is not None
-    config = resolve_config(context, algorithm=algorithm, resume=resume)
-    if told["preflight"] and not told["dry_run"] and not resume:
-        from ycore_cli.measure import fly_first
+    for word in words:
+        if not word.startswith("-") and RunFolder(Path(word).expanduser()).config.is_file():
+            return word
+    if words[0].startswith("-"):
+        raise RunFolderError(
+            f"ycore resume takes the folder of a run before its options; none of {' '.join(words)} is one; "
+            f"say ycore resume runs/first {words[0]} ..."
+        )
+    raise RunFolderError(
+        f"{Path(words[0]).expanduser().absolute()} holds no run.json, so no run that could go on; "
+        "see `ycore resume --help`"
+    )
 
-        fly_first(config)
-    how = {key: told[key] for key in ("resume_from", "accept_changes", "dry_run", "json")}
-    plan_and_train(config, resume=resume, **how)
+
+def _stored_training(folder: Path) -> dict[str, Any]:
+    """The settings of a training run; paths in them are relative to the folder in which it was started."""
+    from ycore.errors import RunFolderError
+    from ycore.run.files import read_json
+    from ycore.run.paths import RunFolder
+
+    stored: dict[str, Any] = o.stored_config(str(folder))
+    if stored.get("algorithm") == "eval":
+        raise RunFolderError(f"{folder} holds an evaluation, which does not go on; run `ycore eval` again")
+    began_in = read_json(RunFolder(folder).config).get("directory")
+    if isinstance(began_in, str) and Path(began_in).is_dir():
+        os.chdir(began_in)
+    return stored
 
 
-@takes_options_of(grpo, without=("preset", "advantage"))
-def rloo(context: typer.Context, **options: Any) -> None:
-    """Train a model on a reward with RLOO.
+def train(
+    config: "AnyConfig", *, resume: bool, resume_from: str | None, accept_changes: bool, dry_run: bool, json: bool
+) -> None:
+    """Check, show the plan, and unless it is a dry run train in the foreground."""
+    from ycore_cli.checks import checked_plan, plan_rows
+    from ycore_cli.output import print_json, print_table, stdout_for_json
 
-    \b
-    It is `ycore grpo --preset rloo`, and takes every field of TRL's GRPOConfig; what differs from
-    `trl rloo` is in docs/algorithms.md.
+    with stdout_for_json(json):
+        how = _how_to_resume(config.output, resume=resume, resume_from=resume_from, accept_changes=accept_changes)
+        result = checked_plan(config, resume=resume, how=how)
+        _check_checkpoints(config, how)
+        if not (json and dry_run):
+            print_table(plan_rows(result, resume=resume))
+        if not dry_run:
+            result = _run(config, num_steps=result["trl"]["max_steps"], resume=resume, how=how)
+    if json:
+        print_json(result)
+    elif dry_run:
+        print("Nothing was started; leave out --dry-run to train.")
+    else:
+        _print_closing(config, result)
 
-    \b
-    ycore rloo --recipe quickstart
-    ycore rloo --model Qwen/Qwen2.5-0.5B-Instruct --dataset train.jsonl \\
-               --reward rewards.py:score --output runs/first --steps 200
-    """
-    context.params["preset"] = "rloo"
-    train_on_rewards(context, algorithm="rloo")
+
+def _how_to_resume(output: str, *, resume: bool, resume_from: str | None, accept_changes: bool) -> "Resume":
+    from ycore.errors import ConfigError
+    from ycore.run.claim import Resume
+    from ycore.run.paths import RunFolder
+    from ycore.run.resuming import parse_checkpoint
+
+    if accept_changes and not resume:
+        raise ConfigError("--accept-changes is about a run that goes on; say --resume too, or leave it out")
+    step = None if resume_from is None else parse_checkpoint(resume_from, RunFolder(Path(output)))
+    return Resume(step=step, accept_changes=accept_changes)
+
+
+def _check_checkpoints(config: "AnyConfig", how: "Resume") -> None:
+    """What can be refused of checkpoints and journals before anything is started."""
+    from ycore.config.schema import RunConfig
+    from ycore.errors import ConfigError
+    from ycore.run.checkpoints import MIN_KEPT
+    from ycore.run.paths import RunFolder
+    from ycore.run.resuming import check_checkpoint, check_replay
+
+    if how.step is not None:
+        check_checkpoint(RunFolder(Path(config.output)), how.step)
+    if not isinstance(config, RunConfig):
+        return
+    limit = config.trl.get("save_total_limit")
+    if limit is not None and limit < MIN_KEPT:
+        raise ConfigError(
+            f"save_total_limit must be {MIN_KEPT} or more, so that one checkpoint is whole where another is damaged; "
+            f"it is {limit}"
+        )
+    if config.replay is not None:
+        replayed = RunFolder(Path(config.replay).expanduser())
+        check_replay(replayed.root, replayed.journal)
+
+
+def _run(config: "AnyConfig", *, num_steps: int, resume: bool, how: "Resume") -> dict[str, Any]:
+    from ycore import launch
+    from ycore.run.paths import RunFolder
+    from ycore.run.resuming import settle
+
+    if resume:
+        settle(RunFolder(Path(config.output)), config, how, say=print)
+    return launch.run(config, resume=resume, num_steps=num_steps)
+
+
+def _print_closing(config: "AnyConfig", summary: Mapping[str, Any]) -> None:
+    from ycore_cli.output import print_closing, print_table
+
+    from ycore.config.schema import RunConfig
+
+    if isinstance(config, RunConfig):
+        print_closing(config)
+    else:
+        print_table(_closing_rows(config, summary))
+
+
+def _closing_rows(config: "TuneConfig", summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was measured, where things lie, what to try next."""
+    from ycore.config.algorithms import find_algorithm
+    from ycore.run.paths import RunFolder
+
+    folder = RunFolder(Path(config.output))
+    try_next = ["ycore", "eval", "--model", str(folder.model), "--dataset", "FILE", "--reward", "exact_answer"]
+    if find_algorithm(config.algorithm).trains_reward_model:
+        try_next = ["ycore", "grpo", "--model", config.model, "--dataset", "FILE", "--reward", f"rm:{folder.model}"]
+    return [
+        *_held_out_rows(summary.get("held_out") or {}),
+        ("model", str(folder.model)),
+        ("curve", str(folder.curve)),
+        ("metrics", str(folder.metrics)),
+        ("try next", shlex.join(try_next)),
+    ]
+
+
+_SHOWN = ("loss", "accuracy", "mean_token_accuracy", "rewards/accuracies", "rewards/margins")
+
+
+def _held_out_rows(measured: Mapping[str, Any]) -> list[tuple[str, str]]:
+    before, after = measured.get("before") or {}, measured.get("after") or {}
+    if not after:
+        return []
+    parts = [f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in _SHOWN if name in after and name in before]
+    if "accuracy_95" in after:
+        low, high = after["accuracy_95"]
+        parts.append(f"95 % interval of the accuracy {low:.3f} to {high:.3f}")
+    return [("held out", f"{after['n']} rows: {', '.join(parts)}")]

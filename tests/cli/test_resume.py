@@ -65,6 +65,29 @@ def test_another_run_is_refused_by_name(more: str, said: str, stopped: Path, cap
         assert run(["resume", str(stopped), "--dry-run", "--accept-changes", *more.split()]) == 0
 
 
+@pytest.mark.parametrize(
+    "words",
+    ["--logging-steps 5 {run}", "--logging-steps=5 {run} --no-log-completions", "--log-completions {run}"],
+)
+def test_trls_options_may_come_before_the_folder(words: str, stopped: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["resume", *words.format(run=stopped).split(), "--dry-run", "--json"]) == 0
+    plan = json.loads(capfd.readouterr().out)
+    assert plan["output"] == str(stopped)
+    assert plan["trl"].get("logging_steps", 5) in (1, 5) and "logging_steps" in plan["trl"]
+    assert plan["trl"].get("log_completions") is {"--logging-steps 5 {run}": None, "--log-completions {run}": True}.get(
+        words, False
+    )
+
+
+def test_options_without_a_folder_are_refused_with_what_resume_takes(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run(["resume", "--learning-rate", "1e-6", str(tmp_path / "nothing")]) == 2
+    err = capfd.readouterr().err
+    assert err.count("\n") == 1 and "takes the folder of a run before its options" in err
+    assert "say ycore resume runs/first --learning-rate ..." in err
+
+
 def test_a_folder_without_a_run_is_refused(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["resume", str(tmp_path / "nothing")]) == 2
     assert "holds no run.json" in capfd.readouterr().err

@@ -91,7 +91,7 @@ BAD = [
     ("dpo --recipe quickstart", "the recipe quickstart is for `ycore grpo`, not dpo"),
     ("sft --recipe {place}/mine.yaml", "is for `ycore dpo`, not sft; say ycore dpo --recipe"),
     ("dpo --set columns.chosen=best", "has no column 'best' (columns.chosen)"),
-    ("reward --processes 2 --accelerate zero3", "a reward model is saved whole, and --accelerate zero3 cuts it up"),
+    ("reward --processes 2 --accelerate zero3", "a reward model is saved whole, and --accelerate zero3 splits it"),
     ("dpo --held-out 20", "20 held-out rows of 20 leave none to train on; lower --held-out"),
     ("dpo --lr 1", "no option --lr; did you mean '--learning-rate'?"),
     ("dpo --resume", "--resume needs the folder of a run"),

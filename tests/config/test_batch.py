@@ -1,5 +1,7 @@
 """Batch arithmetic: what is accepted satisfies TRL's equations, what is refused names sizes that are accepted."""
 
+from typing import Any
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -8,12 +10,15 @@ from ycore.config.batch import (
     MICRO_BATCH_TOKENS_CPU,
     MICRO_BATCH_TOKENS_GPU,
     Sizes,
+    TuneBatch,
     derive_batch,
+    derive_tune_batch,
     neighbours,
     plan_batch,
     problem_of,
 )
-from ycore.config.schema import RewardConfig, RunConfig
+from ycore.config.resolve import resolve
+from ycore.config.schema import RewardConfig, RunConfig, TuneConfig
 from ycore.errors import ConfigError
 
 SIZES = st.builds(
@@ -119,3 +124,64 @@ def test_several_optimizer_steps_a_round() -> None:
 def test_the_plan_in_words() -> None:
     plan = derive_batch(_config(), world_size=2, on_cpu=True)
     assert str(plan) == "8 prompts x 8 completions = 64 a step on 2 ranks: 4 micro-batches of 8 each"
+
+
+# -- given examples ------------------------------------------------------------------------------------------------
+
+
+def resolved(method: str = "sft", **keys: Any) -> TuneConfig:
+    return resolve(options={"algorithm": method, "model": "m", "dataset": "d", "output": "o", **keys})
+
+
+def sizes(config: TuneConfig, *, num_rows: int = 100, world_size: int = 1, on_cpu: bool = True) -> TuneBatch:
+    return derive_tune_batch(config, num_rows=num_rows, world_size=world_size, on_cpu=on_cpu)
+
+
+def test_a_step_is_split_into_micro_batches_that_fit() -> None:
+    batch = sizes(resolved("sft", batch_size=12, trl={"max_length": 512}))
+    assert (batch.per_device_train_batch_size, batch.gradient_accumulation_steps) == (4, 3)
+    assert (batch.steps, batch.epochs) == (9, 1.08)
+    pairs = sizes(resolved("reward", batch_size=12, trl={"max_length": 512}))
+    assert pairs.per_device_train_batch_size == 2
+    assert "12 rows a step on 1 rank: 6 micro-batches of 2" in str(pairs)
+    on_gpu = sizes(resolved("reward", batch_size=12, trl={"max_length": 512}), on_cpu=False)
+    assert on_gpu.per_device_train_batch_size == 12
+
+
+def test_trls_batch_fields_mean_what_they_mean_there() -> None:
+    batch = sizes(resolved(trl={"per_device_train_batch_size": 3, "gradient_accumulation_steps": 2}), world_size=2)
+    assert (batch.batch_size, batch.steps) == (12, 9)
+    assert sizes(resolved(trl={"per_device_train_batch_size": 3})).batch_size == 3
+
+
+def test_few_rows_make_a_small_batch() -> None:
+    assert sizes(resolved(), num_rows=5, world_size=2).batch_size == 4
+
+
+def test_the_longest_sequence_is_the_contexts_where_that_is_shorter() -> None:
+    def batch(**keys: Any) -> TuneBatch:
+        return derive_tune_batch(resolved(**keys), num_rows=9, world_size=1, on_cpu=True, context_length=512)
+
+    assert batch().max_length == 512
+    assert batch(trl={"max_length": 64}).max_length == 64
+    assert batch(trl={"max_length": None}).max_length is None
+    with pytest.raises(ConfigError, match=r"context of 512 tokens; it is 900; e\.g\. --max-length 512"):
+        batch(trl={"max_length": 900})
+
+
+SIZES_REFUSED: list[tuple[str, dict[str, Any], int, str]] = [
+    ("sft", {"batch_size": 9}, 2, r"multiple of the 2 ranks; it is 9; e.g. 8 or 10"),
+    ("sft", {"batch_size": 200}, 1, r"a step takes 200 rows and the dataset has 100 .*--batch-size 100"),
+    ("sft", {"batch_size": 8, "trl": {"per_device_train_batch_size": 3}}, 1, r"3 \* 2; leave one .*--batch-size 6"),
+    ("kto", {"trl": {"per_device_train_batch_size": 1}}, 1, "kto needs 2 rows or more in a micro-batch"),
+]
+
+
+@pytest.mark.parametrize(("method", "keys", "world_size", "message"), SIZES_REFUSED)
+def test_impossible_sizes_name_what_works(method: str, keys: dict[str, Any], world_size: int, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        sizes(resolved(method, **keys), world_size=world_size)
+
+
+def test_ktos_micro_batch_is_never_one() -> None:
+    assert sizes(resolved("kto")).per_device_train_batch_size >= 2

@@ -7,9 +7,10 @@ import pytest
 from trl import GRPOConfig
 from trl.experimental.gmpo import GMPOConfig
 
+from ycore.config.algorithms import ALGORITHMS
 from ycore.config.presets import ADVANTAGES, PRESETS, Preset, find_preset, preset_layer, preset_lines
 from ycore.config.resolve import resolve
-from ycore.config.schema import ALIASES, refusal
+from ycore.config.trl_arguments import aliases, refusal
 from ycore.config.trl_fields import coerce, fields_of
 from ycore.errors import ConfigError
 from ycore.trl.advantages import ESTIMATORS
@@ -135,7 +136,7 @@ def test_fields_are_trls_and_the_users_to_set(name: str) -> None:
     fields = fields_of("GRPOConfig")
     for key, value in PRESETS[name].trl.items():
         assert coerce(fields[key], value) == value
-        assert refusal(key) is None and key not in ALIASES
+        assert refusal(key, ALGORITHMS["grpo"]) is None and key not in aliases(ALGORITHMS["grpo"])
 
 
 def test_run_keys_are_the_three_that_presets_may_set() -> None:

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from ycore.config.batch import derive_batch
+from ycore.config.algorithms import ALGORITHMS, Algorithm
+from ycore.config.batch import derive_batch, derive_tune_batch
 from ycore.config.resolve import resolve
 from ycore.config.schema import RunConfig
 from ycore.config.trl_arguments import trl_arguments
@@ -52,3 +53,25 @@ def test_a_gpu_keeps_trl_s_own_choices(tmp_path: Path) -> None:
     arguments = _arguments(_config(), tmp_path, on_cpu=False)
     assert "use_cpu" not in arguments and "gradient_checkpointing" not in arguments
     assert arguments["bf16"] is True
+
+
+LEARNING_RATES = {"sft": (2e-5, 2e-4), "reward": (1e-5, 1e-4), "dpo": (1e-6, 2e-5), "kto": (1e-6, 2e-5)}
+
+
+@pytest.mark.parametrize(
+    "algorithm", [row for row in ALGORITHMS.values() if row.learns_from == "examples"], ids=lambda row: row.name
+)
+def test_trls_class_takes_what_ycore_says(algorithm: Algorithm, tmp_path: Path) -> None:
+    import trl
+
+    def arguments(**keys: object) -> dict[str, Any]:
+        options = {"algorithm": algorithm.name, "model": "m", "dataset": "d", "output": "o", **keys}
+        config = resolve(options=options)
+        batch = derive_tune_batch(config, num_rows=100, world_size=1, on_cpu=True)
+        return trl_arguments(config, batch, RunFolder(tmp_path))
+
+    built = getattr(trl, algorithm.trl_config)(**arguments())
+    assert {name: vars(built)[name] for name in arguments()} == {**arguments(), "report_to": []}
+    full, lora = LEARNING_RATES[algorithm.name]
+    assert built.learning_rate == lora
+    assert arguments(lora=None)["learning_rate"] == full

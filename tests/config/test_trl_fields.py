@@ -1,37 +1,49 @@
-"""The fields read from TRL's source are the installed TRL's, and values are turned into their types or refused."""
+"""The table of TRL's fields is the installed TRL's, and values are turned into their types or refused."""
 
 import dataclasses
+import importlib.metadata
+import json
 import os
 import subprocess
 import sys
+from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
-from ycore.config.trl_fields import _CHOICES, COMPUTED, coerce, fields_of, package_folder
+from ycore.config.algorithms import ALGORITHMS
+from ycore.config.trl_fields import CHOICES, RANGES, TABLE, build_table, coerce, fields_of, table_text
 from ycore.errors import ConfigError
 
 FIELDS = fields_of("GRPOConfig")
 
 
-def test_names_and_defaults_are_those_of_the_installed_class() -> None:
+def test_the_table_is_that_of_the_installed_trl() -> None:
+    """Where this fails, TRL has changed: run `python -m ycore.config.trl_fields` and read the difference."""
     os.environ["HF_HUB_OFFLINE"] = "1"
-    from trl.trainer.grpo_config import GRPOConfig
+    assert TABLE.read_text() == table_text(build_table())
+    assert json.loads(TABLE.read_text())["trl"] == importlib.metadata.version("trl")
 
-    installed = {field.name: field for field in dataclasses.fields(GRPOConfig)}
-    assert list(installed) == list(FIELDS)
+
+@pytest.mark.parametrize("class_name", dict.fromkeys(row.trl_config for row in ALGORITHMS.values()))
+def test_names_and_defaults_are_those_of_the_installed_class(class_name: str) -> None:
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    import trl
+
+    fields = fields_of(class_name)
+    installed = {field.name: field for field in dataclasses.fields(getattr(trl, class_name))}
+    assert list(installed) == list(fields)
     for name, field in installed.items():
-        if FIELDS[name].default is not COMPUTED and field.default is not dataclasses.MISSING:
-            assert FIELDS[name].default == field.default, name
-    computed = [name for name, field in FIELDS.items() if field.default is COMPUTED]
-    assert computed == ["optim"]
+        if field.default is not dataclasses.MISSING:
+            assert fields[name].default == field.default, name
 
 
-def test_the_words_listed_here_are_in_trl_s_trainer_or_config() -> None:
-    folders = package_folder("trl") / "trainer", package_folder("transformers")
-    files = folders[0] / "grpo_trainer.py", folders[0] / "grpo_config.py", folders[1] / "training_args.py"
+def test_the_words_listed_here_are_in_trl_s_trainers_or_configs() -> None:
+    trl, transformers = (Path(find_spec(name).origin).parent for name in ("trl", "transformers"))
+    files = [*(trl / "trainer").glob("*.py"), *(trl / "experimental").rglob("*.py"), transformers / "training_args.py"]
     source = "".join(file.read_text() for file in files)
-    for words in _CHOICES.values():
-        for word in words:
+    for choices in CHOICES.values():
+        for word in (word for words in choices.values() for word in words):
             assert f'"{word}"' in source or f"'{word}'" in source, word
 
 
@@ -44,11 +56,17 @@ def test_reading_the_fields_imports_neither_trl_nor_torch() -> None:
     assert done.stdout.strip() == "[]"
 
 
-def test_other_config_classes_are_read_too() -> None:
-    assert "missing_class" not in fields_of("RLOOConfig")
-    assert fields_of("RLOOConfig")["num_generations"].default == 2
-    with pytest.raises(ConfigError, match="no config class NoSuchConfig"):
+def test_every_class_has_its_own_fields() -> None:
+    assert "beta" not in fields_of("SFTConfig") and fields_of("DPOConfig")["beta"].default == 0.1
+    assert "packing" not in fields_of("GRPOConfig") and fields_of("SFTConfig")["packing"].is_flag
+    with pytest.raises(ConfigError, match="has no NoSuchConfig; write it again with `python -m"):
         fields_of("NoSuchConfig")
+
+
+def test_loss_types_are_those_of_the_method() -> None:
+    assert coerce(fields_of("DPOConfig")["loss_type"], "ipo,sft") == ["ipo", "sft"]
+    assert coerce(fields_of("KTOConfig")["loss_type"], "apo_zero_unpaired") == "apo_zero_unpaired"
+    assert "cispo" in fields_of("GRPOConfig")["loss_type"].choices
 
 
 @pytest.mark.parametrize(
@@ -56,7 +74,7 @@ def test_other_config_classes_are_read_too() -> None:
     [
         ("learning_rate", "1e-6", 1e-6),
         ("learning_rate", 0.5, 0.5),
-        ("learning_rate", 1, 1),
+        ("learning_rate", 1, 1.0),
         ("num_iterations", "2", 2),
         ("num_iterations", 2.0, 2),
         ("log_completions", "true", True),
@@ -119,3 +137,33 @@ def test_values_of_the_wrong_type_are_refused_on_one_line(name: str, value: obje
         coerce(FIELDS[name], value)
     assert str(caught.value).startswith(name)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "rule"),
+    [
+        ("epsilon_high", "-3", "at least 0"),
+        ("sapo_temperature_pos", 0, "greater than 0"),
+        ("ref_model_sync_steps", "0", "at least 1"),
+        ("num_completions_to_print", -1, "at least 1"),
+        ("vllm_importance_sampling_clip_max", "-1", "greater than 0"),
+        ("vllm_importance_sampling_clip_min", "-0.1", "at least 0"),
+        ("entropy_target", "-0.1", "at least 0"),
+        ("label_smoothing_factor", 1.5, "at least 0 and at most 1"),
+        ("dataloader_prefetch_factor", "0", "at least 1"),
+        ("dataloader_num_workers", "-1", "at least 0"),
+        ("pad_to_multiple_of", "0", "at least 1"),
+        ("router_aux_loss_coef", "-1", "at least 0"),
+        ("max_tool_calling_iterations", "-1", "at least 0"),
+    ],
+)
+def test_numbers_out_of_their_range_are_refused(name: str, value: object, rule: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        coerce(FIELDS[name], value)
+    assert str(caught.value) == f"{name} must be {rule}; it is {value}; TRL's default is {FIELDS[name].default!r}"
+
+
+def test_ranges_are_of_fields_that_exist() -> None:
+    fields = {field.name: field for row in ALGORITHMS.values() for field in fields_of(row.trl_config).values()}
+    assert RANGES.keys() <= fields.keys()
+    assert all({"int", "float"} & set(fields[name].kinds) for name in RANGES)

@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ycore.config.algorithms import tune_kind
-from ycore.config.resolve import resolve_as
+from ycore.config.resolve import resolve
 from ycore.data.examples import ExampleSet, hold_out, load_examples
 from ycore.data.table import is_dialogue, to_messages
 from ycore.errors import DataError
@@ -23,7 +22,7 @@ def load(folder: Path, method: str, rows: list[dict[str, Any]], *, as_chat: bool
     file = folder / "rows.jsonl"
     file.write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = {"algorithm": method, "model": "m", "dataset": str(file), "output": "o", "held_out": 0, **keys}
-    return load_examples(resolve_as(tune_kind(method), options=options), as_chat=as_chat)
+    return load_examples(resolve(options=options), as_chat=as_chat)
 
 
 SFT: list[tuple[dict[str, Any], bool, dict[str, Any]]] = [

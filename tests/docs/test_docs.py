@@ -20,8 +20,10 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 from ycore_cli.main import app
 
+from ycore.config.algorithms import ALGORITHMS
 from ycore.config.recipe_files import list_recipes, load_recipe
-from ycore.config.schema import ALIASES, TRL_CLASS, TUNE_ALIASES, RewardConfig, RunConfig, TuneConfig, refusal
+from ycore.config.schema import RewardConfig, RunConfig, TuneConfig
+from ycore.config.trl_arguments import aliases, refusal
 from ycore.config.trl_fields import fields_of
 from ycore.data.generated import TASKS
 from ycore.rewards.builtin import BUILTIN
@@ -312,7 +314,7 @@ def test_every_option_is_documented_and_no_other(command: str) -> None:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_options_that_a_page_mentions_exist(page: Path) -> None:
     known = {"--version"} | OF_TRL | {option for name in COMMANDS for option in declared(name)}
-    known |= {field.option for name in ("GRPOConfig", *TRL_CLASS.values()) for field in fields_of(name).values()}
+    known |= {field.option for row in ALGORITHMS.values() for field in fields_of(row.trl_config).values()}
     prose = _BLOCK.sub("", page.read_text(encoding="utf-8"))
     mentioned = {word.replace("_", "-") for text in quoted(prose) for word in re.findall(r"(?<!\S)--[a-z][\w-]+", text)}
     assert mentioned <= known
@@ -355,18 +357,21 @@ def test_the_trainers_page_has_their_options_keys_and_aliases() -> None:
         expected = "required" if default is PydanticUndefined else default
         assert (yaml.safe_load(quoted(told[key])[0]) if "`" in told[key] else told[key]) == expected, key
     page = (ROOT / "docs" / "trainers.md").read_text(encoding="utf-8")
-    spelled, own = re.findall(r"`max_steps`.*? are TRL's names of (.*)\.\n", page, re.DOTALL), TUNE_ALIASES.values()
+    spelled, own = (
+        re.findall(r"`max_steps`.*? are TRL's names of (.*)\.\n", page, re.DOTALL),
+        aliases(ALGORITHMS["sft"]).values(),
+    )
     assert spelled and quoted(spelled[0]) == list(own)
 
 
 def test_trl_names_that_ycore_owns_are_documented() -> None:
     pairs = table("docs/options.md", "These are another spelling of a key above. Give one of the two.")
-    assert {quoted(name)[0]: quoted(key)[0] for name, key in pairs} == ALIASES
+    assert {quoted(name)[0]: quoted(key)[0] for name, key in pairs} == aliases(ALGORITHMS["grpo"])
     rows = table(
         "docs/options.md", "These are refused, because ycore does their work; the error says what to use instead."
     )
     told = {name for names, _ in rows for name in quoted(names) if not name.endswith("...")}
-    refused = {name for name in fields_of("GRPOConfig") if refusal(name)}
+    refused = {name for name in fields_of("GRPOConfig") if refusal(name, ALGORITHMS["grpo"])}
     assert told == {name for name in refused if not name.startswith("vllm_")}
 
 

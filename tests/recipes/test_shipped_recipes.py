@@ -2,11 +2,17 @@
 
 import pytest
 
-from ycore.config.algorithms import is_tuning, tune_kind
+from ycore.config.algorithms import ALGORITHMS
 from ycore.config.batch import derive_batch, derive_tune_batch
 from ycore.config.recipe_files import RecipeEntry, list_recipes, load_recipe
-from ycore.config.resolve import resolve, resolve_as
+from ycore.config.resolve import resolve
 from ycore.errors import ConfigError
+
+FROM_EXAMPLES = [
+    entry
+    for entry in list_recipes()
+    if entry.command in ALGORITHMS and ALGORITHMS[entry.command].learns_from == "examples"
+]
 
 
 @pytest.mark.parametrize("name", [entry.name for entry in list_recipes() if entry.command == "grpo"])
@@ -17,10 +23,10 @@ def test_the_recipe_is_a_whole_run(name: str) -> None:
         derive_batch(config, world_size=world_size, on_cpu=True)
 
 
-@pytest.mark.parametrize("entry", [entry for entry in list_recipes() if is_tuning(entry.command)], ids=str)
+@pytest.mark.parametrize("entry", FROM_EXAMPLES, ids=str)
 def test_the_recipe_of_a_trainer_without_rollouts_is_a_whole_run(entry: RecipeEntry) -> None:
     recipe = load_recipe(entry.name, command=entry.command)
-    config = resolve_as(tune_kind(entry.command), recipe=recipe, run_name=entry.name)
+    config = resolve(recipe=recipe, run_name=entry.name)
     assert config.output == f"runs/{entry.name}" and config.algorithm == entry.command
     for world_size in (1, 2):
         derive_tune_batch(config, num_rows=config.limit or 1000, world_size=world_size, on_cpu=True)

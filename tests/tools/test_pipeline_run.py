@@ -6,8 +6,7 @@ from typing import Any
 
 import pytest
 
-from ycore.config.algorithms import AnyConfig
-from ycore.config.schema import TuneConfig
+from ycore.config.schema import AnyConfig, TuneConfig
 from ycore.errors import ConfigError, DataError, EngineError, Interrupted, RunFolderError
 from ycore.run.claim import claim
 from ycore.run.files import write_json_atomic

@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 from ycore_cli.main import run
 
-from ycore.config.algorithms import kind_of
-from ycore.config.resolve import resolve_as
+from ycore.config.resolve import resolve
 from ycore.launch.launcher import worker_environment
 from ycore.models.tiny import write_tiny_model
 from ycore.rewards.child import reward_environment
@@ -36,8 +35,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def started(place: Path, output: Path, algorithm: str, monkeypatch: pytest.MonkeyPatch, **keys: Any) -> RunFolder:
     """A run's folder as the launcher leaves it, and this process's environment as the launcher sets the trainer's."""
-    config: Any = resolve_as(
-        kind_of(algorithm),
+    config: Any = resolve(
         options={
             "algorithm": algorithm,
             "model": str(place / "tiny"),

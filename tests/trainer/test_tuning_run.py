@@ -14,8 +14,7 @@ from transformers import (
     TrainerCallback,
 )
 
-from ycore.config.algorithms import tune_kind
-from ycore.config.resolve import resolve_as
+from ycore.config.resolve import resolve
 from ycore.errors import DataError, Interrupted, RunFolderError
 from ycore.models.fetch import fetch_model
 from ycore.models.names import resolve_model
@@ -59,7 +58,7 @@ def opened(place: Path, output: Path, method: str, **keys: Any) -> TuningRun:
         **keys,
     }
     options["trl"] = {"learning_rate": 1e-2, **keys.get("trl", {})}
-    config = resolve_as(tune_kind(method), options=options)
+    config = resolve(options=options)
     folder = RunFolder(output)
     claim(folder, config, resume=folder.config.exists()).release()
     write_json_atomic(output / "engines.json", {"model": str(place / "tiny"), "home": str(output)})

@@ -1,18 +1,18 @@
-"""The table of algorithms: a row says what is true of one algorithm, and the commands and trainers are made from it.
+"""The table of algorithms. Commands, configs and trainers are made from its rows.
 
-A new algorithm costs one file in `ycore/trl` and one row here. The table imports nothing heavy, because
-`ycore --help` lists it.
+A new algorithm costs one file in `ycore/trl` and one row here. This file imports nothing heavy, because
+`ycore --help` lists the table.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Generic, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
-from pydantic import BaseModel
+from ycore.errors import ConfigError, nearest
 
-from ycore.config import schema as owned
-from ycore.config.schema import METHODS, TRL_CLASS, TUNE_ALIASES, RunConfig, TuneConfig, tune_own_value, tune_refusal
+if TYPE_CHECKING:
+    from ycore.config.schema import RunConfig, TuneConfig
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,8 +64,10 @@ class Algorithm:
     """Whether the result is a reward model instead of a policy."""
 
     @property
-    def config(self) -> type[RunConfig] | type[TuneConfig]:
+    def config(self) -> "type[RunConfig] | type[TuneConfig]":
         """The class that validates its runs."""
+        from ycore.config.schema import RunConfig, TuneConfig
+
         return RunConfig if self.learns_from == "rollouts" else TuneConfig
 
 
@@ -185,45 +187,14 @@ _ROWS = (
 ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType({row.name: row for row in _ROWS})
 
 
-AnyConfig = RunConfig | TuneConfig
-C = TypeVar("C", bound=BaseModel)
+def find_algorithm(name: object) -> Algorithm:
+    """The row of a config's `algorithm`; an evaluation samples with GRPO's settings.
 
-_MODEL = "--model smollm2-135m"
-_DATASETS = {"sft": "chats.jsonl", "reward": "pairs.jsonl", "dpo": "pairs.jsonl", "kto": "labelled.jsonl"}
-
-
-@dataclass(frozen=True, slots=True)
-class Kind(Generic[C]):
-    """`give` names, for each key without a default, an example of how to say it."""
-
-    config: type[C]
-    trl_class: str
-    aliases: Mapping[str, str]
-    refusal: Callable[[str], str | None]
-    own_value: Callable[[str, Any], Any]
-    give: Mapping[str, str]
-
-
-RUN: Kind[RunConfig] = Kind(
-    RunConfig,
-    "GRPOConfig",
-    owned.ALIASES,
-    owned.refusal,
-    owned.own_value,
-    {"model": _MODEL, "dataset": "--dataset 'task:addition?digits=1'", "rewards": "--reward exact_answer"},
-)
-
-
-def tune_kind(method: str) -> Kind[TuneConfig]:
-    """The kind of a trainer without rollouts."""
-    give = {"model": _MODEL, "dataset": f"--dataset {_DATASETS[method]}"}
-    return Kind(TuneConfig, TRL_CLASS[method], TUNE_ALIASES, tune_refusal, tune_own_value, give)
-
-
-def is_tuning(algorithm: object) -> bool:
-    return algorithm in METHODS
-
-
-def kind_of(algorithm: str) -> Kind[RunConfig] | Kind[TuneConfig]:
-    """By the name of a command or of a recipe's `algorithm`."""
-    return tune_kind(algorithm) if is_tuning(algorithm) else RUN
+    Raises:
+        ConfigError: there is no such algorithm.
+    """
+    known = [*ALGORITHMS, "eval"]
+    if name not in known:
+        near = nearest(str(name), known, limit=1)
+        raise ConfigError(f"algorithm must be one of {', '.join(known)}; it is {name!r}{near}")
+    return ALGORITHMS["grpo" if name == "eval" else str(name)]

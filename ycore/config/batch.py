@@ -1,30 +1,34 @@
-"""Batch arithmetic: from prompts a step and group size to TRL's three batch fields, or to the nearest sizes that work.
+"""Batch arithmetic: from the sizes that people say to TRL's batch fields, or to the nearest sizes that work.
 
-Sizes of a run without rollouts: rows in a step, micro-batches, steps; or the nearest sizes that work. Pure.
+TRL counts an optimizer step as per_device_train_batch_size * world size * gradient_accumulation_steps.
 
-Not here: how many devices there are (`devices`), and any file or process. Everything here is pure.
-
-What people say is `prompts_per_step` and `group_size`. One optimizer step takes prompts_per_step * group_size
-completions; TRL counts them as per_device_train_batch_size * world size * gradient_accumulation_steps. A round of
-generation fills per_device_train_batch_size * steps_per_generation completions on every rank, in whole groups.
+With rollouts, a step takes prompts_per_step * group_size completions, and a round of generation fills
+per_device_train_batch_size * steps_per_generation completions on every rank, in whole groups. With given examples, a
+step takes batch_size rows.
 """
 
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 
+from ycore.config.algorithms import find_algorithm
 from ycore.config.schema import RunConfig, TuneConfig
 from ycore.errors import ConfigError
 
 MICRO_BATCH_TOKENS_CPU = 2_048
 MICRO_BATCH_TOKENS_GPU = 16_384
 
+DEFAULT_BATCH_SIZE = 8
+MAX_LENGTH = 1024
+"""TRL's own `max_length`."""
+
+_PER_RANK = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _SEARCH = 256  # candidates tried below and above a refused number
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What was asked for; None is left to ycore. The field names are the keys that people write."""
+    """The sizes of a run with rollouts by the keys that people write; None is left to ycore."""
 
     world_size: int
     prompts_per_step: int
@@ -34,24 +38,36 @@ class Sizes:
     gradient_accumulation_steps: int | None = None
     steps_per_generation: int | None = None
 
+    @property
+    def completions_per_rank(self) -> int:
+        """In one step, where the prompts divide evenly over the ranks."""
+        return self.prompts_per_step // self.world_size * self.group_size
+
 
 @dataclass(frozen=True, slots=True)
-class BatchPlan:
-    """What TRL is told, per rank, and what it amounts to."""
+class _Batch:
+    """TRL's batch fields, per rank."""
 
     world_size: int
     on_cpu: bool
-    prompts_per_step: int
-    group_size: int
     per_device_train_batch_size: int
     gradient_accumulation_steps: int
+
+    def _in_words(self, total: str) -> str:
+        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
+        micro, size = self.gradient_accumulation_steps, self.per_device_train_batch_size
+        each = " each" if self.world_size > 1 else ""
+        return f"{total} a step on {ranks}: {micro} micro-batch{'es' if micro > 1 else ''} of {size}{each}"
+
+
+@dataclass(frozen=True, slots=True)
+class BatchPlan(_Batch):
+    """The batch of a run with rollouts; `groups_per_rank` are those that each rank generates for one round."""
+
+    prompts_per_step: int
+    group_size: int
     steps_per_generation: int
     groups_per_rank: int
-    """Groups that each rank generates for one round."""
-
-    @property
-    def completions_per_step(self) -> int:
-        return self.prompts_per_step * self.group_size
 
     @property
     def steps_per_round(self) -> int:
@@ -59,16 +75,33 @@ class BatchPlan:
         return self.steps_per_generation // self.gradient_accumulation_steps
 
     def __str__(self) -> str:
-        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
-        micro, size = self.gradient_accumulation_steps, self.per_device_train_batch_size
-        batches = f"{micro} micro-batch{'es' if micro > 1 else ''} of {size}"
-        rounds = "" if self.steps_per_round == 1 else f", {self.steps_per_round} optimizer steps a round"
-        total = f"{self.prompts_per_step} prompts x {self.group_size} completions = {self.completions_per_step} a step"
-        return f"{total} on {ranks}: {batches}{' each' if self.world_size > 1 else ''}{rounds}"
+        completions = self.prompts_per_step * self.group_size
+        total = self._in_words(f"{self.prompts_per_step} prompts x {self.group_size} completions = {completions}")
+        return total + ("" if self.steps_per_round == 1 else f", {self.steps_per_round} optimizer steps a round")
+
+
+@dataclass(frozen=True, slots=True)
+class TuneBatch(_Batch):
+    """The batch of a run on given examples, and its length."""
+
+    batch_size: int
+    steps: int
+    epochs: float
+    """Passes over the rows in these steps."""
+
+    max_length: int | None
+    """Longest sequence in tokens; None cuts nothing."""
+
+    def __str__(self) -> str:
+        return self._in_words(f"{self.batch_size} rows")
 
 
 def derive_batch(config: RunConfig, *, world_size: int, on_cpu: bool) -> BatchPlan:
-    """TRL's batch fields for this run, or a ConfigError that names the nearest sizes that work."""
+    """TRL's batch fields for a run with rollouts.
+
+    Raises:
+        ConfigError: the sizes do not work together; the message has the nearest sizes that do.
+    """
     sizes = Sizes(
         world_size=world_size,
         prompts_per_step=config.prompts_per_step,
@@ -82,7 +115,7 @@ def derive_batch(config: RunConfig, *, world_size: int, on_cpu: bool) -> BatchPl
 
 
 def plan_batch(sizes: Sizes, *, on_cpu: bool) -> BatchPlan:
-    """The same for bare sizes."""
+    """The same as `derive_batch` for bare sizes."""
     problem = problem_of(sizes, on_cpu=on_cpu)
     if problem is not None:
         ways = "; or ".join(_in_words(sizes, way) for way in neighbours(sizes, on_cpu=on_cpu))
@@ -91,21 +124,130 @@ def plan_batch(sizes: Sizes, *, on_cpu: bool) -> BatchPlan:
     return BatchPlan(
         world_size=sizes.world_size,
         on_cpu=on_cpu,
-        prompts_per_step=sizes.prompts_per_step,
-        group_size=sizes.group_size,
         per_device_train_batch_size=size,
         gradient_accumulation_steps=accumulation,
+        prompts_per_step=sizes.prompts_per_step,
+        group_size=sizes.group_size,
         steps_per_generation=per_generation,
         groups_per_rank=size * per_generation // sizes.group_size,
     )
 
 
+def derive_tune_batch(
+    config: TuneConfig, *, num_rows: int, world_size: int, on_cpu: bool, context_length: int | None = None
+) -> TuneBatch:
+    """TRL's batch fields and the number of steps for a run on given examples.
+
+    Args:
+        num_rows: rows to train on.
+        context_length: the model's, in tokens, where it is known.
+
+    Raises:
+        ConfigError: the sizes do not work together; the message has sizes that do.
+    """
+    algorithm, max_length = find_algorithm(config.algorithm), _max_length(config, context_length)
+    size, accumulation = (config.trl.get(name) for name in _PER_RANK)
+    total = config.batch_size
+    if total is None and size is None and accumulation is None:
+        total = max(1, min(DEFAULT_BATCH_SIZE, num_rows) // world_size) * world_size
+    elif total is None:
+        total = (size or 1) * (accumulation or 1) * world_size
+    if size is None and accumulation is None:
+        tokens = algorithm.sequences_per_row * (max_length or context_length or MAX_LENGTH)
+        size = _micro_batch(total // world_size, max(algorithm.min_micro_batch, _token_budget(on_cpu) // tokens))
+    size, accumulation = _split(total // world_size, size, accumulation)
+    _check_rows(total, size, accumulation, world_size)
+    _check_enough(config.algorithm, total, size, num_rows=num_rows, world_size=world_size)
+    steps = config.steps or max(1, math.ceil(config.epochs * num_rows / total))
+    return TuneBatch(
+        world_size, on_cpu, size, accumulation, total, steps, round(steps * total / num_rows, 2), max_length
+    )
+
+
+def _max_length(config: TuneConfig, context_length: int | None) -> int | None:
+    """TRL's `max_length` by default, or the model's context where that is shorter."""
+    length = config.trl.get("max_length", min(MAX_LENGTH, context_length or MAX_LENGTH))
+    if context_length is not None and (length or 0) > context_length:
+        raise ConfigError(
+            f"max_length must fit into the model's context of {context_length} tokens; it is {length}; "
+            f"e.g. --max-length {context_length}"
+        )
+    return None if length is None else int(length)
+
+
+def _check_rows(total: int, size: int, accumulation: int, world_size: int) -> None:
+    if total % world_size:
+        below = total // world_size * world_size
+        ways = " or ".join(str(way) for way in (below, below + world_size) if way)
+        raise ConfigError(f"batch_size must be a multiple of the {world_size} ranks; it is {total}; e.g. {ways}")
+    if size * accumulation != total // world_size:
+        raise ConfigError(
+            f"batch_size / ranks must be per_device_train_batch_size * gradient_accumulation_steps; they are {total} / "
+            f"{world_size} and {size} * {accumulation}; leave one of the three out, or say --batch-size "
+            f"{size * accumulation * world_size}"
+        )
+
+
+def _check_enough(algorithm: str, total: int, size: int, *, num_rows: int, world_size: int) -> None:
+    fewest = find_algorithm(algorithm).min_micro_batch
+    if size < fewest:
+        way_out = f"e.g. --batch-size {max(DEFAULT_BATCH_SIZE, fewest * world_size)}"
+        raise ConfigError(
+            f"{algorithm} needs {fewest} rows or more in a micro-batch, because it pairs a prompt with another's "
+            f"answer; per_device_train_batch_size is {size}; {way_out}"
+        )
+    if num_rows < total:
+        raise ConfigError(
+            f"a step takes {total} rows and the dataset has {num_rows} to train on; "
+            f"e.g. --batch-size {max(fewest * world_size, num_rows // world_size * world_size)}"
+        )
+
+
+# -- a rank's share as micro-batches -------------------------------------------------------------------------------
+
+
+def _token_budget(on_cpu: bool) -> int:
+    return MICRO_BATCH_TOKENS_CPU if on_cpu else MICRO_BATCH_TOKENS_GPU
+
+
+def _micro_batch(local: int, most: int, *, group: int = 1) -> int:
+    """The largest divisor of a rank's share up to `most` that keeps groups whole or cuts them evenly."""
+    fitting = (size for size in _divisors(local) if size <= most and (size % group == 0 or group % size == 0))
+    return max(fitting, default=1)
+
+
+def _split(local: int, size: int | None, accumulation: int | None) -> tuple[int, int]:
+    """Micro-batch size and count of a rank's share, one of them given; what was given stays as it is."""
+    if size is None:
+        size = max(1, local // (accumulation or 1))
+    return size, max(1, local // size) if accumulation is None else accumulation
+
+
+def _divisors(number: int) -> Iterator[int]:
+    for small in range(1, math.isqrt(number) + 1):
+        if number % small == 0:
+            yield small
+            yield number // small
+
+
+def _fill(sizes: Sizes, *, on_cpu: bool) -> tuple[int, int, int]:
+    """Micro-batch size, accumulation steps, and micro-batches of a round."""
+    local = sizes.completions_per_rank
+    size, accumulation = sizes.per_device_train_batch_size, sizes.gradient_accumulation_steps
+    if size is None and accumulation is None:
+        size = _micro_batch(local, _token_budget(on_cpu) // sizes.max_tokens, group=sizes.group_size)
+    size, accumulation = _split(local, size, accumulation)
+    return size, accumulation, sizes.steps_per_generation or accumulation
+
+
+# -- sizes that do not work, and those near them -------------------------------------------------------------------
+
+
 def problem_of(sizes: Sizes, *, on_cpu: bool) -> str | None:
     """The rule that these sizes break, with their values, or None."""
-    prompts, ranks = sizes.prompts_per_step, sizes.world_size
+    prompts, ranks, local = sizes.prompts_per_step, sizes.world_size, sizes.completions_per_rank
     if prompts % ranks:
         return f"prompts_per_step must be a multiple of the {ranks} ranks, for whole groups on each; it is {prompts}"
-    local = prompts // ranks * sizes.group_size
     size, accumulation, per_generation = _fill(sizes, on_cpu=on_cpu)
     if size * accumulation != local:
         given = f"per_device_train_batch_size * gradient_accumulation_steps is {size} * {accumulation}"
@@ -125,38 +267,13 @@ def problem_of(sizes: Sizes, *, on_cpu: bool) -> str | None:
 def neighbours(sizes: Sizes, *, on_cpu: bool) -> list[Sizes]:
     """Accepted sizes near refused ones: one key changed where that is enough, else TRL's keys left to ycore."""
     found: list[Sizes] = []
-    for key in ("per_device_train_batch_size", "gradient_accumulation_steps", "prompts_per_step"):
+    for key in (*_PER_RANK, "prompts_per_step"):
         found += _nearest(sizes, key, on_cpu=on_cpu)
     found = found or _nearest(sizes, "steps_per_generation", on_cpu=on_cpu)
     if found:
         return found[:3]
     free = replace(sizes, per_device_train_batch_size=None, gradient_accumulation_steps=None, steps_per_generation=None)
     return [free] if problem_of(free, on_cpu=on_cpu) is None else _nearest(free, "prompts_per_step", on_cpu=on_cpu)
-
-
-def _fill(sizes: Sizes, *, on_cpu: bool) -> tuple[int, int, int]:
-    """Micro-batch, accumulation and micro-batches a round; what was given stays, also where it does not fit."""
-    local = sizes.prompts_per_step // sizes.world_size * sizes.group_size
-    size, accumulation = sizes.per_device_train_batch_size, sizes.gradient_accumulation_steps
-    if size is None:
-        size = _micro_batch(local, sizes, on_cpu=on_cpu) if accumulation is None else max(1, local // accumulation)
-    if accumulation is None:
-        accumulation = max(1, local // size)
-    return size, accumulation, sizes.steps_per_generation or accumulation
-
-
-def _micro_batch(local: int, sizes: Sizes, *, on_cpu: bool) -> int:
-    """The most completions that divide a rank's share, keep groups whole or cut them evenly, and fit in memory."""
-    group, most = sizes.group_size, (MICRO_BATCH_TOKENS_CPU if on_cpu else MICRO_BATCH_TOKENS_GPU) // sizes.max_tokens
-    fitting = (size for size in _divisors(local) if size <= most and (size % group == 0 or group % size == 0))
-    return max(fitting, default=1)
-
-
-def _divisors(number: int) -> Iterator[int]:
-    for small in range(1, math.isqrt(number) + 1):
-        if number % small == 0:
-            yield small
-            yield number // small
 
 
 def _nearest(sizes: Sizes, key: str, *, on_cpu: bool) -> list[Sizes]:
@@ -173,128 +290,22 @@ def _nearest(sizes: Sizes, key: str, *, on_cpu: bool) -> list[Sizes]:
 
 
 def _candidates(sizes: Sizes, key: str, value: int) -> tuple[Iterable[int], Iterable[int]]:
-    """What a key could be instead, nearest first: below the value given, and above it."""
-    local = sizes.prompts_per_step // sizes.world_size * sizes.group_size
-    if key in ("per_device_train_batch_size", "gradient_accumulation_steps") and local:
-        sorted_divisors = sorted(set(_divisors(local)))
-        below = [divisor for divisor in reversed(sorted_divisors) if divisor < value]
-        return below, [divisor for divisor in sorted_divisors if divisor > value]
+    """Other values of a key, nearest first: those below the value given, and those above it."""
+    local = sizes.completions_per_rank
+    if key in _PER_RANK and local:
+        divisors = sorted(set(_divisors(local)))
+        return [one for one in reversed(divisors) if one < value], [one for one in divisors if one > value]
     step = sizes.world_size if key == "prompts_per_step" else 1
     floor = (value - 1) // step * step
     ceiling = floor + step if floor + step > value else floor + 2 * step
     return range(floor, max(0, floor - _SEARCH * step), -step), range(ceiling, ceiling + _SEARCH * step, step)
 
 
-def _in_words(asked: Sizes, way: Sizes) -> str:
+def _in_words(sizes: Sizes, way: Sizes) -> str:
+    """What changes from `sizes` to `way`."""
     changes = []
     after = asdict(way)
-    for key, before in asdict(asked).items():
+    for key, before in asdict(sizes).items():
         if before != after[key]:
             changes.append(f"no {key}" if after[key] is None else f"{key} {after[key]}")
     return " with ".join(changes)
-
-
-DEFAULT_BATCH_SIZE = 8
-MAX_LENGTH = 1024
-"""TRL's own `max_length`."""
-
-_SEQUENCES_A_ROW = {"sft": 1, "reward": 2, "dpo": 2, "kto": 2}  # kto: the answer, and another's for the KL term
-_FEWEST_TOGETHER = {"kto": 2}  # its KL term pairs every prompt with another row's answer
-
-
-@dataclass(frozen=True, slots=True)
-class TuneBatch:
-    """What TRL is told, per rank, and what it amounts to."""
-
-    world_size: int
-    on_cpu: bool
-    batch_size: int
-    per_device_train_batch_size: int
-    gradient_accumulation_steps: int
-    steps: int
-    epochs: float
-    """Passes over the rows that these steps come to."""
-
-    max_length: int | None
-    """Longest sequence in tokens; None cuts nothing."""
-
-    def __str__(self) -> str:
-        ranks = "1 rank" if self.world_size == 1 else f"{self.world_size} ranks"
-        micro, size = self.gradient_accumulation_steps, self.per_device_train_batch_size
-        batches = f"{micro} micro-batch{'es' if micro > 1 else ''} of {size}"
-        return f"{self.batch_size} rows a step on {ranks}: {batches}{' each' if self.world_size > 1 else ''}"
-
-
-def derive_tune_batch(
-    config: TuneConfig, *, num_rows: int, world_size: int, on_cpu: bool, context_length: int | None = None
-) -> TuneBatch:
-    """TRL's batch fields and the number of steps, or a ConfigError that names the nearest sizes that work."""
-    size, accumulation = (config.trl.get(name) for name in _FIELDS)
-    total = config.batch_size
-    if total is None:
-        given = size is not None or accumulation is not None
-        total = (size or 1) * (accumulation or 1) * world_size if given else _default(num_rows, world_size)
-    longest = longest_of(config, context_length)
-    micro = _rows_at_once(config, total // world_size, longest=longest or context_length or MAX_LENGTH, on_cpu=on_cpu)
-    size, accumulation = _split(total, size, accumulation, world_size=world_size, micro_batch=micro)
-    fewest = _FEWEST_TOGETHER.get(config.algorithm, 1)
-    if size < fewest:
-        raise ConfigError(
-            f"kto needs {fewest} rows or more in a micro-batch, because it pairs a prompt with another's answer; "
-            f"per_device_train_batch_size is {size}; e.g. --batch-size {max(DEFAULT_BATCH_SIZE, fewest * world_size)}"
-        )
-    if num_rows < total:
-        raise ConfigError(
-            f"a step takes {total} rows and the dataset has {num_rows} to train on; "
-            f"e.g. --batch-size {max(fewest * world_size, num_rows // world_size * world_size)}"
-        )
-    steps = config.steps or max(1, math.ceil(config.epochs * num_rows / total))
-    return TuneBatch(world_size, on_cpu, total, size, accumulation, steps, round(steps * total / num_rows, 2), longest)
-
-
-def longest_of(config: TuneConfig, context_length: int | None) -> int | None:
-    """`max_length`: TRL's 1024, or the model's context where that is shorter; ConfigError for more than the context."""
-    asked = config.trl.get("max_length", min(MAX_LENGTH, context_length or MAX_LENGTH))
-    if context_length is not None and (asked or 0) > context_length:
-        raise ConfigError(
-            f"max_length must fit into the model's context of {context_length} tokens; it is {asked}; "
-            f"e.g. --max-length {context_length}"
-        )
-    return asked if asked is None else int(asked)
-
-
-_FIELDS = ("per_device_train_batch_size", "gradient_accumulation_steps")
-
-
-def _default(num_rows: int, world_size: int) -> int:
-    """Eight rows, or fewer where there are fewer, in equal parts for the ranks."""
-    return max(1, min(DEFAULT_BATCH_SIZE, num_rows) // world_size) * world_size
-
-
-def _split(
-    total: int, size: int | None, accumulation: int | None, *, world_size: int, micro_batch: int
-) -> tuple[int, int]:
-    """A rank's share as micro-batches: what was given, and for the rest the most that fits in memory."""
-    if total % world_size:
-        below = total // world_size * world_size
-        ways = " or ".join(str(way) for way in (below, below + world_size) if way)
-        raise ConfigError(f"batch_size must be a multiple of the {world_size} ranks; it is {total}; e.g. {ways}")
-    local = total // world_size
-    if size is None and accumulation is None:
-        size = micro_batch
-    size = size if size is not None else max(1, local // (accumulation or 1))
-    accumulation = accumulation if accumulation is not None else max(1, local // size)
-    if size * accumulation != local:
-        raise ConfigError(
-            f"batch_size / ranks must be per_device_train_batch_size * gradient_accumulation_steps; they are {total} / "
-            f"{world_size} and {size} * {accumulation}; leave one of the three out, or say --batch-size "
-            f"{size * accumulation * world_size}"
-        )
-    return size, accumulation
-
-
-def _rows_at_once(config: TuneConfig, local: int, *, longest: int, on_cpu: bool) -> int:
-    """The most rows that divide a rank's share and stay within the tokens of a micro-batch."""
-    budget = MICRO_BATCH_TOKENS_CPU if on_cpu else MICRO_BATCH_TOKENS_GPU
-    most = max(_FEWEST_TOGETHER.get(config.algorithm, 1), budget // (longest * _SEQUENCES_A_ROW[config.algorithm]))
-    return max((size for size in range(1, local + 1) if local % size == 0 and size <= most), default=1)

@@ -1,7 +1,4 @@
-"""What pydantic finds wrong, as one line that a person can act on: the key, the rule, the value, the way out.
-
-Not here: the rules themselves, which are in `run`.
-"""
+"""What pydantic finds wrong, as one line that a person can act on: the key, the rule, the value, the way out."""
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
@@ -10,7 +7,7 @@ from typing import Any, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic_core import ErrorDetails
 
-from ycore.config.algorithms import C, Kind
+from ycore.config.algorithms import Algorithm
 from ycore.config.trl_fields import fields_of
 from ycore.errors import ConfigError, nearest
 
@@ -45,15 +42,15 @@ _WAYS_OUT: Mapping[str, str] = {
 }
 
 
-def config_error(problem: ValidationError, data: Mapping[str, Any], kind: Kind[C]) -> ConfigError:
-    """The first thing that is wrong, typos before what is missing before bad values."""
+def config_error(problem: ValidationError, data: Mapping[str, Any], algorithm: Algorithm) -> ConfigError:
+    """The first thing that is wrong: unknown keys before missing ones before bad values."""
     details = problem.errors(include_url=False)
     for detail in details:
         if detail["type"] == "extra_forbidden":
-            return unknown_key(_existing(detail["loc"], data), kind)
+            return unknown_key(_existing(detail["loc"], data), algorithm)
     missing = [detail["loc"] for detail in details if detail["type"] == "missing"]
     if missing:
-        return _missing(missing, kind)
+        return _missing(missing, algorithm)
     path = _existing(details[0]["loc"], data)
     same = [detail for detail in details if _existing(detail["loc"], data) == path]
     name, value = _dotted(path), _at(path, data)
@@ -61,17 +58,17 @@ def config_error(problem: ValidationError, data: Mapping[str, Any], kind: Kind[C
     return ConfigError(f"{name} must be {rules}; it is {value!r}{_way_out(path, value, rules)}")
 
 
-def unknown_key(path: Path, kind: Kind[C]) -> ConfigError:
-    """A key that nothing knows, with the nearest names: at its own place, elsewhere, and among TRL's fields."""
+def unknown_key(path: Path, algorithm: Algorithm) -> ConfigError:
+    """An unknown key with the nearest names: in its own mapping, in others, and among TRL's fields."""
     *parents, key = path
-    name, text = _dotted(path), str(key)
+    name, text, trl_names = _dotted(path), str(key), fields_of(algorithm.trl_config)
     if parents == ["trl"]:
-        return ConfigError(f"TRL has no field {text}{nearest(text, fields_of(kind.trl_class))}")
-    model = _model_at(parents, kind)
+        return ConfigError(f"TRL has no field {text}{nearest(text, trl_names)}")
+    model = _model_at(parents, algorithm.config)
     known = list(model.model_fields) if model else []
-    elsewhere = [other for other in _dotted_names(kind.config, "") if other.split(".")[-1] == text]
-    if not parents:
-        elsewhere += [f"trl.{text}"] if text in fields_of(kind.trl_class) else []
+    elsewhere = [other for other in _dotted_names(algorithm.config, "") if other.split(".")[-1] == text]
+    if not parents and text in trl_names:
+        elsewhere.append(f"trl.{text}")
     hint = nearest(elsewhere[0], elsewhere) if elsewhere else nearest(text, known)
     return ConfigError(f"no key {name}{hint or '; known here: ' + ', '.join(known)}")
 
@@ -79,7 +76,12 @@ def unknown_key(path: Path, kind: Kind[C]) -> ConfigError:
 def declared_error(
     problem: ValidationError, data: Mapping[str, Any], *, what: str, model: type[BaseModel]
 ) -> ConfigError:
-    """The same for an object that is declared apart from a run, such as a judge; `what` names it."""
+    """The first thing that is wrong with an object outside of a run's config, such as a judge.
+
+    Args:
+        what: names the object at the start of the message.
+        model: the class that refused `data`.
+    """
     details = problem.errors(include_url=False)
     unknown = next((detail for detail in details if detail["type"] == "extra_forbidden"), None)
     if unknown is not None:
@@ -99,12 +101,17 @@ def declared_error(
     return ConfigError(f"{what}: {_dotted(path)} must be {_rule(detail)}; it is {_at(path, data)!r}")
 
 
-def _missing(places: Sequence[Path], kind: Kind[C]) -> ConfigError:
-    top = [str(place[0]) for place in places if len(place) == 1 and place[0] in kind.give]
+def _missing(places: Sequence[Path], algorithm: Algorithm) -> ConfigError:
+    options = {
+        "model": "--model smollm2-135m",
+        "dataset": f"--dataset {algorithm.dataset}",
+        "rewards": "--reward exact_answer",
+    }
+    top = [str(place[0]) for place in places if len(place) == 1 and place[0] in options]
     if not top:
         return ConfigError(f"{_dotted(places[0])} is missing; a reward needs its name, e.g. {{reward: exact_answer}}")
-    options = " ".join(kind.give[name] for name in top)
-    return ConfigError(f"no {' and no '.join(top)} given; say e.g. {options}, or --recipe (`ycore recipes` lists them)")
+    said = " ".join(options[name] for name in top)
+    return ConfigError(f"no {' and no '.join(top)} given; say e.g. {said}, or --recipe (`ycore recipes` lists them)")
 
 
 def _way_out(path: Path, value: Any, rules: str) -> str:
@@ -140,8 +147,8 @@ def _dotted(path: Path) -> str:
     return ".".join(str(part) for part in path)
 
 
-def _model_at(path: Sequence[str | int], kind: Kind[C]) -> type[BaseModel] | None:
-    model: type[BaseModel] | None = kind.config
+def _model_at(path: Sequence[str | int], config: type[BaseModel]) -> type[BaseModel] | None:
+    model: type[BaseModel] | None = config
     for part in path:
         if model is not None and isinstance(part, str):
             field = model.model_fields.get(part)

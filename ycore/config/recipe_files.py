@@ -1,9 +1,4 @@
-"""Recipes: whole runs by name, in YAML; the shipped ones are the package `ycore_recipes`.
-
-A YAML file that a person wrote, read as a mapping; whatever is wrong with it in one line.
-
-Not here: what a recipe's keys mean (`run`) and how options change them (`overrides`).
-"""
+"""Recipes: whole runs by name, in YAML. The shipped ones are the package `ycore_recipes`."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -11,14 +6,23 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ycore.config.algorithms import is_tuning
+from ycore.config.algorithms import ALGORITHMS
 from ycore.errors import ConfigError, UserError, nearest
 
 SUFFIXES = (".yaml", ".yml")
+PIPELINE = "pipeline"
 
 
 def read_yaml_file(file: Path, *, what: str, way_out: str, error: type[UserError] = ConfigError) -> str:
-    """The text of a file; `what` it is, e.g. `recipe`, and a `way_out` where there is none stand in the error."""
+    """The text of a YAML file.
+
+    Args:
+        what: the kind of file, for messages; e.g. `recipe`.
+        way_out: the end of the message where there is no such file and none with a similar name.
+
+    Raises:
+        error: the file does not exist or is no text.
+    """
     try:
         return file.read_text(encoding="utf-8")
     except FileNotFoundError:
@@ -29,33 +33,37 @@ def read_yaml_file(file: Path, *, what: str, way_out: str, error: type[UserError
 
 
 def parse_yaml(text: str, *, what: str, example: str, error: type[UserError] = ConfigError) -> dict[str, Any]:
-    """The keys of a text; `what` it is, e.g. `the recipe quickstart`, and an `example` of a key stand in the error."""
+    """The keys of a YAML text.
+
+    Args:
+        what: names the text in messages; e.g. `the recipe quickstart`.
+        example: a key that such a text may have, for messages.
+
+    Raises:
+        error: the text is no mapping of keys.
+    """
     import yaml
 
     try:
-        told = yaml.safe_load(text)
+        parsed = yaml.safe_load(text)
     except yaml.MarkedYAMLError as problem:
         line = f", line {problem.problem_mark.line + 1}" if problem.problem_mark else ""
         raise error(f"{what}{line}: not YAML: {problem.problem or problem.context}") from None
     except yaml.YAMLError as problem:
         raise error(f"{what} is not YAML: {' '.join(str(problem).split())}") from None
-    if not isinstance(told, dict) or not all(isinstance(key, str) for key in told):
-        kind = "empty" if told is None else f"a {type(told).__name__}"
+    if not isinstance(parsed, dict) or not all(isinstance(key, str) for key in parsed):
+        kind = "empty" if parsed is None else f"a {type(parsed).__name__}"
         raise error(f"{what} must be a mapping of keys such as `{example}: ...`; it is {kind}")
-    return told
-
-
-PIPELINE = "pipeline"
+    return parsed
 
 
 @dataclass(frozen=True, slots=True)
 class RecipeEntry:
-    """A shipped recipe as a list shows it."""
+    """A shipped recipe, and the command that runs it."""
 
     name: str
     description: str
     command: str = "grpo"
-    """The command that it is for."""
 
     @property
     def line(self) -> str:
@@ -73,11 +81,15 @@ def list_recipes() -> list[RecipeEntry]:
 
 
 def load_recipe(name_or_file: str, *, command: str | None = None) -> dict[str, Any]:
-    """The keys of a shipped recipe or of a YAML file, without its description; ConfigError if not for `command`."""
+    """The keys of a shipped recipe or of a YAML file, without its description.
+
+    Raises:
+        ConfigError: there is no such recipe, it cannot be read, or it is not for `command`.
+    """
     shipped = dict(_shipped())
     if name_or_file in shipped:
         text = shipped[name_or_file]
-    elif _means_a_file(name_or_file):
+    elif _is_file(name_or_file):
         way_out = "`ycore recipes` lists those that come with ycore"
         text = read_yaml_file(Path(name_or_file).expanduser(), what="recipe", way_out=way_out)
     else:
@@ -91,7 +103,7 @@ def load_recipe(name_or_file: str, *, command: str | None = None) -> dict[str, A
 
 
 def _command(recipe: Mapping[str, Any]) -> str | None:
-    """The command of a recipe, where it says so: by `algorithm`, or by having stages or rewards."""
+    """The command that a recipe names by its `algorithm`, or shows by having stages or rewards."""
     if "stages" in recipe:
         return PIPELINE
     named = recipe.get("algorithm")
@@ -99,7 +111,7 @@ def _command(recipe: Mapping[str, Any]) -> str | None:
 
 
 def _check_command(recipe: Mapping[str, Any], name: str, command: str | None) -> None:
-    """A recipe of rollouts serves every command that asks an engine; the others serve their own."""
+    """A recipe with rollouts serves every command that has them; another recipe serves its own command."""
     wanted = _command(recipe)
     if wanted is not None and not _serves(wanted, command):
         raise ConfigError(f"the recipe {name} is for `ycore {wanted}`, not {command}; say ycore {_line(wanted, name)}")
@@ -108,7 +120,11 @@ def _check_command(recipe: Mapping[str, Any], name: str, command: str | None) ->
 def _serves(wanted: str | None, command: str | None) -> bool:
     if wanted is None or command is None or wanted == command:
         return True
-    return not any(is_tuning(one) or one == PIPELINE for one in (wanted, command))
+    return _has_rollouts(wanted) and _has_rollouts(command)
+
+
+def _has_rollouts(command: str) -> bool:
+    return command != PIPELINE and (command not in ALGORITHMS or ALGORITHMS[command].learns_from == "rollouts")
 
 
 def _line(command: str, name: str) -> str:
@@ -116,8 +132,8 @@ def _line(command: str, name: str) -> str:
 
 
 def recipe_name(name_or_file: str) -> str:
-    """What a run of this recipe is called: the recipe's name, or its file's without the suffix."""
-    return Path(name_or_file).stem if _means_a_file(name_or_file) else name_or_file
+    """The name of a run of this recipe: the recipe's name, or its file's without the suffix."""
+    return Path(name_or_file).stem if _is_file(name_or_file) else name_or_file
 
 
 def _shipped() -> Iterator[tuple[str, str]]:
@@ -126,7 +142,7 @@ def _shipped() -> Iterator[tuple[str, str]]:
             yield entry.name.removesuffix(".yaml"), entry.read_text(encoding="utf-8")
 
 
-def _means_a_file(name: str) -> bool:
+def _is_file(name: str) -> bool:
     return name.endswith(SUFFIXES) or "/" in name or Path(name).is_file()
 
 

@@ -1,12 +1,8 @@
-"""Where a run's values come from: a recipe, then `--set key.path=value`, then options; the later wins.
-
-What a run's settings need from the machine: packages and files. Checked before anything is loaded.
-
-How many GPUs a run would see, counted without torch: for the dry run, which must be quick.
-
-Not here: what a value may be (`run`, `trl_fields`) and how a refusal is worded (`problems`).
+"""Where a run's values come from: a preset, then a recipe, then `--set key.path=value`, then options; the later wins.
 
     resolve(recipe={"model": "m", ...}, sets=["engine.count=2"], options={"steps": 3, "trl": {"beta": "0.1"}})
+
+At the end: what the settings need from this machine, found without importing anything heavy.
 """
 
 import os
@@ -16,8 +12,9 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ycore.config.algorithms import RUN, AnyConfig, C, Kind
-from ycore.config.schema import RunConfig
+from ycore.config.algorithms import Algorithm, find_algorithm
+from ycore.config.presets import check_divergence, find_preset, preset_layer, preset_rewards
+from ycore.config.schema import AnyConfig, RunConfig
 from ycore.errors import ConfigError
 
 
@@ -27,44 +24,51 @@ def resolve(
     sets: Sequence[str] = (),
     options: Mapping[str, Any] | None = None,
     run_name: str | None = None,
-) -> RunConfig:
-    """One validated RunConfig; `run_name` names the output folder where none was given."""
-    return resolve_as(RUN, recipe=recipe, sets=sets, options=options, run_name=run_name)
+) -> AnyConfig:
+    """One validated config, of the class of its `algorithm`; without one, it is GRPO's.
 
+    Args:
+        recipe: the keys of a recipe, or of a run.json.
+        sets: `key.path=value` with a YAML value.
+        options: keys; under `trl`, fields of TRL's, which may still be text.
+        run_name: names the output folder where none was given.
 
-def resolve_as(
-    kind: Kind[C],
-    *,
-    recipe: Mapping[str, Any] | None = None,
-    sets: Sequence[str] = (),
-    options: Mapping[str, Any] | None = None,
-    run_name: str | None = None,
-) -> C:
-    """The same for any kind of run."""
-    merged: dict[str, Any] = {}
+    Raises:
+        ConfigError: an unknown key, a missing key, or a value that cannot be.
+    """
     plain, indexed = _parse_sets(sets)
-    layers = (recipe or {}, plain, options or {})
-    for layer in (_preset_layer(layers), *layers):
-        merged = merge(merged, _normalised(layer, kind))
+    layers = [recipe or {}, plain, options or {}]
+    algorithm = find_algorithm(_topmost("algorithm", layers) or "grpo")
+    if algorithm.preset is not None:
+        layers.append({"preset": algorithm.preset})
+    preset = _topmost("preset", layers)
+    if preset is not None:
+        layers.insert(0, preset_layer(find_preset(str(preset))))
+    merged: dict[str, Any] = {}
+    for layer in layers:
+        merged = merge(merged, _normalised(layer, algorithm))
     _add_preset_rewards(merged)
     for path, value in indexed:
         _set_in_list(merged, path, value)
     if "output" not in merged:
         merged |= _default_output(merged, run_name)
-    return _validated(merged, kind)
+    return _validated(merged, algorithm)
 
 
-def _preset_layer(layers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """The settings of the preset that the topmost layer names; they lie below everything else."""
-    from ycore.config.presets import find_preset, preset_layer
+def require_rollouts(config: AnyConfig) -> RunConfig:
+    """The config of a run with rollouts; ConfigError for a run on given examples."""
+    if not isinstance(config, RunConfig):
+        raise ConfigError(
+            f"{config.algorithm} learns from given examples, without rollouts; take a run of `ycore grpo`"
+        )
+    return config
 
-    names = [layer["preset"] for layer in layers if layer.get("preset") is not None]
-    return preset_layer(find_preset(str(names[-1]))) if names else {}
+
+def _topmost(key: str, layers: Sequence[Mapping[str, Any]]) -> Any:
+    return next((layer[key] for layer in reversed(layers) if layer.get(key) is not None), None)
 
 
 def _add_preset_rewards(merged: dict[str, Any]) -> None:
-    from ycore.config.presets import find_preset, preset_rewards
-
     rewards, max_tokens = merged.get("rewards"), merged.get("max_tokens", RunConfig.model_fields["max_tokens"].default)
     trains = merged.get("preset") is not None and merged.get("algorithm") != "eval"
     if trains and isinstance(rewards, list) and isinstance(max_tokens, int):
@@ -95,7 +99,7 @@ def _parse_sets(sets: Sequence[str]) -> tuple[dict[str, Any], list[tuple[list[st
 
 
 def parse_set(item: str) -> tuple[list[str], Any]:
-    """`engine.count=2` as its path and its value, which is YAML."""
+    """`engine.count=2` as its path and its value, which is YAML; ConfigError where it is neither."""
     import yaml
 
     key, equals, text = item.partition("=")
@@ -133,62 +137,62 @@ def _no_element(name: str, part: str, place: Any) -> ConfigError:
     return ConfigError(f"--set {name}: there is no element {part!r}; the list has {count}, counted from 0")
 
 
-def _normalised(layer: Mapping[str, Any], kind: Kind[C]) -> dict[str, Any]:
-    """One layer in ycore's own spelling, checked for two spellings of one thing."""
+def _normalised(layer: Mapping[str, Any], algorithm: Algorithm) -> dict[str, Any]:
+    """One layer with TRL's names of ycore's keys replaced; ConfigError where two names of one key differ."""
+    from ycore.config.trl_arguments import alias_value, aliases
     from ycore.config.trl_fields import coerce, fields_of
 
-    aliases = kind.aliases
-    own = {key: value for key, value in layer.items() if key not in aliases or aliases[key] == key}
+    keys = aliases(algorithm)
+    own = {key: value for key, value in layer.items() if keys.get(key, key) == key}
     given = layer.get("trl") or {}
     if not isinstance(given, Mapping):
         raise ConfigError(
             f"trl must be a mapping of TRL's fields; it is {given!r}; e.g. trl: {{learning_rate: 1.0e-5}}"
         )
-    spelled = {**{key: layer[key] for key in layer if key in aliases and aliases[key] != key}, **given}
-    for alias in [name for name in spelled if name in aliases]:
-        key = aliases[alias]
-        value = kind.own_value(alias, coerce(fields_of(kind.trl_class)[alias], spelled.pop(alias)))
+    fields = {**{name: layer[name] for name in layer if keys.get(name, name) != name}, **given}
+    for alias in [name for name in fields if name in keys]:
+        key = keys[alias]
+        value = alias_value(alias, coerce(fields_of(algorithm.trl_config)[alias], fields.pop(alias)), algorithm)
         if key in own and own[key] != value:
             raise ConfigError(f"{alias} is TRL's name of {key}, and they differ: {value!r} and {own[key]!r}; give one")
         own[key] = value
     if "trl" in layer:
-        own["trl"] = spelled
+        own["trl"] = fields
     if isinstance(own.get("rewards"), list):
-        own["rewards"] = [{"reward": item} if isinstance(item, str) else _copied(item) for item in own["rewards"]]
+        own["rewards"] = [_reward(item) for item in own["rewards"]]
     return own
 
 
-def _copied(item: Any) -> Any:
-    return dict(item) if isinstance(item, Mapping) else item
+def _reward(item: Any) -> Any:
+    """A reward by its name, or a copy of a mapping, which `--set rewards.0.weight` may change."""
+    return {"reward": item} if isinstance(item, str) else dict(item) if isinstance(item, Mapping) else item
 
 
-def _validated(merged: dict[str, Any], kind: Kind[C]) -> C:
+def _validated(merged: dict[str, Any], algorithm: Algorithm) -> AnyConfig:
     from pydantic import ValidationError
 
-    from ycore.config.presets import check_divergence
     from ycore.config.problems import config_error
 
     try:
-        config = kind.config.model_validate(merged)
+        config = algorithm.config.model_validate(merged)
     except ValidationError as problem:
-        raise config_error(problem, merged, kind) from None
-    trl = _checked_trl(merged.get("trl") or {}, kind)
+        raise config_error(problem, merged, algorithm) from None
+    trl = _checked_trl(config.trl, algorithm)
     if isinstance(config, RunConfig):
         check_divergence(config.divergence, beta=trl.get("beta") or 0.0)
     return config.model_copy(update={"trl": trl})
 
 
-def _checked_trl(given: Mapping[str, Any], kind: Kind[C]) -> dict[str, Any]:
+def _checked_trl(given: Mapping[str, Any], algorithm: Algorithm) -> dict[str, Any]:
     from ycore.config.problems import unknown_key
+    from ycore.config.trl_arguments import refusal
     from ycore.config.trl_fields import coerce, fields_of
 
-    if not given:
-        return {}
-    fields = fields_of(kind.trl_class)
+    fields = fields_of(algorithm.trl_config)
     for name in given:
         if name not in fields:
-            raise unknown_key(("trl", name), kind)
-        reason = kind.refusal(name)
+            raise unknown_key(("trl", name), algorithm)
+        reason = refusal(name, algorithm)
         if reason is not None:
             raise ConfigError(f"{name} is not taken from TRL's fields: {reason}")
     return {name: coerce(fields[name], value) for name, value in given.items()}
@@ -209,14 +213,15 @@ def _short(name: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", last.lower()).strip("-.") or "run"
 
 
-_REPORTERS = {"wandb": "'ycore[wandb]'", "trackio": "'ycore[trackio]'", "tensorboard": "tensorboard"}
+_TRACKERS = {"wandb": "'ycore[wandb]'", "trackio": "'ycore[trackio]'", "tensorboard": "tensorboard"}
 
 
 def check_needs(config: AnyConfig) -> None:
-    """Refuses trackers that are not installed and configuration files that do not exist."""
-    for name in _as_list(config.trl.get("report_to")):
-        if name in _REPORTERS and find_spec(name) is None:
-            raise ConfigError(f"--report-to {name}: {name} is not installed; pip install {_REPORTERS[name]}")
+    """ConfigError for trackers that are not installed and configuration files that do not exist."""
+    given = config.trl.get("report_to")
+    for name in given if isinstance(given, list) else [given]:
+        if name in _TRACKERS and find_spec(name) is None:
+            raise ConfigError(f"--report-to {name}: {name} is not installed; pip install {_TRACKERS[name]}")
     for name in ("deepspeed", "fsdp_config", "accelerator_config"):
         file = config.trl.get(name)
         if isinstance(file, str) and not os.path.isfile(os.path.expanduser(file)):
@@ -225,12 +230,8 @@ def check_needs(config: AnyConfig) -> None:
         raise ConfigError("--deepspeed: DeepSpeed is not installed; pip install 'ycore[deepspeed]'")
 
 
-def _as_list(value: object) -> list[str]:
-    return [str(item) for item in value] if isinstance(value, list) else [] if value is None else [str(value)]
-
-
 def num_gpus(environment: Mapping[str, str] | None = None, *, device_files: Path = Path("/dev")) -> int:
-    """NVIDIA GPUs that this process may use and `CUDA_VISIBLE_DEVICES` lets through; 0 on a machine without."""
+    """NVIDIA GPUs that this process may use and `CUDA_VISIBLE_DEVICES` allows, counted without torch."""
     present = sum(1 for file in device_files.glob("nvidia*") if re.fullmatch(r"nvidia\d+", file.name))
     visible = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
     if visible is None:

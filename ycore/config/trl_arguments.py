@@ -1,91 +1,146 @@
-"""The final keyword arguments of TRL's SFTConfig, RewardConfig, DPOConfig and KTOConfig.
-
-The final keyword arguments of TRL's GRPOConfig: what the run decides, ycore's defaults, and the user's own fields.
-
-Not here: the check of the user's own fields (`overrides`, `trl_fields`), and the sizes (`tune_batch`).
-"""
+"""From a run's config to the keyword arguments of TRL's config class, and which of TRL's fields ycore sets itself."""
 
 import math
 from collections.abc import Mapping
 from typing import Any
 
+from ycore.config.algorithms import Algorithm, find_algorithm
 from ycore.config.batch import BatchPlan, TuneBatch
-from ycore.config.schema import RunConfig, TuneConfig
+from ycore.config.schema import AnyConfig, RunConfig
+from ycore.errors import ConfigError
 from ycore.run.paths import RunFolder
 
-LEARNING_RATE_FULL = 1e-6
-LEARNING_RATE_LORA = 2e-5
 
+def trl_arguments(config: AnyConfig, batch: BatchPlan | TuneBatch, folder: RunFolder) -> dict[str, Any]:
+    """Plain JSON values for the config class of the run's trainer; the user's fields win over ycore's defaults.
 
-def trl_arguments(config: RunConfig, batch: BatchPlan, folder: RunFolder) -> dict[str, Any]:
-    """Plain JSON values, ready for `GRPOConfig(**arguments)`; the user's own fields win over ycore's defaults."""
+    Args:
+        batch: what `derive_batch` or `derive_tune_batch` made of this config.
+        folder: checkpoints go into it.
+    """
     return {**_defaults(config, batch), **config.trl, **_owned(config, batch, folder)}
 
 
-def _defaults(config: RunConfig, batch: BatchPlan) -> dict[str, Any]:
+def _defaults(config: AnyConfig, batch: BatchPlan | TuneBatch) -> dict[str, Any]:
+    algorithm = find_algorithm(config.algorithm)
     defaults: dict[str, Any] = {
-        "learning_rate": LEARNING_RATE_FULL if config.lora is None else LEARNING_RATE_LORA,
-        "logging_steps": 1,
-        "report_to": "none",
-        "save_total_limit": 2,
-        "disable_tqdm": True,
-        "ddp_timeout": math.ceil(config.collective_timeout_s),
-    }
-    return defaults | ({"use_cpu": True, "gradient_checkpointing": False} if batch.on_cpu else {})
-
-
-def _owned(config: RunConfig, batch: BatchPlan, folder: RunFolder) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder.checkpoints),
-        "max_steps": config.steps,
-        "num_generations": config.group_size,
-        "max_completion_length": config.max_tokens,
-        "seed": config.seed,
-        "trust_remote_code": config.trust_remote_code,
-        "save_steps": config.checkpoint_every or math.ceil(config.steps / 5),
-        "bf16": config.dtype != "float32",
-        "per_device_train_batch_size": batch.per_device_train_batch_size,
-        "gradient_accumulation_steps": batch.gradient_accumulation_steps,
-        "steps_per_generation": batch.steps_per_generation,
-        "use_vllm": False,  # TRL's own engines stay off; ycore's backend takes their place after construction
-        "remove_unused_columns": False,
-        "shuffle_dataset": False,
-    }
-
-
-TUNE_ARGUMENTS_LEARNING_RATE_FULL: Mapping[str, float] = {"sft": 2e-5, "reward": 1e-5, "dpo": 1e-6, "kto": 1e-6}
-TUNE_ARGUMENTS_LEARNING_RATE_LORA: Mapping[str, float] = {"sft": 2e-4, "reward": 1e-4, "dpo": 2e-5, "kto": 2e-5}
-"""TRL has one rate for both kinds of weights: 2e-5, 1e-4, 1e-6 and 1e-6. Adapters, which begin at nothing, hardly move
-at 1e-6, and 1e-4 on every weight of a reward model forgets what it was trained on."""
-
-
-def tune_arguments(config: TuneConfig, batch: TuneBatch, folder: RunFolder) -> dict[str, Any]:
-    """Plain JSON values for the config class of the run's trainer; the user's own fields win over ycore's defaults."""
-    return {**_tune_arguments_defaults(config, batch), **config.trl, **_tune_arguments_owned(config, batch, folder)}
-
-
-def _tune_arguments_defaults(config: TuneConfig, batch: TuneBatch) -> dict[str, Any]:
-    rates = TUNE_ARGUMENTS_LEARNING_RATE_FULL if config.lora is None else TUNE_ARGUMENTS_LEARNING_RATE_LORA
-    defaults: dict[str, Any] = {
-        "max_length": batch.max_length,
-        "learning_rate": rates[config.algorithm],
-        "per_device_eval_batch_size": batch.per_device_train_batch_size,  # transformers' 8 may not fit
+        "learning_rate": algorithm.learning_rate if config.lora is None else algorithm.lora_learning_rate,
         "logging_steps": 1,  # TRL's 10 leaves short runs without a curve
         "report_to": "none",
         "save_total_limit": 2,
         "disable_tqdm": True,
     }
-    return defaults | ({"use_cpu": True, "gradient_checkpointing": False} if batch.on_cpu else {})
+    if batch.on_cpu:
+        defaults |= {"use_cpu": True, "gradient_checkpointing": False}
+    if isinstance(config, RunConfig):
+        defaults["ddp_timeout"] = math.ceil(config.collective_timeout_s)
+    if isinstance(batch, TuneBatch):
+        defaults["max_length"] = batch.max_length
+        defaults["per_device_eval_batch_size"] = batch.per_device_train_batch_size  # transformers' 8 may not fit
+    return defaults
 
 
-def _tune_arguments_owned(config: TuneConfig, batch: TuneBatch, folder: RunFolder) -> dict[str, Any]:
-    return {
+def _owned(config: AnyConfig, batch: BatchPlan | TuneBatch, folder: RunFolder) -> dict[str, Any]:
+    steps = batch.steps if isinstance(batch, TuneBatch) else config.steps
+    assert steps is not None
+    owned = {
         "output_dir": str(folder.checkpoints),
-        "max_steps": batch.steps,
+        "max_steps": steps,
         "seed": config.seed,
         "trust_remote_code": config.trust_remote_code,
-        "save_steps": config.checkpoint_every or math.ceil(batch.steps / 5),
+        "save_steps": config.checkpoint_every or math.ceil(steps / 5),
         "bf16": config.dtype != "float32",
         "per_device_train_batch_size": batch.per_device_train_batch_size,
         "gradient_accumulation_steps": batch.gradient_accumulation_steps,
     }
+    if isinstance(config, RunConfig) and isinstance(batch, BatchPlan):
+        owned |= {
+            "num_generations": config.group_size,
+            "max_completion_length": config.max_tokens,
+            "steps_per_generation": batch.steps_per_generation,
+            "use_vllm": False,  # TRL's own engines stay off; ycore's backend replaces them after construction
+            "remove_unused_columns": False,
+            "shuffle_dataset": False,
+        }
+    return owned
+
+
+_ALIASES: Mapping[str, str] = {
+    "num_generations": "group_size",
+    "max_completion_length": "max_tokens",
+    "max_steps": "steps",
+    "num_train_epochs": "epochs",
+    "output_dir": "output",
+    "save_steps": "checkpoint_every",
+    "seed": "seed",
+    "trust_remote_code": "trust_remote_code",
+    "bf16": "dtype",
+}
+
+_DTYPES: Mapping[bool | None, str] = {True: "bfloat16", False: "float32", None: "auto"}
+
+_EVALUATION = ("do_eval", "do_predict", "eval_strategy", "eval_steps", "eval_on_start", "load_best_model_at_end")
+_NO_EVALUATION = "ycore trains without an evaluation loop; measure a model with `ycore eval`"
+_HELD_OUT = "ycore measures on held-out rows before and after training; say `--held-out 200`"
+_DATA_ORDER = "ycore owns the order of the data, by `--seed`"
+_ENGINE = "ycore starts, feeds and stops the engines itself; say `--engine vllm` or `--engine transformers`"
+
+_REFUSED: Mapping[str, Mapping[str, str]] = {
+    "rollouts": {
+        "generation_batch_size": "say `--prompts-per-step`; a round is prompts_per_step * group_size completions",
+        "auto_find_batch_size": "a smaller batch would split groups; lower `--prompts-per-step` or `--group-size`",
+        "use_vllm": _ENGINE,
+        "vllm_gpu_memory_utilization": "say `--set engine.gpu_memory_utilization=0.3`",
+        "vllm_max_model_length": "say `--set engine.max_model_len=4096`",
+        "reward_weights": "a reward carries its own weight; say `--set rewards.0.weight=0.5`",
+        "num_train_epochs": "a run's length is its number of steps; say `--steps`",
+        "remove_unused_columns": "rewards read the dataset's columns, so they are always kept",
+        "shuffle_dataset": _DATA_ORDER,
+        "do_train": "`ycore grpo` trains",
+        **dict.fromkeys((*_EVALUATION, "num_generations_eval"), _NO_EVALUATION),
+    },
+    "examples": {
+        "auto_find_batch_size": "a batch that shrinks by itself is another run; lower `--batch-size` or `--max-length`",
+        "shuffle_dataset": "rows are always shuffled, by `--seed`",
+        "remove_unused_columns": "ycore passes on the columns that the trainer reads, and no others",
+        "dataset_text_field": "say `--set columns.text=NAME`",
+        "dataset_kwargs": "ycore prepares the rows; TRL only tokenizes them",
+        "do_train": "the command trains",
+        **dict.fromkeys((*_EVALUATION, "eval_packing"), _HELD_OUT),
+    },
+}
+_ALWAYS_REFUSED: Mapping[str, str] = {
+    "fp16": "ycore computes in float32 or bfloat16; say `--set dtype=float32`",
+    "resume_from_checkpoint": "say `--resume`, which continues from the run folder's last checkpoint",
+    "data_seed": _DATA_ORDER,
+}
+
+
+def aliases(algorithm: Algorithm) -> dict[str, str]:
+    """TRL's name of a key -> the key of the algorithm's config."""
+    return {name: key for name, key in _ALIASES.items() if key in algorithm.config.model_fields}
+
+
+def alias_value(name: str, value: Any, algorithm: Algorithm) -> Any:
+    """The value of an alias in the terms of its key.
+
+    Raises:
+        ConfigError: `save_steps` is a share of the run.
+    """
+    if name == "bf16":
+        return _DTYPES[value]
+    if name == "max_steps" and value == -1 and algorithm.learns_from == "examples":
+        return None  # epochs count
+    if name == "save_steps":
+        if value < 1 or value != int(value):
+            raise ConfigError(f"save_steps is a whole number of steps between checkpoints, at least 1; it is {value}")
+        return int(value)
+    return value
+
+
+def refusal(name: str, algorithm: Algorithm) -> str | None:
+    """Why a field of TRL's cannot be given, and what to say instead; None where it can."""
+    reason = _REFUSED[algorithm.learns_from].get(name, _ALWAYS_REFUSED.get(name))
+    if reason is None and name.startswith("vllm_") and not name.startswith("vllm_importance_sampling_"):
+        return _ENGINE
+    return reason

@@ -34,9 +34,6 @@ def run(
     return run_worker(TRAINER, config, resume=resume, num_steps=num_steps, stream=stream)
 
 
-tune = run
-
-
 def evaluate(config: "RunConfig", *, stream: TextIO | None = None) -> dict[str, Any]:
     """Evaluate in the foreground; the summary, with the metrics of eval.json."""
     from ycore.launch.launcher import EVALUATOR, run_worker

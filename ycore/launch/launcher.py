@@ -14,8 +14,7 @@ from typing import Any, Literal, TextIO
 
 import yaml
 
-from ycore.config.algorithms import AnyConfig
-from ycore.config.schema import RunConfig
+from ycore.config.schema import AnyConfig, RunConfig
 from ycore.errors import Interrupted
 from ycore.launch.diagnostics import MemoryPeaks, plan_and_measured
 from ycore.launch.engine_watch import EngineWatch, start_engines

@@ -11,8 +11,8 @@ from typing import Any, Literal
 
 import yaml
 
-from ycore.config.algorithms import AnyConfig
 from ycore.config.resolve import num_gpus
+from ycore.config.schema import AnyConfig
 from ycore.errors import ConfigError, nearest
 from ycore.run.paths import RunFolder
 

@@ -11,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal, Protocol, TypeGuard
 
-from ycore.config.algorithms import RUN, AnyConfig, is_tuning, kind_of, tune_kind
-from ycore.config.resolve import resolve_as
-from ycore.config.schema import RunConfig
+from ycore.config.algorithms import find_algorithm
+from ycore.config.resolve import resolve
+from ycore.config.schema import AnyConfig, RunConfig
 from ycore.errors import Interrupted, RunError, RunFolderError, UserError, YcoreError
 from ycore.run.claim import Claim, is_finished
 from ycore.run.files import make_private, read_json, write_json_atomic
@@ -25,7 +25,6 @@ Say = Callable[[str], None]
 State = Literal["to do", "begun", "finished"]
 Status = Literal["running", "finished", "interrupted", "failed"]
 
-_KEYS_OF_COMMAND: Mapping[str, Mapping[str, str]] = {"rloo": {"preset": "rloo"}}
 _NOT_FIGURES = ("status", "wall_s", "error")
 
 
@@ -136,13 +135,10 @@ def check_folder(root: Path, declared: Mapping[str, Any], *, resume: bool) -> No
 def config_of(step: Step, pipeline: Pipeline) -> AnyConfig:
     """The configuration of a step's run, by the rules of its command's recipes; a UserError names the stage."""
     algorithm = "eval" if step.command == PAIRS else step.command
-    fields = kind_of(algorithm).config.model_fields
+    fields = find_algorithm(algorithm).config.model_fields
     recipe = {key: value for key, value in pipeline.defaults.items() if key in fields} | dict(step.keys)
-    options = {"algorithm": algorithm, "output": str(step.folder), **_KEYS_OF_COMMAND.get(algorithm, {})}
     with _named(step):
-        if is_tuning(algorithm):
-            return resolve_as(tune_kind(algorithm), recipe=recipe, options=options)
-        return resolve_as(RUN, recipe=recipe, options=options)
+        return resolve(recipe=recipe, options={"algorithm": algorithm, "output": str(step.folder)})
 
 
 def with_stand_ins(step: Step) -> Step | None:

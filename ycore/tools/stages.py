@@ -19,7 +19,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
-from ycore.config.schema import METHODS, RunConfig
+from ycore.config.algorithms import ALGORITHMS
 from ycore.errors import ConfigError, nearest
 from ycore.run.paths import RunFolder
 
@@ -27,7 +27,7 @@ PAIRS = "pairs"
 """The stage kind that is no command: completions are sampled and scored, and preference pairs are made of them."""
 
 PAIRS_FILE = "pairs.jsonl"
-COMMANDS: tuple[str, ...] = (*METHODS, *get_args(RunConfig.model_fields["algorithm"].annotation), PAIRS)
+COMMANDS: tuple[str, ...] = (*ALGORITHMS, "eval", PAIRS)
 TRAINS_A_POLICY = frozenset(COMMANDS) - {"reward", "eval", PAIRS}
 
 Compare = Literal["best-worst", "all"]

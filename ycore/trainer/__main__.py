@@ -14,7 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
-from ycore.config.algorithms import is_tuning
+from ycore.config.algorithms import find_algorithm
 from ycore.errors import Interrupted, PeerError, RunError, YcoreError
 from ycore.run.files import is_disk_full, read_json
 from ycore.run.paths import RunFolder
@@ -40,7 +40,7 @@ class Run(Protocol):
 
 def open_run(root: Path) -> Run:
     """The run that the folder's run.json describes."""
-    if is_tuning(read_json(RunFolder(root).config)["config"]["algorithm"]):
+    if find_algorithm(read_json(RunFolder(root).config)["config"]["algorithm"]).learns_from == "examples":
         from ycore.trainer.tuning_run import open_tuning
 
         return open_tuning(root)

@@ -15,7 +15,7 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback
 
 from ycore.config.batch import derive_tune_batch
 from ycore.config.schema import TuneConfig
-from ycore.config.trl_arguments import tune_arguments
+from ycore.config.trl_arguments import trl_arguments
 from ycore.data.examples import Example, ExampleSet
 from ycore.models.folder import context_length, read_json
 from ycore.run.paths import RunFolder
@@ -48,7 +48,7 @@ def build_tuner(
         on_cpu=not torch.cuda.is_available(),
         context_length=context_length(read_json(model / "config.json")),
     )
-    arguments = tune_arguments(config, batch, folder)
+    arguments = trl_arguments(config, batch, folder)
     # A frozen base is kept as it is computed with; weights in training are kept in float32.
     stored = torch.float32 if config.lora is None else compute_dtype(config)
     arguments["model_init_kwargs"] = {"dtype": stored, **(arguments.get("model_init_kwargs") or {})}

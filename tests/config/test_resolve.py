@@ -1,10 +1,19 @@
 """Where values come from: the order of layers, TRL's spellings, and refusals that say the way out."""
 
+import importlib.util
+from pathlib import Path
+from typing import Any
+
 import pytest
 
-from ycore.config.resolve import merge, resolve
-from ycore.config.schema import RunConfig
+from ycore.config.algorithms import ALGORITHMS, Algorithm
+from ycore.config.resolve import check_needs, merge, num_gpus, require_rollouts, resolve
+from ycore.config.schema import RunConfig, TuneConfig
+from ycore.config.trl_arguments import aliases, refusal
+from ycore.config.trl_fields import fields_of
 from ycore.errors import ConfigError
+
+FROM_EXAMPLES = [row for row in ALGORITHMS.values() if row.learns_from == "examples"]
 
 BASE = {"model": "m", "dataset": "d", "rewards": ["exact_answer"]}
 
@@ -181,3 +190,112 @@ def test_everything_that_is_missing_is_said_at_once() -> None:
         "no dataset and no rewards given; say e.g. --dataset 'task:addition?digits=1' "
         "--reward exact_answer, or --recipe (`ycore recipes` lists them)"
     )
+
+
+# -- runs on given examples ----------------------------------------------------------------------------------------
+
+
+def resolved(method: str = "sft", **keys: Any) -> TuneConfig:
+    return resolve(options={"algorithm": method, "model": "m", "dataset": "d", "output": "o", **keys})
+
+
+@pytest.mark.parametrize("algorithm", FROM_EXAMPLES, ids=lambda row: row.name)
+def test_trls_names_for_our_keys_are_fields_of_its_class(algorithm: Algorithm) -> None:
+    assert aliases(algorithm).keys() <= fields_of(algorithm.trl_config).keys()
+    assert aliases(algorithm)["num_train_epochs"] == "epochs"
+    assert set(aliases(algorithm).values()) <= TuneConfig.model_fields.keys()
+
+
+def test_trls_spelling_is_understood_and_contradictions_are_not() -> None:
+    config = resolved(trl={"max_steps": "7", "num_train_epochs": "2", "bf16": "false", "save_steps": 3})
+    assert (config.steps, config.epochs, config.dtype, config.checkpoint_every) == (7, 2.0, "float32", 3)
+    assert resolved(trl={"max_steps": "-1"}).steps is None
+    with pytest.raises(ConfigError, match="max_steps is TRL's name of steps, and they differ"):
+        resolved(steps=3, trl={"max_steps": 4})
+
+
+REFUSED: list[tuple[str, dict[str, Any], str]] = [
+    ("sft", {"trl": {"eval_steps": 3}}, r"eval_steps is not taken from TRL's fields: .*--held-out 200"),
+    ("sft", {"trl": {"beta": 0.1}}, "TRL has no field beta"),
+    ("dpo", {"trl": {"loss_type": "ippo"}}, r"loss_type is one of sigmoid, .*did you mean 'ipo'"),
+    ("sft", {"trl": {"loss_type": "dapo"}}, "loss_type is one of nll, dft, chunked_nll"),
+    ("kto", {"trl": {"max_length": 0}}, "max_length must be at least 1"),
+    ("sft", {"group_size": 8}, "no key group_size"),
+    ("sft", {"batch": 8}, "no key batch; did you mean"),
+    ("sft", {"steps": 0}, "steps must be greater than 0"),
+    ("sft", {"epochs": -1}, "epochs must be greater than 0"),
+    ("sft", {"model": None}, "model must be text"),
+]
+
+
+@pytest.mark.parametrize(("method", "keys", "message"), REFUSED)
+def test_what_is_wrong_is_named(method: str, keys: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        resolved(method, **keys)
+
+
+def test_a_missing_dataset_is_asked_for_in_the_methods_words() -> None:
+    with pytest.raises(ConfigError, match=r"no model and no dataset given; say e.g. .* --dataset pairs.jsonl"):
+        resolve(options={"algorithm": "dpo"})
+
+
+def test_refusals_name_real_fields() -> None:
+    refused = {name for row in FROM_EXAMPLES for name in fields_of(row.trl_config) if refusal(name, row)}
+    assert refused >= {"eval_steps", "fp16", "dataset_text_field"}
+
+
+def test_a_command_with_rollouts_takes_no_run_on_examples() -> None:
+    assert require_rollouts(_resolve()) == _resolve()
+    with pytest.raises(
+        ConfigError, match="sft learns from given examples, without rollouts; take a run of `ycore grpo`"
+    ):
+        require_rollouts(resolved())
+
+
+def test_rloo_is_a_preset_of_the_group_algorithms() -> None:
+    config = _resolve(algorithm="rloo")
+    assert (config.algorithm, config.preset, config.advantage) == ("rloo", "rloo", "rloo")
+    assert resolve(recipe=config.model_dump()) == config, "a resumed run is the same run"
+
+
+def test_an_unknown_algorithm_names_the_nearest() -> None:
+    with pytest.raises(ConfigError, match=r"one of grpo, .*, eval; it is 'gpro'; did you mean 'grpo'"):
+        _resolve(algorithm="gpro")
+
+
+# -- what the settings need from this machine ----------------------------------------------------------------------
+
+
+def _with_trl(**trl: object) -> RunConfig:
+    return resolve(recipe=BASE, options={"trl": trl})
+
+
+def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="fsdp_config is a JSON file or JSON text; there is no file"):
+        check_needs(_with_trl(fsdp_config=str(tmp_path / "none.json")))
+    (tmp_path / "fsdp.json").write_text("{}")
+    check_needs(_with_trl(fsdp_config=str(tmp_path / "fsdp.json")))
+    check_needs(_with_trl(accelerator_config='{"split_batches": false}'))
+
+
+def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    check_needs(_with_trl(report_to="none"))
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr("ycore.config.resolve.find_spec", lambda name: None if name == "wandb" else find_spec(name))
+    with pytest.raises(ConfigError, match=r"wandb is not installed; pip install 'ycore\[wandb\]'"):
+        check_needs(_with_trl(report_to="tensorboard,wandb"))
+
+
+@pytest.mark.parametrize(
+    ("visible", "expected"),
+    [(None, 3), ("", 0), ("0", 1), ("0,2", 2), ("-1", 0), ("1,-1,2", 1), ("0,1,2,3,4", 3), ("GPU-abc", 1)],
+)
+def test_the_environment_chooses_among_those_present(visible: str | None, expected: int, tmp_path: Path) -> None:
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert num_gpus(environment, device_files=tmp_path) == expected
+
+
+def test_a_machine_without_gpus_has_none(tmp_path: Path) -> None:
+    assert num_gpus({"CUDA_VISIBLE_DEVICES": "0"}, device_files=tmp_path) == 0

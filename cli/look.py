@@ -145,6 +145,10 @@ def selftest(
     ycore selftest
     ycore selftest --seed 1 --json card.json
     """
+    import signal
+
+    from ycore_cli.output import print_line
+
     from ycore.errors import ConfigError
     from ycore.run.files import write_json_atomic
     from ycore.tools.selftest import selftest as run_selftest
@@ -155,7 +159,9 @@ def selftest(
         print("Two runs of a tiny model, one kill, one resume. Nothing was started; leave out --dry-run to begin.")
         return 0
     folder = None if output is None else Path(output).expanduser()
-    result = run_selftest(seed=seed, output=folder, say=lambda line: print(line, flush=True))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.default_int_handler)  # as Ctrl-C: the run that goes on is ended first
+    result = run_selftest(seed=seed, output=folder, say=print_line)
     if json is not None:
         write_json_atomic(Path(json).expanduser().absolute(), result)
     return 0 if result["passes"] else 1

@@ -45,7 +45,7 @@ def print_json(value: Mapping[str, Any]) -> None:
 
 def print_line(text: str) -> None:
     """One line of text that may hold what a model, a dataset or a reward wrote."""
-    print(printable(text, one_line=True))
+    print(printable(text, one_line=True), flush=True)
 
 
 def print_table(rows: Iterable[tuple[str, str]]) -> None:

@@ -22,7 +22,8 @@ from typing import Any
 import psutil
 
 from ycore.errors import YcoreError
-from ycore.launch.engines import is_vllm_installed, this_machine
+from ycore.launch.engines import is_vllm_installed
+from ycore.launch.layout import this_machine
 from ycore.models.hub import cache_dir
 from ycore.models.tiny import write_tiny_model
 from ycore.run.claim import installed_versions

@@ -7,12 +7,11 @@ starts in seconds and repeats exactly. The whole scorecard of faults is in the r
 
 import json
 import os
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -64,7 +63,10 @@ def selftest(*, seed: int, output: Path | None, say: Say) -> dict[str, Any]:
         place.mkdir(mode=0o700, parents=True, exist_ok=True)
         checks = _run_checks(place, seed=seed, say=say)
     for row in environment:
-        say(f"  {'ok  ' if row['ok'] else 'note'} {row['name']}: {row['value']}{_advice(row)}")
+        say(
+            f"  {'ok  ' if row['ok'] else 'note'} {row['name']}: {row['value']}"
+            + ("" if row["ok"] else f"; {row['mend']}")
+        )
     for row in checks:
         say(f"  {'ok  ' if row['ok'] else 'FAIL'} {row['name']}: {row['value']}")
     return {
@@ -79,18 +81,20 @@ def selftest(*, seed: int, output: Path | None, say: Say) -> dict[str, Any]:
 
 def compare_runs(whole: RunFolder, resumed: RunFolder) -> list[str]:
     """Every difference between two finished runs: steps, metrics and weights must be equal to the bit."""
+    (rows, weights), (other_rows, other_weights) = (_read_result(folder) for folder in (whole, resumed))
     differences = []
-    rows, others = (
-        [[row.get(name) for name in _COMPARED] for row in read_metrics(folder.metrics)] for folder in (whole, resumed)
-    )
-    if rows != others:
-        differences.append(f"{', '.join(_COMPARED)} by step: {others}, not {rows}")
-    files, other_files = (
-        {path.name: path.read_bytes() for path in folder.model.glob("*.safetensors")} for folder in (whole, resumed)
-    )
-    if not files or files != other_files:
-        differences.append("the weights differ" if files and other_files else "no weights were saved")
+    if rows != other_rows:
+        differences.append(f"{', '.join(_COMPARED)} by step: {other_rows}, not {rows}")
+    if not weights or not other_weights:
+        differences.append("no weights were saved")
+    elif weights != other_weights:
+        differences.append("the weights differ")
     return differences
+
+
+def _read_result(folder: RunFolder) -> tuple[list[list[Any]], dict[str, bytes]]:
+    rows = [[row.get(name) for name in _COMPARED] for row in read_metrics(folder.metrics)]
+    return rows, {path.name: path.read_bytes() for path in folder.model.glob("*.safetensors")}
 
 
 def leftovers(folder: RunFolder) -> list[str]:
@@ -171,8 +175,10 @@ def _run(words: Sequence[str], folder: RunFolder, *, kill_after: int | None = No
         return run.poll()
     finally:
         if run.poll() is None:
-            run.send_signal(signal.SIGTERM)
-            run.wait()
+            run.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                run.wait(timeout=60)
+            run.kill()
 
 
 def _num_rows(folder: RunFolder) -> int:
@@ -195,7 +201,3 @@ def _check(name: str, value: str, problems: Sequence[str]) -> Check:
 def _why(folder: RunFolder, status: int | None) -> str:
     lines = folder.root.with_suffix(".log").read_text(errors="replace").strip().splitlines()
     return f"exit status {status}: {lines[-1].strip() if lines else 'no output'}"
-
-
-def _advice(row: Mapping[str, Any]) -> str:
-    return f"; {row['mend']}" if row["mend"] and not row["ok"] else ""

@@ -37,6 +37,7 @@ def messages(*texts: str) -> list[dict[str, str]]:
         ({"verdict": {"kind": "labels", "labels": {"yes": 1}}}, "list of 2 or more"),
         ({"verdict": {"kind": "labels", "labels": {"yes": 1, "no": 1}}}, "two different values"),
         ({"verdict": {"kind": "labels", "labels": {"good": 1, "goodish": 0}}}, "no label may begin with another"),
+        ({"verdict": {"kind": "labels", "labels": {"A": 1, "a": 0}}}, "no label may begin with another"),
         ({"verdict": {"kind": "labels", "labels": {"\u043do": 1, "yes": 0}}}, "a label is a plain word"),
         ({"messages": messages("{prompt}")}, "must have the field {completion}"),
         ({"messages": messages("{completoin}")}, "{completion}; did you mean 'completoin'?"),

@@ -55,13 +55,9 @@ class EngineSpec:
     seed: int
     cores: tuple[int, ...] | None = None
     device: str | None = None
-    memory_gib: int = 1
-    """Size of the KV cache on a CPU."""
-
+    memory_gib: int = 1  # size of the KV cache on a CPU
     gpu_memory_utilization: float = 0.3
-    sleeps: bool = False
-    """On a device: the server has vLLM's sleep mode."""
-
+    sleeps: bool = False  # with vLLM's sleep mode; on a device only
     trust_remote_code: bool = False
 
     @property

@@ -51,14 +51,11 @@ class JsonVerdict(_NumberVerdict):
 
 
 class LabelVerdict(Strict):
-    """One of a few words, from the probabilities of the judge's first token; no text is parsed."""
+    """The mean value of a few words, weighted by their probabilities as the first token; no text is parsed."""
 
     kind: Literal["labels"]
-    labels: Annotated[dict[str, float], Field(min_length=2)]
-    """The value of each label; the verdict is their mean, weighted by the labels' probabilities."""
-
-    min_mass: Annotated[float, Field(gt=0, le=1)] = 0.1
-    """The least sum of the labels' probabilities that is a verdict."""
+    labels: Annotated[dict[str, float], Field(min_length=2)]  # the value of each label
+    min_mass: Annotated[float, Field(gt=0, le=1)] = 0.1  # the least sum of the labels' probabilities that is a verdict
 
     @field_validator("labels", mode="before")
     @classmethod
@@ -70,10 +67,10 @@ class LabelVerdict(Strict):
     @model_validator(mode="after")
     def _check_distinct(self) -> Self:
         folded = [label.strip().casefold() for label in self.labels]
-        for label in folded:
+        for place, label in enumerate(folded):
             if not label or not label.isascii():
                 raise ValueError(f"a label is a plain word; one of {list(self.labels)} is not")
-            if any(other is not label and other.startswith(label) for other in folded):
+            if any(other.startswith(label) for other in folded[:place] + folded[place + 1 :]):
                 raise ValueError(f"no label may begin with another: {', '.join(self.labels)}")
         if len(set(self.labels.values())) < 2:
             raise ValueError("labels need at least two different values, or every verdict is the same")
@@ -110,52 +107,28 @@ class TemplateMessage(Strict):
 class Judge(Strict):
     """One generative judge."""
 
-    model: str = POLICY_BASE
-    """A hub id, folder, GGUF file or built-in name, or `policy-base`: the weights that the policy starts from."""
-
-    base_url: str | None = None
-    """An OpenAI-compatible address, used instead of an engine of the run; `model` is then its name there."""
-
-    api_key_env: str | None = None
-    """The environment variable that holds the address's key; the key itself is never written anywhere."""
-
-    concurrency: Positive = 8
-    """The most requests in flight to the address."""
+    model: str = POLICY_BASE  # a hub id, folder, GGUF file or built-in name
+    base_url: str | None = None  # an OpenAI-compatible address, which knows the judge as `model`
+    api_key_env: str | None = None  # the variable that holds the address's key; the key is never written anywhere
+    concurrency: Positive = 8  # the most requests in flight to the address
 
     mode: Mode = "pointwise"
     verdict: Verdict
     rubric: str = ""
-    messages: list[TemplateMessage] = Field(default=[], min_length=1)
-    """The question's turns; the mode's default where none are given."""
+    messages: list[TemplateMessage] = Field(default=[], min_length=1)  # by default the mode's own
 
-    scale: tuple[float, float] = (0.0, 1.0)
-    """The rewards of the verdict's min and max; pairs and rankings give the share of wins between them."""
-
-    against: Literal["sibling", "reference"] = "sibling"
-    """What a completion is paired with: others of its group, or the row's reference."""
-
-    opponents: Positive = 1
-    """How many siblings on each side a completion is paired with, with the group in a ring."""
-
-    orders: Positive = 2
-    """In how many orders a group is shown for ranking; the ranks are averaged."""
-
-    reference_column: str = "answer"
-    """The dataset's column for `{reference}`."""
+    scale: tuple[float, float] = (0.0, 1.0)  # the rewards of the verdict's min and max, or of no win and all wins
+    against: Literal["sibling", "reference"] = "sibling"  # pairwise: the opponent, of the group or the row's reference
+    opponents: Positive = 1  # pairwise: siblings on each side in a ring
+    orders: Positive = 2  # groupwise: orders in which a group is shown; the ranks are averaged
+    reference_column: str = "answer"  # the dataset's column for `{reference}`
 
     temperature: Annotated[float, Field(ge=0, le=2)] = 0.0
     max_tokens: Positive = 256
-    retries: Annotated[int, Field(ge=0, le=10)] = 1
-    """How often the judge is asked again, with another seed, after a verdict that cannot be read."""
-
-    strip_thinking: bool = True
-    """Read only what follows `</think>`."""
-
-    fence: bool = True
-    """Put unpredictable marks around what the policy wrote."""
-
-    max_model_len: Positive | None = None
-    """Longest question plus answer, in tokens; None is the model's own context, 4096 at most."""
+    retries: Annotated[int, Field(ge=0, le=10)] = 1  # with another seed, after a verdict that cannot be read
+    strip_thinking: bool = True  # read only what follows `</think>`
+    fence: bool = True  # put unpredictable marks around what the policy wrote
+    max_model_len: Positive | None = None  # question plus answer, in tokens; None: the model's own, 4096 at most
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

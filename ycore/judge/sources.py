@@ -23,18 +23,11 @@ _Declared = TypeVar("_Declared", bound=Strict)
 class RewardModel(Strict):
     """A sequence classifier with one label: `--reward rm:MODEL`, with these as `args`."""
 
-    model: str
-    """A hub id or folder."""
-
-    center: float = 0.0
-    """Subtracted from the logit; for example its mean over ordinary completions."""
-
+    model: str  # a hub id or folder
+    center: float = 0.0  # subtracted from the logit; for example its mean over ordinary completions
     multiplier: Annotated[float, Field(gt=0)] = 1.0
-    clip: tuple[float, float] | None = None
-    """The least and the most reward, after both."""
-
-    max_model_len: Positive | None = None
-    """Longest prompt plus completion, in tokens; None is the model's own context, 4096 at most."""
+    clip: tuple[float, float] | None = None  # the least and the most reward, after both
+    max_model_len: Positive | None = None  # prompt plus completion, in tokens; None: the model's own, 4096 at most
 
     @model_validator(mode="after")
     def _check_clip(self) -> Self:

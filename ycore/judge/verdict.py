@@ -30,11 +30,8 @@ class Reply:
 
     text: str
     finish_reason: str = "stop"
-    first_token: Mapping[str, float] | None = None
-    """For label verdicts: the log-probability of every likely first token, by its text."""
-
-    num_tokens: int = 0
-    """Of question and reply."""
+    first_token: Mapping[str, float] | None = None  # for labels: the logprob of every likely first token, by its text
+    num_tokens: int = 0  # of question and reply
 
 
 def read_value(judge: Judge, reply: Reply) -> float:

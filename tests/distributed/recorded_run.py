@@ -21,7 +21,7 @@ from ycore.engine.weights import write_weights
 from ycore.run.metrics import MetricsWriter
 from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
-from ycore.trl.grpo import build_trainer, compute_dtype
+from ycore.trl.build import build_trainer, compute_dtype
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
 MAX_TOKENS = 9

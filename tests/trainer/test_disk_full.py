@@ -26,8 +26,8 @@ from ycore.run.files import is_disk_full, write_json_atomic
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 from ycore.trainer import __main__ as main
+from ycore.trainer.rollout_run import RolloutRun
 from ycore.trainer.saved_state import Checkpoints
-from ycore.trainer.training_run import TrainingRun
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.filterwarnings("ignore")]
 
@@ -118,10 +118,10 @@ def make(place: Path, model: Path) -> RunFolder:
 
 
 @contextmanager
-def training(folder: RunFolder, *callbacks: TrainerCallback) -> Iterator[TrainingRun]:
-    run = TrainingRun(assemble(folder.root))
+def training(folder: RunFolder, *callbacks: TrainerCallback) -> Iterator[RolloutRun]:
+    run = RolloutRun(assemble(folder.root))
     for callback in callbacks:
-        run._trainer.add_callback(callback)
+        run.trainer.add_callback(callback)
     try:
         yield run
     finally:
@@ -163,7 +163,7 @@ def test_a_checkpoint_that_fails_after_ctrl_c_is_no_interrupt(
             pass
 
     monkeypatch.setattr(main, "open_run", lambda root: Stopped())
-    assert main._train_and_tell(RunFolder(tmp_path), lambda error: None) == 1
+    assert main._train(RunFolder(tmp_path), lambda error: None) == 1
     assert "failed: no room left on the disk" in capsys.readouterr().err
 
 
@@ -173,7 +173,7 @@ def test_no_room_for_the_journal_is_known_as_such(disk: Disk, model: Path) -> No
         training(folder, FillsAfter(disk, step=2, leave=lambda: 0)) as run,
         pytest.raises((OSError, RunError)) as error,
     ):
-        run._trainer.args.save_steps = 100
+        run.trainer.args.save_steps = 100
         run.train()
     disk.make_room()
     assert is_disk_full(error.value) or "no room" in str(error.value)

@@ -1,6 +1,6 @@
 """What a run promises: the same numbers after a resume at any step, and in a replay; nothing broken is saved.
 
-The runs are whole `TrainingRun`s of a tiny model in this process, over transformers' generation, which draws from the
+The runs are whole `RolloutRun`s of a tiny model in this process, over transformers' generation, which draws from the
 same generators as training does. A run that dies is one whose step raises; `test_exact_resume` kills real ones.
 """
 
@@ -24,7 +24,7 @@ from ycore.run.files import write_json_atomic
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.resuming import rounds_in
-from ycore.trainer.training_run import TrainingRun
+from ycore.trainer.rollout_run import RolloutRun
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.filterwarnings("ignore")]
 
@@ -99,11 +99,11 @@ def make(place: Path, model: Path, trl: dict[str, Any], **settings: Any) -> RunF
     return folder
 
 
-def train(folder: RunFolder, *callbacks: TrainerCallback) -> TrainingRun:
+def train(folder: RunFolder, *callbacks: TrainerCallback) -> RolloutRun:
     """A trainer's life, as `roles.trainer` leads it."""
-    run = TrainingRun(assemble(folder.root))
+    run = RolloutRun(assemble(folder.root))
     for callback in callbacks:
-        run._trainer.add_callback(callback)
+        run.trainer.add_callback(callback)
     try:
         run.train()
         run.save()
@@ -225,10 +225,10 @@ def test_what_the_run_learns_from_may_not_change_unnoticed(tmp_path: Path, model
         before = file.read_text()
         file.write_text(before.replace("1", "2"))
         with pytest.raises(RunFolderError, match=rf"\({name}.*sha256 \w+' there, .* here\).*--accept-changes"):
-            TrainingRun(assemble(folder.root))
+            RolloutRun(assemble(folder.root))
         file.write_text(before)
     folder.identity.unlink()  # what --accept-changes does
-    TrainingRun(assemble(folder.root)).close()
+    RolloutRun(assemble(folder.root)).close()
     assert folder.identity.is_file()
 
 

@@ -16,7 +16,7 @@ from ycore.round.assemble import assemble
 from ycore.run.files import write_json_atomic
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
-from ycore.trainer.training_run import TrainingRun
+from ycore.trainer.rollout_run import RolloutRun
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -59,7 +59,7 @@ def trained(tmp_path: Path, model: Path, rewards: list[Any], **settings: Any) ->
     write_json_atomic(folder.config, {"config": config.model_dump(mode="json")})
     told = {"kind": "transformers", "engines": [], "model": str(model), "max_model_len": 64}
     write_json_atomic(folder.root / "engines.json", told)
-    run = TrainingRun(assemble(folder.root))
+    run = RolloutRun(assemble(folder.root))
     try:
         run.train()
     finally:

@@ -65,7 +65,7 @@ def test_given_examples(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     folder = started(place, tmp_path / "run", "sft", monkeypatch, batch_size=4, held_out=0)
     training: Any = open_run(folder.root)
     try:
-        assert training._trainer.args.hub_token == TOKEN
+        assert training.trainer.args.hub_token == TOKEN
         assert VARIABLE not in os.environ
         training.train()
         training.save()

@@ -15,7 +15,7 @@ from trl import GRPOConfig
 
 from ycore.models.tiny import write_tiny_model
 from ycore.trl.divergence import DIVERGENCES, divergence
-from ycore.trl.grpo import SeamGMPOTrainer
+from ycore.trl.grpo import TrainerOfGMPO
 from ycore.trl.seam import SeamGRPOTrainer, placeholder_rewards
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
@@ -103,7 +103,7 @@ def test_the_rounds_own_reference_stays_as_it_was(model: Path, tmp_path: Path) -
     assert torch.equal(batch["ref_per_token_logps"], before)
 
 
-@pytest.mark.parametrize("kind", [SeamGRPOTrainer, SeamGMPOTrainer])
+@pytest.mark.parametrize("kind", [SeamGRPOTrainer, TrainerOfGMPO])
 def test_training_pulls_the_policy_back_to_its_reference(
     kind: type[SeamGRPOTrainer], model: Path, tmp_path: Path
 ) -> None:

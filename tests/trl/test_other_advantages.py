@@ -16,7 +16,7 @@ from trl import GRPOConfig
 
 from ycore.models.tiny import write_tiny_model
 from ycore.trl.advantages import estimator
-from ycore.trl.grpo import SeamGMPOTrainer
+from ycore.trl.grpo import TrainerOfGMPO
 from ycore.trl.seam import SeamGRPOTrainer, placeholder_rewards
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
@@ -95,7 +95,7 @@ def test_remax_compares_with_each_prompts_own_greedy_completion(model: Path, tmp
 
 
 def test_gmpo_trains_behind_the_seam(model: Path, tmp_path: Path) -> None:
-    made = trainer(SeamGMPOTrainer, model, tmp_path)
+    made = trainer(TrainerOfGMPO, model, tmp_path)
     before = [parameter.detach().clone() for parameter in made.model.parameters()]
     made.train()
     assert made.state.global_step == 2

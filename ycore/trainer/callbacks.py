@@ -1,14 +1,4 @@
-"""What a tracker's page must hold for somebody to do the run again: the whole run as resolved, and its curve.
-
-The numbers of every step reach trackers through TRL's `report_to`. Here each of them also gets run.json (settings,
-command, versions; secrets are hidden in it already) when training begins, and curve.png when it ends.
-
-Tells the launcher that a step begins: it counts the trainer's start by one limit, and its steps by another.
-
-Where a step's time went, and its row in metrics.jsonl: TRL's own numbers and ours.
-
-Not here: which trackers there are (`report_to`), and the curve (`telemetry.curve`).
-"""
+"""What happens around a step besides training: marks, times, rows of metrics, trackers, stopping in order."""
 
 import json
 import os
@@ -19,6 +9,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import TensorBoardCallback
+from transformers.trainer_callback import CallbackHandler
 
 from ycore.round.step import Controller
 from ycore.run.files import read_json
@@ -26,9 +17,11 @@ from ycore.run.metrics import MetricsWriter, read_metrics
 from ycore.run.paths import RunFolder
 from ycore.view.pictures import draw_curve
 
+PROBLEMS = "ycore/reward_problems"
+
 
 class StepMark(TrainerCallback):
-    """Touches `RunFolder.step_began` of this machine; any rank may."""
+    """Touches a file when a step begins: the launcher limits the time to the first step and of each step by it."""
 
     def __init__(self, file: Path) -> None:
         self._file = file
@@ -37,79 +30,95 @@ class StepMark(TrainerCallback):
         self._file.touch()
 
 
-PROBLEMS = "ycore/reward_problems"
+class StopBetweenSteps(TrainerCallback):
+    """Ends training after the step in which any rank was asked to stop, on all ranks."""
+
+    def __init__(self, should_stop: Callable[[], bool]) -> None:
+        self._should_stop = should_stop
+
+    def on_step_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> TrainerControl:
+        control.should_training_stop = self._should_stop() or control.should_training_stop
+        return control
+
+
+class AtTheStart(TrainerCallback):
+    """Does something once the trainer is set up: earlier, DeepSpeed measures only under ZeRO-3."""
+
+    def __init__(self, action: Callable[[], None]) -> None:
+        self._action = action
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._action()
 
 
 class StepMetrics(TrainerCallback):
-    """Times are told to TRL at a step's end, before it logs, so that trackers and metrics.jsonl have them alike."""
+    """A row of metrics.jsonl for each step: TRL's numbers and, with a `controller`, what its rounds recorded.
+
+    A round's times are recorded at the step's end, before TRL logs, so that trackers get them too.
+    """
 
     def __init__(self, writer: MetricsWriter) -> None:
+        self.controller: Controller | None = None
         self._writer = writer
-        self._rounds: Controller | None = None
-        self._began = 0.0
-
-    def watch(self, rounds: Controller) -> None:
-        """The rounds of this run: they tell what of a step was not training, and what kept rewards from being given."""
-        self._rounds = rounds
+        self._began = self._seconds = 0.0
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._began = time.perf_counter()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        assert self._rounds is not None
-        took = time.perf_counter() - self._began
-        self._rounds.record("ycore/time/step", took)
-        self._rounds.record("ycore/time/train", took - self._rounds.take_seconds())
+        self._seconds = time.perf_counter() - self._began
+        if self.controller is not None:
+            self.controller.record("ycore/time/step", self._seconds)
+            self.controller.record("ycore/time/train", self._seconds - self.controller.take_seconds())
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
     ) -> None:
         if "loss" not in logs or not state.is_world_process_zero:
             return  # the totals at the end of training, or another rank
-        assert self._rounds is not None
-        problems = dict(self._rounds.problems)
-        self._writer.write({"step": state.global_step, **logs, **({PROBLEMS: problems} if problems else {})})
-
-
-Callbacks = Callable[[], Sequence[TrainerCallback]]
+        row = {"step": state.global_step, "ycore/time/step": self._seconds, **logs}
+        if self.controller is not None and self.controller.problems:
+            row[PROBLEMS] = dict(self.controller.problems)
+        self._writer.write(row)
 
 
 class TrackerPage(TrainerCallback):
-    """Comes after the trackers' own callbacks, which open their runs when training begins."""
+    """Gives trackers what their page needs besides numbers: run.json, without secrets, and at the end the curve.
 
-    def __init__(self, folder: RunFolder, callbacks: Callbacks, *, project: str | None) -> None:
-        if project is not None:  # transformers has a field of that name, which it tells every tracker but this
+    Add it after the trackers' own callbacks, which open their runs when training begins.
+    """
+
+    def __init__(self, folder: RunFolder, handler: CallbackHandler, *, project: str | None) -> None:
+        if project is not None:  # transformers passes `project` on to every tracker but wandb
             os.environ.setdefault("WANDB_PROJECT", project)
         self._folder = folder
-        self._callbacks = callbacks
+        self._handler = handler
         self._events: str | None = None
 
-    def on_train_begin(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not state.is_world_process_zero:
             return
-        told = read_json(self._folder.config)
+        description = read_json(self._folder.config)
         if "wandb" in args.report_to:
             import wandb
 
-            wandb.config.update(_flat(told), allow_val_change=True)
+            wandb.config.update(_prefixed(description), allow_val_change=True)
         if "trackio" in args.report_to:
             import trackio
 
-            trackio.config.update(_flat(told), allow_val_change=True)
-        for callback in self._callbacks():
+            trackio.config.update(_prefixed(description), allow_val_change=True)
+        for callback in self._handler.callbacks:
             if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
-                callback.tb_writer.add_text("ycore", f"```\n{json.dumps(told, indent=2)}\n```")
+                callback.tb_writer.add_text("ycore", f"```\n{json.dumps(description, indent=2)}\n```")
                 self._events = callback.tb_writer.log_dir
 
-    def on_train_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
-    ) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not state.is_world_process_zero or not set(args.report_to) & {"wandb", "trackio", "tensorboard"}:
             return
         curve = self._folder.root / ".curve-for-trackers.png"
-        if draw_curve(read_metrics(self._folder.metrics), curve, str(self._folder.root.name)):
+        if draw_curve(read_metrics(self._folder.metrics), curve, self._folder.root.name):
             self._show(curve, args.report_to, state.global_step)
             curve.unlink()
 
@@ -130,6 +139,6 @@ class TrackerPage(TrainerCallback):
                 writer.add_image("ycore/curve", imread(curve), step, dataformats="HWC")
 
 
-def _flat(told: Mapping[str, Any]) -> dict[str, Any]:
-    """Under a name of our own, beside what the trackers take from TRL's arguments and the model's config."""
-    return {f"ycore/{key}": value for key, value in told.items()}
+def _prefixed(description: Mapping[str, Any]) -> dict[str, Any]:
+    """Names that do not collide with what the trackers take from TRL's arguments and the model's config."""
+    return {f"ycore/{key}": value for key, value in description.items()}

@@ -1,26 +1,29 @@
-"""The evaluator role: `python -m ycore.trainer.evaluator RUN_FOLDER`, one process.
+"""`python -m ycore.trainer.evaluator RUN_FOLDER`: complete every prompt, score as training would, write the figures.
 
-Asks the engines for completions to every prompt, scores them as training would, and leaves `eval.json` (the figures)
-and `completions.jsonl` (every completion with its rewards) in the run folder.
-
-Not here: starting engines (`launch`), and training.
+It leaves `eval.json` (the figures) and `completions.jsonl` (every completion with its rewards) in the run folder.
 """
 
 import json
 import sys
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ycore.round.sampling import total_reward
+from ycore.run.files import write_json_atomic
+from ycore.run.metrics import MetricsWriter, pass_at_k
 from ycore.run.reports import on_stop, run_alone
 from ycore.types import Group
+
+if TYPE_CHECKING:
+    from ycore.engine import Engine
+    from ycore.round.assemble import Assembly
+    from ycore.round.step import Controller
 
 RIGHT_FROM = 1.0
 """A completion counts as right for pass@k when the first reward gives at least this."""
 
-_AT_ONCE = 64
-"""Prompts under way together: enough for the engines to be busy, few enough to hold."""
+_PROMPTS_AT_ONCE = 64  # enough to keep the engines busy, few enough to hold
 
 
 def main() -> int:
@@ -30,46 +33,50 @@ def main() -> int:
 
 def _evaluate(root: Path) -> None:
     from ycore.round.assemble import assemble
-    from ycore.run.files import write_json_atomic
 
     parts = assemble(root)
-    engines = parts.vllm_engines() if parts.started.kind == "vllm" else [_own_engine(parts)]
-    rounds = parts.controller(engines)
-    on_stop(rounds.stop.set)
+    controller = parts.controller(open_engines(parts, None if parts.started.kind == "vllm" else load_policy(parts)))
+    on_stop(controller.stop.set)
     try:
-        rounds.start(timeout_s=parts.config.engine.start_timeout_s)
+        controller.start(timeout_s=parts.config.engine.start_timeout_s)
         parts.folder.step_began.touch()
-        groups = _all_groups(rounds, len(parts.prompts.prompts), parts.folder.metrics, root / "completions.jsonl")
+        groups = _all_groups(controller, len(parts.prompts.prompts), parts.folder.metrics, root / "completions.jsonl")
     finally:
-        rounds.close()
+        controller.close()
     names = [reward.reward for reward in parts.config.rewards]
     weights = [reward.weight for reward in parts.config.rewards]
     write_json_atomic(root / "eval.json", figures(groups, names, weights))
 
 
-def _own_engine(parts: Any) -> Any:
-    """Generation by transformers, where there is no vLLM."""
+def load_policy(parts: "Assembly") -> Any:
+    """The run's model as transformers loads it."""
     from transformers import AutoModelForCausalLM
 
-    from ycore.engine.transformers_engine import TransformersEngine
-    from ycore.trl.grpo import compute_dtype
+    from ycore.trl.build import compute_dtype
 
-    model = AutoModelForCausalLM.from_pretrained(
+    return AutoModelForCausalLM.from_pretrained(
         parts.started.model, dtype=compute_dtype(parts.config), trust_remote_code=parts.config.trust_remote_code
     )
-    return TransformersEngine(model, parts.tokenizer, parts.sampling())
 
 
-def _all_groups(rounds: Any, num_prompts: int, metrics: Path, completions: Path) -> list[Group]:
-    from ycore.run.metrics import MetricsWriter
+def open_engines(parts: "Assembly", model: Any) -> "list[Engine]":
+    """The run's vLLM engines, or transformers' generation with `model`."""
+    from ycore.engine.transformers_engine import TransformersEngine
 
+    if parts.started.kind == "vllm":
+        return parts.vllm_engines()
+    return [TransformersEngine(model, parts.tokenizer, parts.sampling())]
+
+
+def _all_groups(controller: "Controller", num_prompts: int, metrics: Path, completions: Path) -> list[Group]:
     done: list[Group] = []
     with MetricsWriter(metrics) as writer, completions.open("w", encoding="utf-8") as file:
         while len(done) < num_prompts:
-            groups = rounds.next_round(step=0, num_groups=min(_AT_ONCE, num_prompts - len(done)))
+            groups = controller.next_round(step=0, num_groups=min(_PROMPTS_AT_ONCE, num_prompts - len(done)))
             _write_completions(groups, file)
             done += groups
-            writer.write({"step": len(done), "reward": _mean(_first_rewards(done))})
+            first_rewards = [scores[0].value for group in done for scores in group.scores_GR]
+            writer.write({"step": len(done), "reward": mean(first_rewards)})
     return done
 
 
@@ -92,39 +99,24 @@ def figures(groups: Sequence[Group], names: Sequence[str], weights: Sequence[flo
 
     A masked completion is left out of the means, and counts as wrong for pass@k.
     """
-    from ycore.run.metrics import pass_at_k
-
     rows = [scores for group in groups for scores in group.scores_GR]
-    totals = [total for scores in rows if (total := total_reward(scores, weights)) is not None]
+    totals = [total_reward(scores, weights) for scores in rows]
     right = [sum((scores[0].value or 0.0) >= RIGHT_FROM for scores in group.scores_GR) for group in groups]
     num_samples = len(groups[0].completions)
-    lengths = [len(completion.token_ids) for group in groups for completion in group.completions]
+    powers_of_two = [2**power for power in range(num_samples.bit_length())]
     return {
         "num_prompts": len(groups),
         "num_samples": num_samples,
-        "reward": _mean(totals),
-        **{
-            f"rewards/{name}": _mean([scores[r].value for scores in rows if scores[r].value is not None])
-            for r, name in enumerate(names)
-        },
-        **{f"pass@{k}": _mean([pass_at_k(num_samples, c, k) for c in right]) for k in _powers_of_two(num_samples)},
-        "mean_length": _mean(lengths),
-        "masked": len(rows) - len(totals),
+        "reward": mean(totals),
+        **{f"rewards/{name}": mean(scores[r].value for scores in rows) for r, name in enumerate(names)},
+        **{f"pass@{k}": mean(pass_at_k(num_samples, c, k) for c in right) for k in powers_of_two},
+        "mean_length": mean(len(completion.token_ids) for group in groups for completion in group.completions),
+        "masked": totals.count(None),
     }
 
 
-def _powers_of_two(largest: int) -> list[int]:
-    powers = [1]
-    while powers[-1] * 2 <= largest:
-        powers.append(powers[-1] * 2)
-    return powers
-
-
-def _first_rewards(groups: Sequence[Group]) -> list[float]:
-    return [scores[0].value for group in groups for scores in group.scores_GR if scores[0].value is not None]
-
-
-def _mean(values: Iterable[float | None]) -> float | None:
+def mean(values: Iterable[float | None]) -> float | None:
+    """Of those that are known; None if none is."""
     known = [value for value in values if value is not None]
     return sum(known) / len(known) if known else None
 

@@ -1,1 +1,17 @@
-"""An algorithm is a TRL trainer, its settings, and the few places where ycore takes part in it."""
+"""An algorithm is a TRL trainer with ycore's mixin, and the few places where the two differ.
+
+TRL imports vLLM wherever it is installed. ycore's engines run in processes of their own, so the import costs a trainer
+half a minute and memory for nothing: whoever imports a file of this room gets a TRL that finds no vLLM.
+"""
+
+import os
+
+from trl import import_utils
+
+
+def _no_vllm(min_version: str | None = None) -> bool:
+    return False
+
+
+import_utils.is_vllm_available = _no_vllm
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")  # `rollout_func` and GMPO are experimental, and used knowingly

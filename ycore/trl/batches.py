@@ -1,11 +1,4 @@
-"""How far the trainer's probabilities are from those the engine sampled with, and the weight that corrects for it.
-
-A round as TRL sees it: one flat sequence a completion, in the order of the groups.
-
-How a round's sequences are dealt into micro-batches: whole groups together, similar lengths together.
-
-Not here: the ratio between policy versions (TRL's loss); the two multiply.
-"""
+"""A round as TRL sees it: flat sequences, their micro-batches, and the gap between the engine's and our log-probs."""
 
 import math
 import random
@@ -17,27 +10,44 @@ import torch
 
 from ycore.types import Group, Score
 
+MicroBatches = list[dict[str, torch.Tensor | list[Any] | None]]
+"""What TRL splits a round into: tensors by name, lists for images, and None for what the model does not take."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where training stands between two steps."""
+
+    micro_step: int
+    """Micro-batches taken since the run began."""
+
+    corrects: bool
+    """Whether the round came with the engine's log-probabilities: TRL's `use_vllm`."""
+
+    micro_batches: MicroBatches | None = None
+    """Those of the round, if later steps still learn from it."""
+
 
 @dataclass(frozen=True, slots=True)
 class FlatSequence:
-    """One completion with its row, flat, in the order TRL sees."""
+    """One completion with its row."""
 
     row: dict[str, Any]
     prompt_ids: list[int]
     completion_ids: list[int]
     logprobs: list[float] | None
     rewards: list[float]
+    """One per source; NaN where a source gave none."""
+
     greedy_rewards: list[float]
     policy_version: int
 
 
-def sequences_of(group: Group) -> list[FlatSequence]:
-    """One a completion, in the group's order; NaN where a source gave nothing."""
-    prompt = group.draw.prompt
-    row = {**prompt.columns, "prompt": prompt.content}
+def flatten(groups: Sequence[Group]) -> list[FlatSequence]:
+    """One sequence per completion, group by group: the order TRL sees."""
     return [
         FlatSequence(
-            row=row,
+            row={**group.draw.prompt.columns, "prompt": group.draw.prompt.content},
             prompt_ids=list(group.draw.token_ids),
             completion_ids=list(completion.token_ids),
             logprobs=None if completion.logprobs is None else list(completion.logprobs),
@@ -45,6 +55,7 @@ def sequences_of(group: Group) -> list[FlatSequence]:
             greedy_rewards=_values(group.greedy_scores_R or ()),
             policy_version=completion.policy_version,
         )
+        for group in groups
         for completion, scores in zip(group.completions, group.scores_GR, strict=True)
     ]
 
@@ -56,17 +67,16 @@ def _values(scores: Sequence[Score]) -> list[float]:
 def deal(
     group_tokens: Sequence[int], *, group_size: int, per_batch: int, num_windows: int, seed: int
 ) -> list[list[int]]:
-    """Indices of the sequences of each micro-batch.
+    """Indices of the sequences of each micro-batch: whole groups together, similar lengths together.
 
-    Micro-batches of one optimizer step add up to one gradient, so their order is free: groups are sorted by length
-    inside a step's window, longest first, so that a shortage of memory shows at once. Which window a group falls in
-    is drawn, so that no optimizer step sees only short or only long ones.
+    The micro-batches of one optimizer step (a window) add up to one gradient, so their order is free: the longest
+    groups come first, so that a shortage of memory shows at once. The window of a group is drawn at random, so that no
+    step sees only short or only long groups.
 
     Args:
         group_tokens: tokens of each group, in the round's order; group g is sequences g * group_size and on.
         per_batch: sequences in a micro-batch.
         num_windows: optimizer steps in the round.
-        seed: of the draw.
     """
     order = list(range(len(group_tokens)))
     random.Random(seed).shuffle(order)
@@ -94,7 +104,7 @@ def importance_ratio(
         mode: `token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`, as in TRL.
 
     Returns:
-        (B, T) for token modes, (B, 1) for sequence modes.
+        (B, T) for token modes, (B, 1) for sequence modes. TRL's loss multiplies it with the ratio of policy versions.
     """
     gap = torch.nan_to_num((trainer_logps - engine_logps) * mask, nan=0.0)
     level, _, action = mode.partition("_")
@@ -107,6 +117,6 @@ def importance_ratio(
 
 
 def absolute_gap(trainer_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """|log p_trainer - log p_engine| of every real token, as a flat tensor; tokens without an engine value left out."""
+    """|log p_trainer - log p_engine| in nats of every real token that the engine scored: (B, T) -> (N,)."""
     gap = (trainer_logps - engine_logps).abs()
     return gap[mask.bool() & ~torch.isnan(gap)]

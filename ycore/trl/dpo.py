@@ -1,17 +1,12 @@
-"""Direct preference optimization (arXiv 2305.18290): the chosen answer likelier than the rejected one, relative to the
-model that training began with. TRL's DPOTrainer; with adapters, that model is the base without them.
+"""Direct preference optimization (arXiv 2305.18290): make the chosen answer likelier than the rejected one.
 
-Not here: where pairs come from (`data.pairs`).
+Likelihoods are relative to the model at the start of training: with adapters, the base model without them.
 """
 
 from trl import DPOConfig, DPOTrainer
 
-from ycore.trl.checkpointing import WholeCheckpoints
+from ycore.trl.base import BaseTrainer
 
 
-class Tuner(WholeCheckpoints, DPOTrainer):
-    """Checkpoints first, then TRL."""
-
-
-Config = DPOConfig
-TASK = "CAUSAL_LM"
+class Trainer(BaseTrainer, DPOTrainer):
+    config_class = DPOConfig

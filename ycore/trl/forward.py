@@ -1,11 +1,7 @@
-"""One micro-batch through the policy: shared prompts once, no padding worth the name, wanted logits only.
+"""One micro-batch through the policy: every shared prompt once, hardly any padding, logits of completions only.
 
-`score_completions` takes the padded tensors that TRL builds and answers what TRL's own method would, to rounding.
-`add_compact_head` makes the model score only the wanted positions on devices without Triton.
-
-Which sequences of a micro-batch share a row of the forward pass, so that nothing is computed twice or for padding.
-
-Not here: which sequences share a row (`packing`), the loss and its masks (TRL).
+`score_in_passes` takes the padded tensors that TRL builds and returns what TRL's own method returns, up to rounding.
+`add_compact_head` lets the model score only the wanted positions on devices without Triton.
 """
 
 import functools
@@ -23,7 +19,7 @@ from ycore.trl.lm_head import score_tokens
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """What one row costs, in units of one token through the linear layers."""
+    """The cost of a forward pass, in units of one token through the linear layers."""
 
     attention_per_pair: float
     """Cost of one query-key pair over all layers."""
@@ -35,7 +31,7 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """`members`: indices of the sequences in it, all with the same prompt; `length`: its tokens."""
+    """A prompt and some of its completions: `members` are indices of sequences, `length` is in tokens."""
 
     members: tuple[int, ...]
     length: int
@@ -44,7 +40,7 @@ class Row:
 def plan_rows(
     prompts: Sequence[tuple[int, ...]], completion_lengths: Sequence[int], *, cost: Cost, share: bool = True
 ) -> list[Row]:
-    """The cheapest rows for a micro-batch.
+    """The cheapest rows for a micro-batch: few long ones compute little twice, many short ones pad little.
 
     Args:
         prompts: token ids of each sequence's prompt; equal prompts may share a row.
@@ -79,8 +75,8 @@ def _split(
     members: Sequence[int], num_parts: int, prompts: Sequence[tuple[int, ...]], completion_lengths: Sequence[int]
 ) -> list[Row]:
     """One group over at most `num_parts` rows of about equal length: longest first, each to the shortest row."""
-    # A completion's row holds the prompt but for its last token, which every completion repeats as its own first
-    # input: each completion predicts its first token from it.
+    # A row holds the prompt without its last token. Every completion repeats that token as its own first input, from
+    # which it predicts its first token.
     shared = len(prompts[members[0]]) - 1
     parts: list[list[int]] = [[] for _ in range(min(num_parts, len(members)))]
     lengths = [shared] * len(parts)
@@ -88,7 +84,7 @@ def _split(
         shortest = lengths.index(min(lengths))
         parts[shortest].append(index)
         lengths[shortest] += completion_lengths[index]
-    # Completions that are masked out have no tokens, and can leave a part with nothing in it.
+    # Masked completions have no tokens, so a part may stay empty.
     return [Row(tuple(sorted(part)), length) for part, length in zip(parts, lengths, strict=True) if part]
 
 
@@ -105,21 +101,22 @@ _LOGIT_TRANSFORMS = (
 
 @dataclass(frozen=True, slots=True)
 class PackedBatch:
-    """The tensors of one packed forward; every field has shape (rows, length) but the mask.
-
-    `attention`: (rows, 1, length, length), True where a query may see a key. `labels` are already shifted: the label
-    at a position is the token it predicts. `source[r][p]` is the flat index, into (B, T), of that token.
-    """
+    """The tensors of one packed forward; all but `attention` are (R, L): rows, tokens of the longest row."""
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     attention: torch.Tensor
+    """(R, 1, L, L) bool: True where a query may see a key."""
+
     labels: torch.Tensor
+    """The token that a position predicts; `IGNORE` where none is wanted."""
+
     source: torch.Tensor
+    """The flat index of that token in (B, T)."""
 
 
 def attention_cost(config: PretrainedConfig) -> Cost:
-    """Relative cost of attention for a decoder of this shape: 4 h flops a pair and layer, over 2 parameters a token."""
+    """Attention takes 4 h flops per pair and layer, the linear layers 2 flops per parameter and token."""
     text = config.get_text_config()
     hidden, layers = text.hidden_size, text.num_hidden_layers
     linear = layers * (4 * hidden * hidden + 3 * hidden * text.intermediate_size)
@@ -127,11 +124,27 @@ def attention_cost(config: PretrainedConfig) -> Cost:
 
 
 def can_pack(config: PretrainedConfig) -> bool:
-    """Whether a custom mask and positions mean the same to this model: plain full attention, text only."""
+    """Whether the model takes our mask and positions: it must use plain full attention, in every layer."""
     text = config.get_text_config()
     layer_types = set(text.layer_types) if "layer_types" in text and text.layer_types else {"full_attention"}
     windowed = "sliding_window" in text and text.sliding_window is not None and layer_types != {"full_attention"}
     return config._attn_implementation in _MASKED_ATTENTION and layer_types == {"full_attention"} and not windowed
+
+
+def score_in_passes(
+    model: torch.nn.Module,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    completion_width: int,
+    batch_size: int | None,
+    *,
+    cost: Cost,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`score_completions` for `batch_size` sequences at a time; None takes all at once."""
+    per_pass = batch_size or len(input_ids)
+    passes = zip(input_ids.split(per_pass), attention_mask.split(per_pass), strict=True)
+    parts = [score_completions(model, ids, mask, completion_width, cost=cost) for ids, mask in passes]
+    return torch.cat([logps for logps, _ in parts]), torch.cat([entropies for _, entropies in parts])
 
 
 def score_completions(
@@ -143,12 +156,13 @@ def score_completions(
     cost: Cost,
     share: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-token log-probabilities and entropies of the completions.
+    """Per-token log-probabilities and entropies, in nats, of the completions.
 
     Args:
         model: the policy, wrapped or not, with a fused head (`add_compact_head` or TRL's).
         input_ids, attention_mask: (B, P + T), prompts padded left and completions padded right.
         completion_width: T.
+        share: whether equal prompts may share a row.
 
     Returns:
         Two (B, T) float32 tensors, zero at padding.
@@ -165,10 +179,9 @@ def score_completions(
         use_cache=False,
     )
     wanted = batch.labels != IGNORE
-    return (
-        _scatter(outputs.log_probs, wanted, batch.source, input_ids.size(0), completion_width),
-        _scatter(outputs.entropy, wanted, batch.source, input_ids.size(0), completion_width),
-    )
+    shape = (input_ids.size(0), completion_width)
+    logps, entropies = (_scatter(of, wanted, batch.source, *shape) for of in (outputs.log_probs, outputs.entropy))
+    return logps, entropies
 
 
 def pack(
@@ -178,11 +191,14 @@ def pack(
     completion_width: int,
     device: torch.device,
 ) -> PackedBatch:
-    """Lay the planned rows out: a prompt without its last token, then that token and a completion but its last."""
+    """Lay out a row as its prompt without the last token, then for each member that token and its completion.
+
+    A completion's last token predicts nothing, so it is left out. Members do not see each other.
+    """
     shape = (len(rows), max(1, *(row.length for row in rows)))
     ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
     labels, source = torch.full(shape, IGNORE), torch.zeros(shape, dtype=torch.long)
-    # A padding query sees itself alone: a row of the mask with nothing in it would make softmax divide by zero.
+    # Padding sees itself: softmax over an empty row of the mask would divide by zero.
     attention = torch.eye(shape[1], dtype=torch.bool).repeat(shape[0], 1, 1)
     causal = torch.ones(shape[1], shape[1], dtype=torch.bool).tril()
     for r, row in enumerate(rows):
@@ -225,10 +241,12 @@ def _scatter(
 
 
 def add_compact_head(model: PreTrainedModel, *, temperature: float) -> None:
-    """Answer `fused_lm_head=True` calls with `lm_head.score_tokens` on the labelled positions.
+    """Let `lm_head.score_tokens` answer the calls with `fused_lm_head=True`, on the labelled positions only.
 
-    For a model that TRL has patched with its fused head; other calls go on to it, and so do models that scale or cap
-    their logits. The patch sits on the innermost model, so it is reached through DDP, DeepSpeed, FSDP and peft alike.
+    Args:
+        model: transformers' own, which DDP, DeepSpeed, FSDP and peft all call in the end. TRL has patched it with its
+            fused head, which still serves other calls, and models that scale or cap their logits.
+        temperature: the logits are divided by it.
     """
     text = model.config.get_text_config().to_dict()
     if any(text.get(key) is not None for key in _LOGIT_TRANSFORMS):

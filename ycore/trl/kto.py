@@ -1,19 +1,13 @@
-"""KTO (arXiv 2402.01306): answers that are good or bad each for itself, without pairs. TRL's KTOTrainer.
+"""KTO (arXiv 2402.01306): learn from answers that are labelled good or bad one by one, without pairs.
 
-Its KL term pairs every prompt with the answer before it in the micro-batch, so rows are read in the order of the
-dataset, and a micro-batch has two rows or more.
-
-Not here: that order, which is shuffled once by the seed (`data.examples`).
+Its KL term pairs every prompt with the previous row's answer in the micro-batch. Rows are therefore read in the order
+of the dataset, which is shuffled once by the seed, and a micro-batch has at least two rows.
 """
 
 from trl import KTOConfig, KTOTrainer
 
-from ycore.trl.checkpointing import WholeCheckpoints
+from ycore.trl.base import BaseTrainer
 
 
-class Tuner(WholeCheckpoints, KTOTrainer):
-    """Checkpoints first, then TRL."""
-
-
-Config = KTOConfig
-TASK = "CAUSAL_LM"
+class Trainer(BaseTrainer, KTOTrainer):
+    config_class = KTOConfig

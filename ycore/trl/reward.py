@@ -1,9 +1,7 @@
-"""A reward model (Bradley and Terry 1952, as in arXiv 2203.02155): one number a conversation, higher for the better.
+"""A reward model (Bradley and Terry 1952, as in arXiv 2203.02155): one number per conversation, higher is better.
 
-TRL's RewardTrainer on a classifier with one label. It is saved whole, adapters merged, so that transformers and vLLM's
-pooling server load it by its folder.
-
-Not here: where pairs come from (`data.pairs`), and what the accuracy is worth (`telemetry.interval`).
+It is a classifier with one label, saved whole with its adapters merged: transformers and vLLM's pooling server load it
+by its folder.
 """
 
 from pathlib import Path
@@ -14,55 +12,61 @@ from peft import PeftModel
 from transformers import PreTrainedTokenizerBase
 from trl import RewardConfig, RewardTrainer
 
-from ycore.trl.checkpointing import WholeCheckpoints
+from ycore.run.metrics import wilson_95
+from ycore.trl.base import BaseTrainer
 
 
-class Tuner(WholeCheckpoints, RewardTrainer):
-    """Checkpoints first, then TRL."""
+class Trainer(BaseTrainer, RewardTrainer):
+    config_class = RewardConfig
+    task_type = "SEQ_CLS"
 
+    @classmethod
+    def prepare_tokenizer(cls, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Pad with a token that ends no conversation.
 
-Config = RewardConfig
-TASK = "SEQ_CLS"
+        transformers reads the reward at the last token that is not padding, vLLM at the last token. If padding were
+        the end token, they would read at different places.
+        """
+        if tokenizer.pad_token_id == tokenizer.eos_token_id and tokenizer.unk_token not in (None, tokenizer.eos_token):
+            tokenizer.pad_token = tokenizer.unk_token
 
+    def measure(self) -> dict[str, Any]:
+        """Accuracy on the held-out pairs with its 95 % interval, mean `loss` and `margin`; `right` of `n` pairs.
 
-def give_padding_its_own_token(tokenizer: PreTrainedTokenizerBase) -> None:
-    """transformers reads the reward at the last token that is no padding, vLLM at the last token.
+        TRL's own figures are means over batches, and the last batch may be smaller.
+        """
+        margins = self._margins()
+        right, total = int((margins > 0).sum()), margins.numel()
+        return {
+            "n": total,
+            "right": right,
+            "loss": -torch.nn.functional.logsigmoid(margins).mean().item(),
+            "margin": margins.mean().item(),
+            "accuracy": right / total,
+            "accuracy_95": [round(end, 4) for end in wilson_95(right, total)],
+        }
 
-    Where padding is the end token, and a conversation ends with that, the two would read at different places.
-    """
-    if tokenizer.pad_token_id == tokenizer.eos_token_id and tokenizer.unk_token not in (None, tokenizer.eos_token):
-        tokenizer.pad_token = tokenizer.unk_token
+    @torch.no_grad()
+    def _margins(self) -> torch.Tensor:
+        """Chosen minus rejected reward of every held-out pair of all ranks, (N,) float32 on the CPU."""
+        self.model.eval()
+        margins = []
+        for batch in self.get_eval_dataloader():
+            batch = self._prepare_inputs(batch)
+            batch.pop("margin", None)
+            with self.compute_loss_context_manager():
+                scores = self.model(**batch).logits.squeeze(-1).float()
+            chosen, rejected = scores.chunk(2)
+            margins.append(self.accelerator.gather_for_metrics(chosen - rejected).cpu())
+        self.model.train()
+        return torch.cat(margins)
 
-
-@torch.no_grad()
-def measure_pairs(trainer: Tuner) -> dict[str, float]:
-    """Of the held-out pairs: `n`, how many are `right`, in their author's order, mean `loss` and `margin`.
-
-    TRL's own figures are means over batches, the last of which may be smaller. All ranks measure together.
-    """
-    trainer.model.eval()
-    margins = []
-    for batch in trainer.get_eval_dataloader():
-        batch = trainer._prepare_inputs(batch)
-        batch.pop("margin", None)
-        with trainer.compute_loss_context_manager():
-            scores = trainer.model(**batch).logits.squeeze(-1).float()
-        chosen, rejected = scores.chunk(2)
-        margins.append(trainer.accelerator.gather_for_metrics(chosen - rejected).cpu())
-    trainer.model.train()
-    every: Any = torch.cat(margins)
-    losses = -torch.nn.functional.logsigmoid(every)
-    return {
-        "n": every.numel(),
-        "right": int((every > 0).sum()),
-        "loss": losses.mean().item(),
-        "margin": every.mean().item(),
-    }
-
-
-def save_whole(trainer: Tuner, folder: Path, *, dtype: torch.dtype) -> None:
-    """The classifier as one model; adapters are merged in float32 and then rounded once."""
-    model: Any = trainer.accelerator.unwrap_model(trainer.model)
-    if isinstance(model, PeftModel):
-        model = model.float().merge_and_unload()
-    model.to(dtype).save_pretrained(folder)
+    def write_model(self, folder: Path, *, dtype: torch.dtype, merge: bool) -> None:
+        """Save the classifier whole, whatever `merge` says: adapters are merged in float32 and rounded once."""
+        if not self.accelerator.is_main_process:
+            return
+        model = self.bare_model
+        if isinstance(model, PeftModel):
+            model = model.float().merge_and_unload()
+        model.to(dtype).save_pretrained(folder)
+        self.processing_class.save_pretrained(folder)

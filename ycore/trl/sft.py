@@ -1,16 +1,9 @@
-"""Supervised fine-tuning: the likelihood of given answers. TRL's SFTTrainer.
-
-Not here: which rows are prompt and completion, and so what the loss is of (`data.sft_rows`).
-"""
+"""Supervised fine-tuning: raise the likelihood of given answers. TRL's SFTTrainer."""
 
 from trl import SFTConfig, SFTTrainer
 
-from ycore.trl.checkpointing import WholeCheckpoints
+from ycore.trl.base import BaseTrainer
 
 
-class Tuner(WholeCheckpoints, SFTTrainer):
-    """Checkpoints first, then TRL."""
-
-
-Config = SFTConfig
-TASK = "CAUSAL_LM"
+class Trainer(BaseTrainer, SFTTrainer):
+    config_class = SFTConfig

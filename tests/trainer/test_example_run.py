@@ -23,7 +23,7 @@ from ycore.run.claim import claim
 from ycore.run.files import read_json, write_json_atomic
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
-from ycore.trainer.tuning_run import TuningRun, open_tuning
+from ycore.trainer.example_run import ExampleRun
 
 PAIRS = [
     {
@@ -43,7 +43,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def opened(place: Path, output: Path, method: str, **keys: Any) -> TuningRun:
+def opened(place: Path, output: Path, method: str, **keys: Any) -> ExampleRun:
     """What the launcher leaves for the trainer's process, and the run that finds it."""
     options = {
         "algorithm": method,
@@ -62,10 +62,10 @@ def opened(place: Path, output: Path, method: str, **keys: Any) -> TuningRun:
     folder = RunFolder(output)
     claim(folder, config, resume=folder.config.exists()).release()
     write_json_atomic(output / "engines.json", {"model": str(place / "tiny"), "home": str(output)})
-    return open_tuning(output)
+    return ExampleRun(output)
 
 
-def trained(run: TuningRun) -> None:
+def trained(run: ExampleRun) -> None:
     try:
         run.train()
         run.save()
@@ -161,7 +161,7 @@ def test_stopped_and_gone_on_with_is_never_stopped(place: Path, tmp_path: Path) 
     trained(opened(place, whole, "kto", **keys))
 
     run = opened(place, parts, "kto", **keys)
-    run._trainer.add_callback(StopAfter(run, step=3))
+    run.trainer.add_callback(StopAfter(run, step=3))
     with pytest.raises(Interrupted, match="stopped after step 3"):
         run.train()
     run.close()  # as a kill would: what was after the checkpoint of step 2 is lost
@@ -174,7 +174,7 @@ def test_stopped_and_gone_on_with_is_never_stopped(place: Path, tmp_path: Path) 
 
 def test_a_damaged_checkpoint_is_passed_over(place: Path, tmp_path: Path) -> None:
     run = opened(place, tmp_path, "sft", columns={"text": "chosen"}, steps=6, checkpoint_every=2)
-    run._trainer.add_callback(StopAfter(run, step=5))
+    run.trainer.add_callback(StopAfter(run, step=5))
     with pytest.raises(Interrupted):
         run.train()
     run.close()
@@ -201,7 +201,7 @@ def test_rows_that_are_all_too_long_end_the_run_in_a_line(place: Path, tmp_path:
 class StopAfter(TrainerCallback):
     """Asks the run to stop at the end of a step."""
 
-    def __init__(self, run: TuningRun, *, step: int) -> None:
+    def __init__(self, run: ExampleRun, *, step: int) -> None:
         self._run, self._step = run, step
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -1,0 +1,149 @@
+"""A run that learns from rollouts: rounds by its engines, or read from another run's journal."""
+
+import random
+from pathlib import Path
+from typing import Any
+
+from ycore.engine import Engine
+from ycore.engine.transformers_engine import TransformersEngine
+from ycore.engine.weights import write_weights
+from ycore.round.assemble import Assembly
+from ycore.round.journal import Journal, ReplayedRounds
+from ycore.round.peers import Peers
+from ycore.round.step import Controller
+from ycore.round.torch_peers import TorchPeers
+from ycore.run.claim import files_fingerprint, model_fingerprint
+from ycore.run.files import write_json_atomic
+from ycore.run.reports import this_rank
+from ycore.trainer.callbacks import TrackerPage
+from ycore.trainer.saved_state import Checkpoints, RoundState
+from ycore.trainer.training_run import TrainingRun
+from ycore.trl.build import compute_dtype
+
+NUM_SAMPLES = 4
+
+
+class RolloutRun(TrainingRun):
+    """Example: `run = RolloutRun(assemble(root)); run.train(); run.save(); run.close()`."""
+
+    def __init__(self, parts: Assembly) -> None:
+        self._parts = parts
+        super().__init__(
+            parts.config,
+            parts.folder,
+            parts.home,
+            model=parts.started.model,
+            tokenizer=parts.tokenizer,
+            contents=_contents(parts),
+        )
+        is_alone = self.trainer.accelerator.num_processes == 1
+        self._peers: Peers = Peers() if is_alone else TorchPeers(timeout_s=parts.config.collective_timeout_s)
+        self._controller = self.step_metrics.controller = self._make_controller()
+        self.save_with(self._generate() if parts.config.replay is None else self._replay(Path(parts.config.replay)))
+        project = parts.config.trl.get("project")
+        self.trainer.add_callback(TrackerPage(parts.home, self.trainer.callback_handler, project=project))
+
+    def _make_controller(self) -> Controller:
+        parts, peers, engines = self._parts, self._peers, self._engines()
+        sends_weights = parts.started.kind == "vllm" and parts.config.sync_weights
+        self._journal = Journal(parts.home.journal, rank=peers.rank, world=peers.world, seed=parts.config.seed)
+        controller = parts.controller(
+            engines,
+            peers=peers,
+            share_weights=self._share_weights if sends_weights else None,
+            journal=self._journal,
+            slots=parts.slots(engines, rank=peers.rank),
+        )
+        controller.record = self.trainer.record
+        self.trainer.shares_device = parts.started.sleeps
+        return controller
+
+    def _generate(self) -> Checkpoints:
+        """Let the trainer learn from the controller's rounds."""
+        self.trainer.rounds = self._controller
+        state = RoundState(self.trainer, self._controller)
+        journal = None if self._parts.config.keep_journal else self._journal
+        return Checkpoints(self.home.checkpoints, self.trainer, state, journal)
+
+    def _replay(self, run: Path) -> Checkpoints:
+        """Let the trainer learn from the rounds in another run's journal."""
+        config, peers, record = self._parts.config, self._peers, self.trainer.record
+        rounds = ReplayedRounds(run, rank=peers.rank, world=peers.world, group_size=config.group_size, record=record)
+        rounds.check(steps=config.steps, steps_per_round=self.trainer.steps_per_round)
+        self.trainer.rounds = rounds
+        return Checkpoints(self.home.checkpoints, self.trainer, RoundState(self.trainer, None))
+
+    def _engines(self) -> list[Engine]:
+        """This rank's share of the machine's engines, as many as any other rank's; or the model in training."""
+        rank = this_rank()
+        if self._parts.started.kind == "vllm":
+            return self._parts.vllm_engines()[rank.local :: rank.local_world]
+        return [TransformersEngine(self.trainer.bare_model, self._parts.tokenizer, self._parts.sampling())]
+
+    def _share_weights(self, version: int) -> Path:
+        """Write the policy's weights for the engines: the first rank of a machine does, and the others wait."""
+        folder, accelerator = self._parts.folder.shared_memory, self.trainer.accelerator
+        num_bytes = write_weights(
+            self.trainer.bare_model,
+            folder,
+            dtype=compute_dtype(self.config),
+            writes=accelerator.is_local_main_process,
+            version=version,
+        )
+        accelerator.wait_for_everyone()
+        if version > 0:  # the first weights are sent before the first step begins
+            self.trainer.record("ycore/sync_mb", num_bytes / 1e6)
+        return folder
+
+    def ask_to_stop(self) -> None:
+        """Stop at once while a round is generated, and otherwise after the step."""
+        self._controller.stop.set()
+
+    def should_stop(self) -> bool:
+        return self._controller.should_stop()
+
+    def fail_others(self, error: BaseException) -> None:
+        """The others stop at once, instead of at a collective's timeout."""
+        self._peers.fail(f"{type(error).__name__}: {error}")
+
+    def begin(self, *, resumes: bool) -> None:
+        """Wait for the engines, and take the first samples."""
+        self.checkpoints.check_room()
+        self._samples: dict[str, list[dict[str, Any]]] = {}
+        if self._parts.config.replay is None:
+            self._controller.start(timeout_s=self._parts.config.engine.start_timeout_s)
+            self._samples["before"] = self._sample(version=0)
+
+    def finish(self) -> None:
+        """Take the same samples again, and write both down."""
+        if self._parts.config.replay is not None:
+            return
+        self._samples["after"] = self._sample(version=self.trainer.state.global_step)
+        if self.leads:
+            write_json_atomic(self.home.samples, self._samples)
+
+    def _sample(self, *, version: int) -> list[dict[str, Any]]:
+        """One completion of each of the same few prompts, always with the same seeds."""
+        prompts = self._parts.prompts.prompts
+        rows = random.Random(self._parts.config.seed).sample(range(len(prompts)), min(NUM_SAMPLES, len(prompts)))
+        with self.trainer.room_for_engines():
+            return self._controller.sample(
+                [(prompts[row], self._parts.encode(prompts[row])) for row in rows], version=version
+            )
+
+    def close(self) -> None:
+        self._controller.close()
+        super().close()
+
+
+def _contents(parts: Assembly) -> dict[str, str]:
+    """Fingerprints of what the run learns from; the policy itself is in the checkpoint."""
+    contents = {
+        "dataset": f"{len(parts.prompts.prompts)} rows, sha256 {parts.prompts.fingerprint[:16]}",
+        "model": model_fingerprint(parts.started.model),
+    }
+    for reward in parts.config.rewards:
+        file = Path(reward.reward.rpartition(":")[0]).expanduser()
+        if file.suffix == ".py" and file.is_file():
+            contents[f"reward {reward.reward}"] = files_fingerprint([file])
+    return contents

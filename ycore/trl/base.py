@@ -1,0 +1,115 @@
+"""What every trainer of ycore has besides TRL's: whole checkpoints, finite weights, a measure, a saved model."""
+
+import copyreg
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, ClassVar, NoReturn, Protocol
+
+import torch
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import get_total_norm
+from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
+
+from ycore.engine.weights import save_merged
+from ycore.errors import TrainerError
+
+_NOT_A_MEASURE = {"runtime", "samples_per_second", "steps_per_second", "epoch", "num_tokens", "model_preparation_time"}
+
+
+class CheckpointWriter(Protocol):
+    """Decides where a checkpoint is written, and publishes it."""
+
+    def saving(self, step: int) -> AbstractContextManager[Path]:
+        """Give the folder for `checkpoint-STEP`. It is published on leaving, and dropped after an error."""
+
+
+class BaseTrainer(Trainer):
+    """A mixin: an algorithm's class lists it before TRL's trainer."""
+
+    config_class: ClassVar[type[TrainingArguments]]
+    task_type: ClassVar[str] = "CAUSAL_LM"
+    """peft's name for what the model does."""
+
+    way_out: ClassVar[str] = "nothing of it is saved; try again with a lower --learning-rate"
+    writer: CheckpointWriter | None = None
+    _saves_in: Path | None = None
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        copyreg.pickle(type(self.args), _without_hub_token)
+
+    @classmethod
+    def prepare_tokenizer(cls, tokenizer: PreTrainedTokenizerBase) -> None:
+        """Change the tokenizer before training, if the algorithm needs that."""
+
+    @property
+    def bare_model(self) -> Any:
+        """The policy without wrappers: transformers' model, or peft's around it."""
+        return self.accelerator.unwrap_model(self.model)
+
+    def measure(self) -> dict[str, Any]:
+        """TRL's figures of the model on the held-out rows, and `n`, their number. All ranks call it together."""
+        figures: Mapping[str, float] = self.evaluate()
+        named = {name.removeprefix("eval_"): value for name, value in figures.items()}
+        return {"n": len(self.eval_dataset), **{name: named[name] for name in named if name not in _NOT_A_MEASURE}}
+
+    def write_model(self, folder: Path, *, dtype: torch.dtype, merge: bool) -> None:
+        """Save the trained model and its tokenizer. All ranks call it together.
+
+        Args:
+            dtype: of the merged weights.
+            merge: also write the adapters merged into their base, under `folder/merged`.
+        """
+        writes = self.accelerator.is_main_process
+        self.save_model(str(folder))
+        if merge:
+            save_merged(self.bare_model, folder / "merged", dtype=dtype, writes=writes)
+        for place in [folder, folder / "merged"] if merge else [folder]:
+            if writes:
+                self.processing_class.save_pretrained(place)
+
+    def save_checkpoint(self) -> None:
+        """Save a checkpoint of the last finished step."""
+        self._save_checkpoint(self.model, trial=None)
+
+    def _save_checkpoint(self, model: Any, trial: Any) -> None:
+        """transformers calls it every `save_steps`; `writer` decides where it writes and when that counts."""
+        if self.writer is None:
+            super()._save_checkpoint(model, trial)
+            return
+        self.refuse_broken_weights()
+        with self.writer.saving(self.state.global_step) as folder:
+            self._saves_in = folder
+            try:
+                super()._save_checkpoint(model, trial)
+                self._save_more(folder / f"checkpoint-{self.state.global_step}")
+            finally:
+                self._saves_in = None
+
+    def _save_more(self, checkpoint: Path) -> None:
+        """Write what TRL leaves out of this algorithm's checkpoints."""
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return str(super()._get_output_dir(trial) if self._saves_in is None else self._saves_in)
+
+    def refuse_broken_weights(self) -> None:
+        """TrainerError if a trained weight is not finite, so that no checkpoint or model is made of it."""
+        weights = {name: _local(weight) for name, weight in self.model.named_parameters() if weight.requires_grad}
+        if not torch.isfinite(get_total_norm(list(weights.values()))):  # one pass over them, and one number to wait for
+            broken = next((name for name, weight in weights.items() if not torch.isfinite(weight).all()), "of them all")
+            self._stop(f"after step {self.state.global_step} the weight {broken} is not finite")
+
+    def _stop(self, problem: str) -> NoReturn:
+        raise TrainerError(f"{problem}; {self.way_out}")
+
+
+def _local(weight: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a weight that FSDP2 shards; ZeRO-3 leaves the weight empty here."""
+    return weight.to_local() if isinstance(weight, DTensor) else weight.detach()
+
+
+def _without_hub_token(arguments: TrainingArguments) -> tuple[Any, ...]:
+    """How arguments are pickled: transformers writes them to `training_args.bin`, beside weights that are shared."""
+    rebuild, kind, state, *_ = tuple(object.__reduce_ex__(arguments, 2))
+    return rebuild, kind, {**state, "hub_token": None}

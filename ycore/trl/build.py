@@ -1,0 +1,122 @@
+"""Build a run's trainer: the algorithm's class with its arguments, model, adapters and data."""
+
+import importlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import PreTrainedTokenizerBase, TrainerCallback
+
+from ycore.config.algorithms import find_algorithm
+from ycore.config.batch import derive_batch, derive_tune_batch
+from ycore.config.schema import AnyConfig, LoraSettings, RunConfig, TuneConfig
+from ycore.config.trl_arguments import trl_arguments
+from ycore.data.examples import ExampleSet
+from ycore.models.folder import context_length, read_json
+from ycore.rewards.loading import reward_names
+from ycore.run.paths import RunFolder
+from ycore.trl.advantages import estimator
+from ycore.trl.base import BaseTrainer
+from ycore.trl.seam import placeholder_rewards
+
+
+def load_trainer_class(config: AnyConfig) -> type[BaseTrainer]:
+    """The class of the run's algorithm: `Trainer` of the module that the table of algorithms names."""
+    module = importlib.import_module(find_algorithm(config.algorithm).module)
+    found: type[BaseTrainer] = module.TRAINERS[config.loss_from] if isinstance(config, RunConfig) else module.Trainer
+    return found
+
+
+def compute_dtype(config: AnyConfig) -> torch.dtype:
+    """What the trainer and the policy's engines compute in."""
+    return torch.float32 if config.dtype == "float32" else torch.bfloat16
+
+
+def build_trainer(
+    config: AnyConfig,
+    folder: RunFolder,
+    *,
+    model: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    callbacks: Sequence[TrainerCallback],
+    world_size: int = 1,
+    examples: ExampleSet | None = None,
+) -> Any:
+    """Build the trainer of a run; one with rollouts still needs its `rounds`.
+
+    Args:
+        model: the folder of the weights that training begins with.
+        world_size: ranks of the run, over all machines.
+        examples: the rows of a run without rollouts.
+    """
+    trainer_class = load_trainer_class(config)
+    if isinstance(config, RunConfig):
+        arguments, data = _for_rollouts(config, folder, world_size)
+    else:
+        assert examples is not None
+        arguments, data = _for_examples(config, folder, world_size, model, examples)
+    # Frozen weights are stored in the dtype they are computed with; weights in training are stored in float32.
+    stored = torch.float32 if config.lora is None else compute_dtype(config)
+    arguments["model_init_kwargs"] = {"dtype": stored, **(arguments.get("model_init_kwargs") or {})}
+    trainer = trainer_class(
+        model=str(model),
+        args=trainer_class.config_class(**arguments),
+        processing_class=tokenizer,
+        peft_config=None if config.lora is None else _lora(config.lora, trainer_class.task_type),
+        callbacks=list(callbacks),
+        **data,
+    )
+    if examples is not None:
+        _store_trained_in_float32(trainer.model)
+    return trainer
+
+
+def _for_rollouts(config: RunConfig, folder: RunFolder, world_size: int) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The arguments of TRL's config, and what the trainer learns from."""
+    batch = derive_batch(config, world_size=world_size, on_cpu=not torch.cuda.is_available())
+    arguments = trl_arguments(config, batch, folder)
+    arguments["reward_weights"] = [reward.weight for reward in config.rewards]
+    rows_per_round = batch.per_device_train_batch_size * batch.steps_per_generation * world_size
+    return arguments, {
+        "reward_funcs": placeholder_rewards(reward_names(config.rewards)),
+        "advantage": None if config.advantage == "group" else estimator(config.advantage),
+        "divergence": config.divergence,
+        # The round draws the prompts; the rows of TRL's loader only say that a round is due.
+        "train_dataset": Dataset.from_dict({"prompt": ["tick"] * rows_per_round}),
+    }
+
+
+def _for_examples(
+    config: TuneConfig, folder: RunFolder, world_size: int, model: Path, examples: ExampleSet
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    batch = derive_tune_batch(
+        config,
+        num_rows=len(examples.train),
+        world_size=world_size,
+        on_cpu=not torch.cuda.is_available(),
+        context_length=context_length(read_json(model / "config.json")),
+    )
+    train, held_out = (
+        Dataset.from_list([dict(row) for row in rows]) if rows else None for rows in (examples.train, examples.held_out)
+    )
+    return trl_arguments(config, batch, folder), {"train_dataset": train, "eval_dataset": held_out}
+
+
+def _lora(settings: LoraSettings, task_type: str) -> LoraConfig:
+    return LoraConfig(
+        r=settings.r,
+        lora_alpha=settings.alpha,
+        lora_dropout=settings.dropout,
+        target_modules=settings.target_modules,
+        task_type=task_type,
+    )
+
+
+def _store_trained_in_float32(model: torch.nn.Module) -> None:
+    """peft keeps a classifier's head in the base's dtype, and bfloat16 loses small steps."""
+    for parameter in model.parameters():
+        if parameter.requires_grad and parameter.dtype != torch.float32 and parameter.numel():
+            parameter.data = parameter.data.float()

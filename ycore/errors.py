@@ -14,7 +14,7 @@ Not for programming mistakes: those stay plain Python exceptions, with their tra
     |   |-- EngineError               an engine that died, refused or did not answer in time
     |   |-- SyncError                 an engine whose weights are not the trainer's
     |   `-- TrainerError              a trainer process that failed
-    `-- Interrupted                   exit 130: somebody asked the run to stop
+    `-- Interrupted                   exit 130: the run was stopped on request
 
 Every message is one line: the rule, the values, the way out.
 """

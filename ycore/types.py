@@ -1,7 +1,5 @@
 """The values that pass between rooms: frozen, typed, standard library only.
 
-Not here: anything with behaviour, a process or a tensor.
-
 Axes, as suffixes of names: `_P` prompts of a round, `_G` completions of a group, `_R` reward sources, `_T` tokens.
 """
 
@@ -18,7 +16,7 @@ Content = str | list[Message]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One row of the dataset, ready to ask.
+    """One row of the dataset, ready for the policy.
 
     Example: `Prompt(row=3, content=[{"role": "user", "content": "2 + 2?"}], columns={"answer": "4"})`
     """
@@ -43,7 +41,7 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """What the policy wrote to one prompt.
+    """What the policy wrote in answer to one prompt.
 
     `logprobs` has one value per token, under the distribution that was sampled (after temperature and
     truncation); it is None where the engine shares the trainer's own weights and need not report them.
@@ -69,7 +67,7 @@ class Group:
     """The completions of one prompt, scored: `scores_GR[g][r]` is reward source `r` on completion `g`.
 
     `greedy_scores_R` are those of the prompt's greedy completion, which is a baseline and is not trained on; None
-    where the run asks for none.
+    where the run has no such baseline.
     """
 
     draw: Draw
@@ -84,7 +82,7 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A scored group, and whether it can teach."""
+    """A scored group; `teaches` says whether its rewards give a gradient."""
 
     group: Group
     teaches: bool

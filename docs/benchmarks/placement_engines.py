@@ -20,7 +20,7 @@ from ycore.launch.guardian import RunWatch, remove_leftovers
 from ycore.launch.processes import ManagedProcess
 from ycore.models.fetch import fetch_model
 from ycore.models.names import resolve_model
-from ycore.run.files import make_private, temporary_folder
+from ycore.run.files import make_private
 from ycore.run.paths import RunFolder
 from ycore.types import Completion
 
@@ -98,7 +98,7 @@ def _engine(name: str, model: Path, folder: RunFolder, job: argparse.Namespace, 
         name=name,
         model=model,
         socket=folder.socket(name),
-        temporary=temporary_folder(folder),
+        temporary=folder.temporary,
         run_id=folder.run_id,
         dtype="bfloat16",
         max_model_len=max(job.longest + job.prompt_tokens, job.judge_reads + job.judge_tokens),

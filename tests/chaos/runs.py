@@ -19,7 +19,6 @@ import psutil
 from tests.chaos.command import ENGINE_MODULE
 from tests.chaos.moments import Glimpse, count_rows, glimpse
 from ycore.errors import Interrupted
-from ycore.run.files import temporary_folder
 from ycore.run.paths import RunFolder
 from ycore.run.process_tree import is_alive
 from ycore.run.reports import RUN_MARKER
@@ -236,7 +235,7 @@ def _left(run: Run) -> list[str]:
     run.members()
     processes = [f"process {pid} ({_name(process)})" for pid, process in run.seen.items() if is_alive(process)]
     folder = run.folder
-    paths = [folder.sockets, folder.shared_memory, temporary_folder(folder)]
+    paths = [folder.sockets, folder.shared_memory, folder.temporary]
     return processes + [str(path) for path in dict.fromkeys(paths) if path.exists()]
 
 

@@ -47,12 +47,13 @@ def test_an_engine_is_started_with_what_is_compared(
 
     @contextmanager
     def running(job: argparse.Namespace, output: Path, **_: Any) -> Iterator[Any]:
-        engine = module._engine("rollout-0", tmp_path, SimpleNamespace(socket=tmp_path.joinpath, run_id="a"), job, 0)
+        engine = module._engine(
+            "rollout-0", tmp_path, SimpleNamespace(socket=tmp_path.joinpath, run_id="a", temporary=tmp_path), job, 0
+        )
         seen.append((module.engine_command(engine), module.engine_environment(engine), engine.cores))
         yield seen
 
     monkeypatch.setattr(script, "engines_running", running)
-    monkeypatch.setattr(module, "temporary_folder", lambda folder: tmp_path)
     monkeypatch.setattr(sys, "argv", ["engine_settings.py"])
     job, before = script.arguments(), module.engine_command
     with script.changed(job, tmp_path, words={"--block-size": "128"}, variables={"A": "1"}, cores=(0, 1)):

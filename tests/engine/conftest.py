@@ -10,7 +10,7 @@ from ycore.engine.server import is_healthy
 from ycore.launch.engines import EngineProcess
 from ycore.launch.guardian import RunWatch, remove_leftovers
 from ycore.launch.processes import ManagedProcess
-from ycore.run.files import make_private, temporary_folder
+from ycore.run.files import make_private
 from ycore.run.paths import RunFolder
 
 _READY_WITHIN_S = 240
@@ -25,7 +25,7 @@ def serve() -> Serve:
 
 @contextmanager
 def _serving(folder: RunFolder, engines: Sequence[EngineProcess]) -> Iterator[None]:
-    for path in (folder.sockets, temporary_folder(folder)):
+    for path in (folder.sockets, folder.temporary):
         make_private(path)
     folder.logs.mkdir()
     watch = RunWatch(folder.run_id)

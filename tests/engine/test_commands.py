@@ -15,7 +15,7 @@ from ycore.errors import ConfigError
 from ycore.launch.engines import is_vllm_installed
 from ycore.launch.guardian import RunWatch, remove_leftovers
 from ycore.launch.processes import ManagedProcess
-from ycore.run.files import make_private, temporary_folder
+from ycore.run.files import make_private
 from ycore.run.paths import RunFolder
 
 CPU = EngineSpec(
@@ -105,7 +105,7 @@ def test_a_real_engine_starts_answers_and_leaves_nothing(tmp_path: Path) -> None
         name="rollout-0",
         model=write_tiny_model(tmp_path / "model"),
         socket=folder.socket("rollout-0"),
-        temporary=temporary_folder(folder),
+        temporary=folder.temporary,
         run_id=folder.run_id,
         dtype="float32",
         max_model_len=128,

@@ -23,7 +23,6 @@ from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, completion_seed
 from ycore.round.scoring import rules_alone
 from ycore.round.step import Controller
-from ycore.run.files import temporary_folder
 from ycore.run.paths import RunFolder
 from ycore.types import Completion, Prompt
 
@@ -60,7 +59,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any) ->
         name="rollout-0",
         model=model,
         socket=folder.socket("rollout-0"),
-        temporary=temporary_folder(folder),
+        temporary=folder.temporary,
         run_id=folder.run_id,
         dtype="float32",
         max_model_len=64,

@@ -18,7 +18,6 @@ from ycore.judge.verdict import Unreadable, read_value
 from ycore.launch.engines import engine_processes, is_vllm_installed, plan_scorers
 from ycore.models.tiny import write_tiny_model
 from ycore.round.scorers import reward_model_encoder, special_tokens
-from ycore.run.files import temporary_folder
 from ycore.run.paths import RunFolder
 from ycore.types import Prompt
 
@@ -66,7 +65,7 @@ def servers(model: Path, classifier: Path, tmp_path_factory: pytest.TempPathFact
         name="rollout-0",
         model=model,
         socket=folder.socket("rollout-0"),
-        temporary=temporary_folder(folder),
+        temporary=folder.temporary,
         run_id=folder.run_id,
         dtype="float32",
         max_model_len=256,

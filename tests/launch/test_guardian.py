@@ -14,7 +14,6 @@ import pytest
 from ycore.launch.guardian import guarded
 from ycore.launch.processes import ManagedProcess
 from ycore.run.claim import Claim
-from ycore.run.files import temporary_folder
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
 
@@ -45,7 +44,7 @@ with guarded(folder, held):
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     folder = RunFolder(tmp_path / "run")
-    for path in (folder.root, folder.logs, folder.sockets, folder.shared_memory, temporary_folder(folder)):
+    for path in (folder.root, folder.logs, folder.sockets, folder.shared_memory, folder.temporary):
         path.mkdir(exist_ok=True)  # tests that were killed left it
     return folder
 
@@ -90,7 +89,7 @@ def assert_nothing_is_left(folder: RunFolder, children: list[psutil.Process]) ->
     wait_for(lambda: not processes_of(folder))
     assert not folder.sockets.exists()
     assert not folder.shared_memory.exists()
-    assert not temporary_folder(folder).exists()
+    assert not folder.temporary.exists()
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGHUP])

@@ -18,7 +18,6 @@ import psutil
 import pytest
 
 from ycore.models.tiny import write_tiny_model
-from ycore.run.files import temporary_folder
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
 
@@ -110,7 +109,7 @@ def assert_nothing_is_left(output: Path) -> None:
     while left := of_run(folder):
         assert time.monotonic() < deadline, [(process.pid, process.name(), process.status()) for process in left]
         time.sleep(0.1)
-    for path in (folder.sockets, folder.shared_memory, temporary_folder(folder)):
+    for path in (folder.sockets, folder.shared_memory, folder.temporary):
         assert not path.exists(), path
 
 

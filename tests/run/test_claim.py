@@ -24,7 +24,7 @@ from ycore.run.claim import (
     model_fingerprint,
     settings_that_differ,
 )
-from ycore.run.files import make_private, read_json, temporary_folder, write_json_atomic
+from ycore.run.files import make_private, read_json, write_json_atomic
 from ycore.run.paths import RunFolder
 
 
@@ -55,7 +55,7 @@ def test_a_new_folder_is_made_private_and_described(folder: RunFolder) -> None:
     assert folder.sockets.stat().st_mode & 0o777 == 0o700
     assert folder.logs.is_dir()
     assert folder.checkpoints.is_dir()
-    assert temporary_folder(folder).stat().st_mode & 0o777 == 0o700
+    assert folder.temporary.stat().st_mode & 0o777 == 0o700
 
 
 def test_checking_imports_no_torch() -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 
+from ycore.run.paths import RunFolder
 from ycore.run.trace import ROUND, SWAP, Span, read_trace
 from ycore.view.pictures import draw_curve, draw_timeline, finish_trace_and_draw, last_rounds, points, smooth
 
@@ -50,7 +51,7 @@ def test_a_title_is_drawn_as_it_is(tmp_path: Path) -> None:
 
 
 def test_no_trace_is_no_trouble(tmp_path: Path) -> None:
-    finish_trace_and_draw(tmp_path, "nothing")
+    finish_trace_and_draw(RunFolder(tmp_path), "nothing")
     assert read_trace(tmp_path / "trace.json") == [] and list(tmp_path.iterdir()) == []
 
 

@@ -122,7 +122,7 @@ def peak_bytes(pid: int) -> int | None:
 
 def plan_and_measured(config: RunConfig, site: Site, metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What a finished run took beside what the plan says; nothing where the two cannot be compared."""
-    files = (site.folder.memory, site.folder.root / "engines.json")
+    files = (site.folder.memory, site.folder.engines)
     if config.algorithm != "grpo" or site.machine.devices or not metrics or not all(file.is_file() for file in files):
         return []
     try:
@@ -133,7 +133,7 @@ def plan_and_measured(config: RunConfig, site: Site, metrics: Sequence[Mapping[s
 
 def compared(config: RunConfig, site: Site, metrics: Sequence[Mapping[str, Any]], *, core: Device) -> list[Row]:
     """Plan and measurement of the run in the site's folder; `core` is one core of the machine that it ran on."""
-    engines = read_json(site.folder.root / "engines.json")
+    engines = read_json(site.folder.engines)
     policy = facts_of(read_json(Path(engines["model"]) / "config.json"), name=config.model)
     batch = derive_batch(config, world_size=site.layout.world, on_cpu=True)
     ran = Ran(

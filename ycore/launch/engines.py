@@ -18,7 +18,7 @@ from ycore.launch.layout import Machine, Site
 from ycore.launch.scoring_models import ScoringModel, check_run_placement, scoring_models
 from ycore.models.folder import context_length
 from ycore.placement.placement import ROLLOUT
-from ycore.run.files import read_json, temporary_folder
+from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 
 Kind = Literal["vllm", "transformers", "replay"]
@@ -179,7 +179,7 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch, sleeps: bool = 
         name="",
         model=model,
         socket=Path(),
-        temporary=temporary_folder(site.folder),
+        temporary=site.folder.temporary,
         run_id=site.folder.run_id,
         dtype="float32" if config.dtype == "float32" else "bfloat16",
         max_model_len=length,

@@ -21,7 +21,6 @@ from pathlib import Path
 import psutil
 
 from ycore.run.claim import Claim
-from ycore.run.files import temporary_folder
 from ycore.run.paths import RunFolder
 from ycore.run.process_tree import descendants, is_alive
 from ycore.run.reports import RUN_MARKER
@@ -127,7 +126,7 @@ def kill_run(run_id: str, *, grace_s: float = 3.0) -> int:
 
 def remove_leftovers(folder: RunFolder) -> None:
     """Remove the run's sockets, temporary files and shared memory folder."""
-    for path in (folder.sockets, temporary_folder(folder), folder.shared_memory):
+    for path in (folder.sockets, folder.temporary, folder.shared_memory):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
 

@@ -134,12 +134,12 @@ def _start_engines(worker: Worker, config: AnyConfig, site: Site, progress: RunP
         "cores": site.rank_cores,
     }
     if not isinstance(config, RunConfig):
-        write_json_atomic(site.folder.root / "engines.json", {"kind": "none", "engines": [], **facts})
+        write_json_atomic(site.folder.engines, {"kind": "none", "engines": [], **facts})
         return EngineWatch()
     settings = config.engine
     plan = plan_engines(config, site, fetch=fetch, sleeps=worker.trains and settings.sleep)
     progress.say(plan.note + (", starting ..." if plan.engines else ""))
-    write_json_atomic(site.folder.root / "engines.json", {**plan.as_json(), **facts})
+    write_json_atomic(site.folder.engines, {**plan.as_json(), **facts})
     live = start_engines(
         engine_processes(plan.served),
         site.folder,
@@ -236,7 +236,7 @@ def _draw(config: AnyConfig, folder: RunFolder, metrics: list[dict[str, Any]], p
     """The curve and the timeline; a picture that cannot be drawn costs a line, not the run's result."""
     try:
         if isinstance(config, RunConfig):
-            finish_trace_and_draw(folder.root, f"placement {config.placement}, the last rounds")
+            finish_trace_and_draw(folder, f"placement {config.placement}, the last rounds")
             draw_curve(metrics, folder.curve, f"{config.algorithm}: {config.model} on {config.dataset}")
         else:
             title = f"{config.algorithm}: {config.model} on {Path(config.dataset).name}"

@@ -186,7 +186,7 @@ class Assembly:
         sleepers = self._sleepers(engines) if self.started.sleeps else None
         pool = SlotPool(len(engines), roles, capacity, exclusive=sleepers is not None)
         allocator = Allocator(pool, parse_placement(self.config.placement))
-        trace = TraceWriter(self.folder.root / "trace.json")
+        trace = TraceWriter(self.folder.trace)
         return Slots(len(engines), allocator=allocator, sleepers=sleepers, trace=trace, rank=rank)
 
     def _sleepers(self, engines: Sequence[Engine]) -> Mapping[str, Sequence[Sleeper]]:
@@ -213,7 +213,7 @@ def assemble(root: Path) -> Assembly:
     """Read the launcher's files in a run's folder, and load tokenizer and prompts."""
     folder = RunFolder(root)
     config = RunConfig.model_validate(load_config(folder))
-    started = TypeAdapter(EngineList).validate_python(read_json(folder.root / "engines.json"))
+    started = TypeAdapter(EngineList).validate_python(read_json(folder.engines))
     tokenizer = load_tokenizer(started.model, trust_remote_code=config.trust_remote_code)
     prompts = load_prompts(config, as_chat=tokenizer.chat_template is not None)
     return Assembly(folder, config, started, tokenizer, prompts)

@@ -20,7 +20,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from ycore.errors import RunFolderError
-from ycore.run.files import make_private, read_json, temporary_folder, write_json_atomic
+from ycore.run.files import make_private, read_json, write_json_atomic
 from ycore.run.paths import RunFolder
 from ycore.run.secrets import check_secrets, redact, redact_command
 
@@ -99,10 +99,10 @@ def claim(folder: RunFolder, config: BaseModel, *, resume: bool) -> Claim:
     held = Claim(folder)
     for inner in (folder.logs, folder.checkpoints):
         inner.mkdir(mode=0o700, exist_ok=True)
-    for leftover in (folder.sockets, folder.shared_memory, temporary_folder(folder)):
+    for leftover in (folder.sockets, folder.shared_memory, folder.temporary):
         if leftover.is_dir() and not leftover.is_symlink():
             shutil.rmtree(leftover)
-    for private in (folder.sockets, temporary_folder(folder)):
+    for private in (folder.sockets, folder.temporary):
         make_private(private)
     folder.summary.unlink(missing_ok=True)
     write_description(folder, config, resume=resume)

@@ -8,13 +8,11 @@ import json
 import math
 import os
 import stat
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from ycore.errors import RunFolderError
-from ycore.run.paths import RunFolder
 
 _FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FULL_IN_WORDS = ("No space left on device", "StorageFull", "Disk quota exceeded", "File too large")
@@ -129,11 +127,6 @@ class LineFollower:
         else:
             self._offset = size if inode == self._inode else max(0, size - self._tail_bytes)
         self._inode, self.num_lines = inode, 0
-
-
-def temporary_folder(folder: RunFolder) -> Path:
-    """Where the run's engines put their own temporary files and sockets; short, because a socket's path must be."""
-    return Path(tempfile.gettempdir()) / f"ycore-{folder.run_id}"
 
 
 def make_private(path: Path) -> None:

@@ -3,75 +3,37 @@
 import hashlib
 import os
 import tempfile
-from dataclasses import dataclass
 from pathlib import Path
 
 _MAX_SOCKET_PATH = 100  # the kernel's limit on a unix socket's path is 108 bytes
 
 
-@dataclass(frozen=True, slots=True)
 class RunFolder:
-    """Example: `RunFolder(Path("runs/quickstart")).metrics` is `runs/quickstart/metrics.jsonl`."""
+    """The files of a run: `RunFolder(Path("runs/quickstart")).metrics` is `runs/quickstart/metrics.jsonl`.
 
-    root: Path
+    Args:
+        root: The folder that `--output` names.
+    """
 
-    @property
-    def config(self) -> Path:
-        return self.root / "run.json"
-
-    @property
-    def identity(self) -> Path:
-        """What the run learned from at its first start: fingerprints of rows, model and reward files."""
-        return self.root / "identity.json"
-
-    @property
-    def metrics(self) -> Path:
-        return self.root / "metrics.jsonl"
-
-    @property
-    def summary(self) -> Path:
-        return self.root / "summary.json"
-
-    @property
-    def memory(self) -> Path:
-        """The most that each process of each role held, in bytes."""
-        return self.root / "memory.json"
-
-    @property
-    def step_began(self) -> Path:
-        """Touched when a step begins, on every machine; not there while the trainer is still starting."""
-        return self.root / "step_began"
-
-    @property
-    def samples(self) -> Path:
-        """Completions to the same few prompts, before and after training."""
-        return self.root / "samples.json"
-
-    @property
-    def held_out(self) -> Path:
-        """What a run without rollouts measured on held-out rows, before and after."""
-        return self.root / "held_out.json"
-
-    @property
-    def curve(self) -> Path:
-        return self.root / "curve.png"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.root / "checkpoints"
-
-    @property
-    def journal(self) -> Path:
-        """The rounds since the oldest checkpoint that is kept, or all of them."""
-        return self.root / "journal"
-
-    @property
-    def model(self) -> Path:
-        return self.root / "model"
-
-    @property
-    def logs(self) -> Path:
-        return self.root / "logs"
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.config = root / "run.json"
+        self.identity = root / "identity.json"  # fingerprints of the rows, model and reward files it began with
+        self.engines = root / "engines.json"  # what the launcher has started, for the trainer
+        self.metrics = root / "metrics.jsonl"
+        self.trace = root / "trace.json"
+        self.summary = root / "summary.json"
+        self.memory = root / "memory.json"  # the most that each process of each role held, in bytes
+        self.samples = root / "samples.json"  # completions to the same few prompts, before and after training
+        self.held_out = root / "held_out.json"  # measured on held-out rows by a run without rollouts, before and after
+        self.curve = root / "curve.png"
+        self.timeline = root / "timeline.png"
+        self.checkpoints = root / "checkpoints"
+        self.journal = root / "journal"  # the rounds since the oldest checkpoint that is kept, or all of them
+        self.model = root / "model"
+        self.logs = root / "logs"
+        # Touched on every machine when a step begins; not there while the trainer is still starting.
+        self.step_began = root / "step_began"
 
     def log(self, process: str) -> Path:
         return self.logs / f"{process}.log"
@@ -82,12 +44,15 @@ class RunFolder:
         return hashlib.sha256(os.fsencode(self.root.resolve())).hexdigest()[:12]
 
     @property
-    def sockets(self) -> Path:
-        """The 0700 folder of the run's sockets: inside the run folder, or in a temporary one where its path is long."""
-        inside = self.root.resolve() / "sockets"
-        if len(os.fsencode(inside)) + 20 <= _MAX_SOCKET_PATH:
-            return inside
+    def temporary(self) -> Path:
+        """Where the run's engines put their own temporary files and sockets; short, because a socket's path must be."""
         return Path(tempfile.gettempdir()) / f"ycore-{self.run_id}"
+
+    @property
+    def sockets(self) -> Path:
+        """The 0700 folder of the run's sockets: inside the run folder, or the temporary one where that path is long."""
+        inside = self.root.resolve() / "sockets"
+        return inside if len(os.fsencode(inside)) + 20 <= _MAX_SOCKET_PATH else self.temporary
 
     def socket(self, engine: str) -> Path:
         return self.sockets / f"{engine}.sock"

@@ -41,7 +41,7 @@ def write_round(path: Path, label: Mapping[str, int], content: Mapping[str, Any]
 
     Args:
         path: Its `round_file`.
-        label: More keys for the header: what tells this round from others.
+        label: More keys for the header: its step, rank, world and seed.
         content: The round, as JSON values.
     """
     body = json.dumps(content).encode()

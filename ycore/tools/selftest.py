@@ -21,7 +21,6 @@ import psutil
 from ycore.errors import ConfigError
 from ycore.launch.guardian import RunWatch
 from ycore.models.tiny import write_tiny_model
-from ycore.run.files import temporary_folder
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 from ycore.tools.doctor import Check, check, environment_report
@@ -100,7 +99,7 @@ def _read_result(folder: RunFolder) -> tuple[list[list[Any]], dict[str, bytes]]:
 def leftovers(folder: RunFolder) -> list[str]:
     """Processes, sockets, shared memory and temporary files that a run has left behind."""
     watch, deadline = RunWatch(folder.run_id), time.monotonic() + _GONE_WITHIN_S
-    paths = (folder.sockets, folder.shared_memory, temporary_folder(folder))
+    paths = (folder.sockets, folder.shared_memory, folder.temporary)
     while True:
         left = [f"process {process.pid}" for process in watch.look()] + [str(path) for path in paths if path.exists()]
         if not left or time.monotonic() > deadline:

@@ -45,7 +45,7 @@ def main() -> int:
 
 def _train_as_rank(folder: RunFolder, rank: Rank) -> int:
     """Report the end to ycore's launcher. torchrun sees only failures, for which it ends the other ranks."""
-    cores = read_json(folder.root / "engines.json").get("cores")
+    cores = read_json(folder.engines).get("cores")
     take_place(folder, rank, cores=cores[rank.local] if cores else None)
     reported: list[BaseException] = []
 

@@ -27,7 +27,7 @@ class ExampleRun(TrainingRun):
     def __init__(self, root: Path) -> None:
         folder = RunFolder(root)
         config = TuneConfig.model_validate(load_config(folder))
-        started = read_json(folder.root / "engines.json")
+        started = read_json(folder.engines)
         model = Path(started["model"])
         tokenizer = load_tokenizer(model, trust_remote_code=config.trust_remote_code)
         tokenizer.padding_side = "right"

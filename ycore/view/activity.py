@@ -197,7 +197,7 @@ class RunActivity:
     def __init__(self, root: Path, *, goes_on: Callable[[], bool] | None = None) -> None:
         self._folder = RunFolder(root)
         self._goes_on = goes_on or (lambda: not self._folder.summary.is_file())
-        self._follower = TraceFollower(root / "trace.json")
+        self._follower = TraceFollower(self._folder.trace)
         self._activity = Activity()
         self._lock = threading.Lock()
         self._scene: Scene | None = None

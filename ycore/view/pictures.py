@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ycore.run.metrics import REWARD, Row, number
+from ycore.run.paths import RunFolder
 from ycore.run.trace import ROUND, SWAP, Span, busy_stretches, finish_trace, read_trace
 from ycore.view.lanes import lane_names
 
@@ -167,11 +168,11 @@ def draw_timeline(spans: Sequence[Span], path: Path, title: str) -> bool:
     return bool(shown)
 
 
-def finish_trace_and_draw(folder: Path, title: str) -> None:
+def finish_trace_and_draw(folder: RunFolder, title: str) -> None:
     """Close the run's trace.json and draw timeline.png beside it; a picture that fails is not worth a run's result."""
     with contextlib.suppress(OSError, RuntimeError, ValueError):
-        finish_trace(folder / "trace.json")
-        draw_timeline(read_trace(folder / "trace.json"), folder / "timeline.png", title)
+        finish_trace(folder.trace)
+        draw_timeline(read_trace(folder.trace), folder.timeline, title)
 
 
 def draw_panels(panels: Sequence[tuple[str, Sequence[Span]]], path: Path) -> None:

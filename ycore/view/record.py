@@ -65,9 +65,9 @@ def read_run(root: Path) -> RunRecord:
     metrics = read_metrics(folder.metrics, say=problems.append)
     if not metrics:
         raise RunFolderError(f"{root} has no step yet: {folder.metrics} is missing or empty; wait for the first step")
-    config, timeline = description.get("config", {}), root / "timeline.png"
+    config = description.get("config", {})
     # A trainer that generates by itself is one slot.
-    num_slots = max(1, len(_optional(root / "engines.json").get("engines", [])))
+    num_slots = max(1, len(_optional(folder.engines).get("engines", [])))
     return RunRecord(
         root=root,
         name=root.resolve().name,
@@ -83,10 +83,10 @@ def read_run(root: Path) -> RunRecord:
             metrics,
             prompts_per_step=int(config.get("prompts_per_step", 1)),
             num_slots=num_slots,
-            judging=judging_share(read_trace(root / "trace.json")),
+            judging=judging_share(read_trace(folder.trace)),
         ),
         reward_curve=reward_curve(metrics, num_slots=num_slots),
-        timeline=timeline if timeline.is_file() else None,
+        timeline=folder.timeline if folder.timeline.is_file() else None,
         problems=problems,
     )
 

@@ -12,9 +12,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from vllm.model_executor.layers import utils as vllm_layers
 from vllm.platforms import current_platform
-from vllm.v1.sample.ops import topk_topp_sampler as vllm_sampler
 
 from ycore.engine.weights import byte_sum
 from ycore.run.reports import dump_stacks_on_signal
@@ -68,7 +66,9 @@ def checkpoint_names(name: str, fused_parts: dict[str, list[str]]) -> list[str]:
 
 def record_packed_sums() -> None:
     """Patch vLLM to record the sum of every weight that it packs for its CPU kernels."""
-    pack = vllm_layers.dispatch_cpu_unquantized_gemm
+    from vllm.model_executor.layers import utils
+
+    pack = utils.dispatch_cpu_unquantized_gemm
 
     def pack_and_record(layer: Any, remove_weight: bool) -> None:
         weight = layer.weight
@@ -76,24 +76,27 @@ def record_packed_sums() -> None:
             PACKED_SUMS[layer] = byte_sum(weight)
         pack(layer, remove_weight=remove_weight)
 
-    vllm_layers.dispatch_cpu_unquantized_gemm = pack_and_record
+    utils.dispatch_cpu_unquantized_gemm = pack_and_record
 
 
 def use_faster_sampler() -> None:
     """Patch vLLM's CPU sampler; must come before the engine's model runner is built."""
-    sampler = vllm_sampler.TopKTopPSampler
-    stock = sampler.forward_cpu
+    from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
+
+    stock = TopKTopPSampler.forward_cpu
 
     def forward_cpu(self: Any, logits: Any, generators: Mapping[int, Any], k: Any, p: Any) -> tuple[Any, Any]:
         sample = stock if not generators or self.use_fp64_gumbel else _sample
         return tuple(sample(self, logits, generators, k, p))
 
-    sampler.forward_cpu = forward_cpu
+    TopKTopPSampler.forward_cpu = forward_cpu
 
 
 def _sample(self: Any, logits: Any, generators: Mapping[int, Any], k: Any, p: Any) -> tuple[Any, Any]:
     """Instead of `TopKTopPSampler.forward_cpu`: token ids `[B]`, and what the logprobs mode wants, `[B, V]` or None."""
-    logits = vllm_sampler.apply_top_k_top_p(logits, k, p)
+    from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p, sample_with_exponential_noise
+
+    logits = apply_top_k_top_p(logits, k, p)
     returned = None
     if self.logprobs_mode == "processed_logits":
         returned = logits
@@ -104,7 +107,7 @@ def _sample(self: Any, logits: Any, generators: Mapping[int, Any], k: Any, p: An
     # A request without a seed has no generator; the process's own then gives the seed of its row.
     seeds = [int(torch.randint(2**62, (1,), generator=generators.get(row))) for row in range(len(noise))]
     fill_with_exponentials(noise.numpy(), seeds)
-    return vllm_sampler.sample_with_exponential_noise(probabilities, noise), returned
+    return sample_with_exponential_noise(probabilities, noise), returned
 
 
 def fill_with_exponentials(rows: np.ndarray, seeds: list[int]) -> None:

@@ -45,12 +45,12 @@ def pipeline(
         sets |= {key: value for key, value in (("model", model), ("output", output)) if value is not None}
         declared = with_sets(load_recipe(file, command=PIPELINE), sets)
         parsed = parse_pipeline(declared, name=recipe_name(file))
-        steps, commands = steps_of(parsed), _Commands()
+        steps = steps_of(parsed)
         check_folder(Path(parsed.output), declared, resume=resume)
-        check_pipeline(parsed, steps, commands, show=print_line)
+        check_pipeline(parsed, steps, _check, show=print_line)
         report: dict[str, Any] = {"stages": [{"name": one.name, "command": one.command} for one in steps]}
         if not dry_run:
-            report = run_pipeline(parsed, steps, commands, declared=declared, resume=resume, say=print_line)
+            report = run_pipeline(parsed, steps, _run, declared=declared, resume=resume, say=print_line)
     if json:
         print_json(report)
     elif dry_run:
@@ -59,30 +59,24 @@ def pipeline(
         print_table([*table_rows(report), ("report", str(Path(parsed.output) / "pipeline.json"))])
 
 
-class _Commands:
-    """Checks and runs each stage as its own command does."""
+def _check(config: "AnyConfig", resume: bool) -> list[tuple[str, str]]:
+    from ycore_cli.checks import checked_plan, plan_rows
 
-    def __init__(self) -> None:
-        self._num_steps: dict[str, int] = {}  # by output folder, from the stage's check; for its progress bar
+    rows: list[tuple[str, str]] = plan_rows(checked_plan(o.with_judges(config), resume=resume), resume=resume)
+    return rows
 
-    def check(self, config: "AnyConfig", *, resume: bool) -> list[tuple[str, str]]:
-        from ycore_cli.checks import checked_plan, plan_rows
 
-        plan = checked_plan(o.with_judges(config), resume=resume)
-        self._num_steps[config.output] = plan["trl"]["max_steps"]
-        rows: list[tuple[str, str]] = plan_rows(plan, resume=resume)
-        return rows
+def _run(config: "AnyConfig", resume: bool) -> Mapping[str, Any]:
+    from ycore_cli.checks import checked_plan
+    from ycore_cli.train import run_training
 
-    def run(self, config: "AnyConfig", *, resume: bool) -> Mapping[str, Any]:
-        from ycore import launch
-        from ycore.config.schema import RunConfig
-        from ycore.run.claim import AS_IT_WAS
-        from ycore.run.paths import RunFolder
-        from ycore.run.resuming import settle
+    from ycore import launch
+    from ycore.config.schema import RunConfig
+    from ycore.run.claim import AS_IT_WAS
 
-        config = o.with_judges(config)
-        if resume:
-            settle(RunFolder(Path(config.output)), config, AS_IT_WAS, say=print)
-        if isinstance(config, RunConfig) and config.algorithm == "eval":
-            return launch.evaluate(config)
-        return launch.run(config, resume=resume, num_steps=self._num_steps.get(config.output))
+    config = o.with_judges(config)
+    plan = checked_plan(config, resume=resume)
+    if isinstance(config, RunConfig) and config.algorithm == "eval":
+        return launch.evaluate(config)
+    summary: Mapping[str, Any] = run_training(config, num_steps=plan["trl"]["max_steps"], resume=resume, how=AS_IT_WAS)
+    return summary

@@ -196,7 +196,7 @@ def train(
         if not (json and dry_run):
             print_table(plan_rows(result, resume=resume))
         if not dry_run:
-            result = _run(config, num_steps=result["trl"]["max_steps"], resume=resume, how=how)
+            result = run_training(config, num_steps=result["trl"]["max_steps"], resume=resume, how=how)
     if json:
         print_json(result)
     elif dry_run:
@@ -240,7 +240,8 @@ def _check_checkpoints(config: "AnyConfig", how: "Resume") -> None:
         check_replay(replayed.root, replayed.journal)
 
 
-def _run(config: "AnyConfig", *, num_steps: int, resume: bool, how: "Resume") -> dict[str, Any]:
+def run_training(config: "AnyConfig", *, num_steps: int, resume: bool, how: "Resume") -> dict[str, Any]:
+    """Train in the foreground; the run's summary."""
     from ycore import launch
     from ycore.run.paths import RunFolder
     from ycore.run.resuming import settle

@@ -41,13 +41,14 @@ class Scripted:
         self.checked: list[str] = []
         self._stops = stops
 
-    def check(self, config: AnyConfig, *, resume: bool) -> list[tuple[str, str]]:
+    def check(self, config: AnyConfig, resume: bool) -> list[tuple[str, str]]:
         self.checked.append(f"{config.model} {config.dataset}")
         if config.dataset == "nowhere":
             raise DataError("no such dataset")
         return [("model", config.model)]
 
-    def run(self, config: AnyConfig, *, resume: bool) -> dict[str, Any]:
+    def run(self, config: AnyConfig, resume: bool) -> dict[str, Any]:
+        self.check(config, resume)
         folder = RunFolder(Path(config.output))
         self.ran.append((folder.root.name, resume))
         claim(folder, config, resume=resume).release()
@@ -67,7 +68,9 @@ class Scripted:
 
 def run(root: Path, commands: Scripted, *, resume: bool = False, declared: dict[str, Any] = DECLARED) -> dict[str, Any]:
     pipeline = parse_pipeline({**declared, "output": str(root)}, name="mine")
-    return run_pipeline(pipeline, steps_of(pipeline), commands, declared=declared, resume=resume, say=lambda line: None)
+    return run_pipeline(
+        pipeline, steps_of(pipeline), commands.run, declared=declared, resume=resume, say=lambda line: None
+    )
 
 
 def test_each_stage_gets_what_the_last_one_made(tmp_path: Path) -> None:
@@ -171,7 +174,7 @@ def test_everything_that_can_be_checked_is_checked_before_the_first_stage(tmp_pa
     pipeline = parse_pipeline({**declared, "output": str(tmp_path / "out")}, name="mine")
     commands, shown = Scripted(), list[str]()
     with pytest.raises(DataError, match="stage after: no such dataset"):
-        check_pipeline(pipeline, steps_of(pipeline), commands, show=shown.append)
+        check_pipeline(pipeline, steps_of(pipeline), commands.check, show=shown.append)
     assert commands.checked == ["m d", "m d", "m nowhere"], "a policy to come is checked as what it begins from"
     assert any("pairs.jsonl from an earlier stage; checked in full when that is there" in line for line in shown)
     assert not (tmp_path / "out").exists()
@@ -179,13 +182,13 @@ def test_everything_that_can_be_checked_is_checked_before_the_first_stage(tmp_pa
 
 def test_a_stop_that_comes_as_a_stage_ends_ends_the_pipeline_too(tmp_path: Path) -> None:
     class Stopped(Scripted):
-        def run(self, config: AnyConfig, *, resume: bool) -> dict[str, Any]:
-            return super().run(config, resume=resume) | {"stop_asked": True}
+        def run(self, config: AnyConfig, resume: bool) -> dict[str, Any]:
+            return super().run(config, resume) | {"stop_asked": True}
 
     pipeline = parse_pipeline({**DECLARED, "output": str(tmp_path / "out")}, name="p")
     commands = Stopped()
     with pytest.raises(Interrupted, match="stopped in sft; the same command goes on"):
-        run_pipeline(pipeline, steps_of(pipeline), commands, declared=DECLARED, resume=False, say=lambda line: None)
+        run_pipeline(pipeline, steps_of(pipeline), commands.run, declared=DECLARED, resume=False, say=lambda line: None)
     assert [name for name, _ in commands.ran] == ["sft"]
 
 

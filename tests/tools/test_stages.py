@@ -37,7 +37,7 @@ def test_a_loop_is_its_stages_in_every_round() -> None:
         ({"stages": {}}, "a pipeline needs stages"),
         ({"stages": [1]}, "stages must be a mapping of keys; it is [1]"),
         ({"stage": {}}, "a pipeline has no key stage; did you mean 'stages'?"),
-        ({"stages": {"first": SFT}}, "stage first: its command is one of sft"),
+        ({"stages": {"first": SFT}}, "stage first: its command is one of grpo"),
         ({"stages": {"warm": {"command": "stf"}}}, "did you mean 'sft'?"),
         ({"stages": {"a/b": {"command": "sft"}}}, "a name is letters, digits, - and _"),
         ({"stages": {"sft": {"output": "x"}}}, "stage sft: output is the pipeline's own"),

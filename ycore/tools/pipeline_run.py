@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, Protocol, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 from ycore.config.algorithms import find_algorithm
 from ycore.config.resolve import resolve
@@ -22,28 +22,25 @@ from ycore.tools.preference_pairs import write_pairs
 from ycore.tools.stages import PAIRS, PAIRS_FILE, Pipeline, Step
 
 Say = Callable[[str], None]
+Check = Callable[[AnyConfig, bool], list[tuple[str, str]]]
+"""A command's check, given a configuration and whether to resume: the rows of its plan. Starts nothing."""
+
+Run = Callable[[AnyConfig, bool], Mapping[str, Any]]
+"""A command's whole run, checks included, in the foreground: its summary."""
+
 State = Literal["to do", "begun", "finished"]
 Status = Literal["running", "finished", "interrupted", "failed"]
 
 _NOT_FIGURES = ("status", "wall_s", "error")
 
 
-class Commands(Protocol):
-    """The commands that stages run; the command line implements them."""
-
-    def check(self, config: AnyConfig, *, resume: bool) -> list[tuple[str, str]]:
-        """The plan's rows; a UserError where the run cannot work. Starts nothing."""
-
-    def run(self, config: AnyConfig, *, resume: bool) -> Mapping[str, Any]:
-        """The whole run, in the foreground; its summary."""
-
-
-def check_pipeline(pipeline: Pipeline, steps: Sequence[Step], commands: Commands, *, show: Say) -> None:
+def check_pipeline(pipeline: Pipeline, steps: Sequence[Step], check: Check, *, show: Say) -> None:
     """Check every step and show its plan, before any of them begins.
 
     A step that takes a dataset or reward model of an earlier one is only parsed: the rest is checked when it runs.
 
     Args:
+        check: The check of every command.
         show: Called with each line of the plan.
 
     Raises:
@@ -61,22 +58,17 @@ def check_pipeline(pipeline: Pipeline, steps: Sequence[Step], commands: Commands
             show(f"  takes {', '.join(made)} from an earlier stage; checked in full when that is there")
             continue
         with _named(step):
-            for name, text in commands.check(config_of(ready, pipeline), resume=state_of(step) == "begun"):
+            for name, text in check(config_of(ready, pipeline), state_of(step) == "begun"):
                 show(f"  {name:<8}  {text}".rstrip())
 
 
 def run_pipeline(
-    pipeline: Pipeline,
-    steps: Sequence[Step],
-    commands: Commands,
-    *,
-    declared: Mapping[str, Any],
-    resume: bool,
-    say: Say,
+    pipeline: Pipeline, steps: Sequence[Step], run: Run, *, declared: Mapping[str, Any], resume: bool, say: Say
 ) -> dict[str, Any]:
     """Run what is not finished, and return the report, which is also in pipeline.json however the pipeline ends.
 
     Args:
+        run: The run of every command.
         declared: The pipeline's keys, stored in pipeline.json: only the same pipeline may resume there.
         resume: Whether the folder must already hold this pipeline.
         say: Called with a line a stage.
@@ -96,7 +88,7 @@ def run_pipeline(
                 say(f"{_title(step, number, steps)}: finished already")
                 continue
             say(_title(step, number, steps))
-            stop_asked = _run_step(step, pipeline, commands)
+            stop_asked = _run_step(step, pipeline, run)
             _write_report(root, declared, steps, "running")
             if stop_asked and number < len(steps):  # Ctrl-C while the stage was ending stops the pipeline too
                 raise KeyboardInterrupt
@@ -212,14 +204,12 @@ def _is_done(step: Step) -> bool:
     return state_of(step) == "finished" and (step.command != PAIRS or (step.folder / PAIRS_FILE).is_file())
 
 
-def _run_step(step: Step, pipeline: Pipeline, commands: Commands) -> bool:
+def _run_step(step: Step, pipeline: Pipeline, run: Run) -> bool:
     """Run the step, or the rest of it; whether Ctrl-C came too late to stop it."""
     config, stop_asked = config_of(step, pipeline), False
     if state_of(step) != "finished":
-        resume = _can_resume(step)
         with _named(step):
-            commands.check(config, resume=resume)
-            stop_asked = bool(commands.run(config, resume=resume).get("stop_asked"))
+            stop_asked = bool(run(config, _can_resume(step)).get("stop_asked"))
     if step.command == PAIRS:
         assert isinstance(config, RunConfig)
         weights = [reward.weight for reward in config.rewards]

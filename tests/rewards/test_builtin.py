@@ -1,11 +1,25 @@
 import inspect
 import json
+import math
+import random
 import re
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from ycore.rewards.builtin import BUILTIN, EVALUATED_FORMULAS, EVALUATED_LISTS
+from ycore.config.schema import RewardConfig
+from ycore.errors import RewardError
+from ycore.rewards import builtin
+from ycore.rewards.builtin import (
+    BUILTIN,
+    EVALUATED_FORMULAS,
+    EVALUATED_LISTS,
+    before_the_answer,
+    reference_reward,
+)
+from ycore.rewards.loading import check_reward
 
 # Tasks whose scorer evaluates something, but never the text that the policy wrote.
 EVALUATES_ONLY_ITS_OWN_TEXT = {"codeio", "number_sorting"}
@@ -196,3 +210,88 @@ def test_every_gym_task_that_evaluates_text_is_known() -> None:
 )
 def test_numeric_answer(completion: str, answer: str, settings: dict[str, Any], expected: float | None) -> None:
     assert BUILTIN["numeric_answer"]([""], [completion], answer=[answer], **settings) == [expected]
+
+
+def similarity(prompts: list[str], texts: list[str], *, n: int = 1) -> list[float | None]:
+    return builtin.similarity([*prompts], [*texts], n=n)
+
+
+def test_similarity_by_hand() -> None:
+    """Pairs: (a b, a b) = 1; (a b, b c) shares one of two words on either side, so 2 * 1 / 4 = 0.5."""
+    assert similarity([""] * 3, ["a b", "A b", "b c"]) == [0.75, 0.75, 0.5]
+
+
+def test_word_order_counts_for_similarity_from_two_words_on() -> None:
+    assert similarity([""] * 2, ["a b c", "c b a"]) == [1.0, 1.0]
+    assert similarity([""] * 2, ["a b c", "c b a"], n=2) == [0.0, 0.0]
+    assert similarity([""] * 2, ["7", "7"], n=2) == [1.0, 1.0], "an answer shorter than n words is one gram"
+
+
+def test_similarity_compares_only_the_answers() -> None:
+    completions = ["<think>one way</think> 7", "<think>quite another</think> 7"]
+    assert similarity([""] * 2, completions) == [1.0, 1.0]
+    assert similarity([""] * 2, ["<think>never ends", "7"]) == [0.0, 0.0]
+
+
+def test_a_group_of_one_has_nothing_to_agree_with() -> None:
+    assert similarity([""], ["7"]) == [None]
+
+
+def test_similarity_wants_n_of_at_least_one() -> None:
+    with pytest.raises(ValueError, match="n must be 1 or more: 0"):
+        similarity([""] * 2, ["a", "b"], n=0)
+
+
+@given(st.lists(st.text("ab ", max_size=8), min_size=2, max_size=6), st.randoms(use_true_random=False))
+def test_similarity_follows_its_completion_through_any_order(texts: list[str], chance: random.Random) -> None:
+    order = list(range(len(texts)))
+    chance.shuffle(order)
+    straight = similarity([""] * len(texts), texts)
+    shuffled = similarity([""] * len(texts), [texts[index] for index in order])
+    assert shuffled == pytest.approx([straight[index] for index in order])
+    assert all(value is not None and 0 <= value <= 1 for value in straight)
+
+
+LOGPROBS = st.lists(st.floats(-50, 0), min_size=1, max_size=6)
+
+
+@pytest.mark.parametrize(
+    ("text", "before"),
+    [
+        ("<think>3 + 4</think> <answer> 8 </answer>", "<think>3 + 4</think> <answer> "),
+        ("so it is \\boxed{8}.", "so it is \\boxed{"),
+        ("<think>hm</think>\n\nThe answer is 8.", "<think>hm</think>\n\n"),
+        ("<answer>1</answer> no, <answer>2</answer>", "<answer>1</answer> no, <answer>"),
+        ("It is 8", "It is 8\nAnswer: "),
+        ("", "\nAnswer: "),
+    ],
+)
+def test_where_the_answer_begins(text: str, before: str) -> None:
+    assert before_the_answer(text, bridge="\nAnswer: ") == before
+
+
+def test_reference_probability_by_hand() -> None:
+    """Tokens of probability 0.5 and 0.25 after the reasoning, 0.125 and 0.125 without it."""
+    reasoned, bare = [math.log(0.5), math.log(0.25)], [math.log(0.125)] * 2
+    assert reference_reward(reasoned, None) == pytest.approx(0.375)
+    assert reference_reward(reasoned, bare) == pytest.approx(0.25)
+    assert reference_reward(bare, reasoned) == 0.0, "reasoning that makes it less likely earns nothing"
+
+
+@given(LOGPROBS, LOGPROBS)
+def test_reference_probability_lies_between_0_and_1_and_does_not_mind_the_order_of_tokens(
+    reasoned: list[float], bare: list[float]
+) -> None:
+    value = reference_reward(reasoned, bare)
+    assert 0 <= value <= 1
+    assert reference_reward(reasoned[::-1], bare[::-1]) == pytest.approx(value)
+
+
+def test_reference_probability_is_checked_before_the_run() -> None:
+    check_reward(RewardConfig(reward="reference_probability", args={"debias": False}), ["answer"])
+    with pytest.raises(RewardError, match=r"needs the column 'answer', .* --answer-column"):
+        check_reward(RewardConfig(reward="reference_probability"), ["solution"])
+    with pytest.raises(RewardError, match="it takes debias, bridge"):
+        check_reward(RewardConfig(reward="reference_probability", args={"debiased": True}), ["answer"])
+    with pytest.raises(RewardError, match="did you mean 'reference_probability'"):
+        check_reward(RewardConfig(reward="reference_probabilty"), ["answer"])

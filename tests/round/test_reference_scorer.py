@@ -10,7 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from ycore.engine import Sampling
 from ycore.engine.transformers_engine import TransformersEngine
 from ycore.models.tiny import write_tiny_model
-from ycore.rewards.reference import Reference
+from ycore.rewards.builtin import Reference
 from ycore.round.scorers import Policy, ReferenceScorer
 from ycore.round.scoring import Writing
 from ycore.round.slots import Slots

@@ -1,4 +1,1 @@
-"""Plain functions that score completions, and the worker processes they run in. Imports nothing heavy.
-
-Not here: judges and reward models (they are engines), and what a round does with a score.
-"""
+"""Functions that score completions, and the sandboxed worker processes in which they run. Imports nothing heavy."""

@@ -1,24 +1,31 @@
-"""Built-in rewards for a right answer: `exact_answer`, `contains_answer`, `numeric_answer`, `math`, `gym`.
+"""The built-in rewards: plain functions in TRL's shape, `(prompts, completions, **columns)`, one number per completion.
 
-Built-in rewards for how a completion is written: `format`, `length`, `repetition`, `overlong`.
-
-A built-in reward for agreeing with the rest of the group: `similarity`. It needs no right answer.
-
-The built-in rewards by name: plain functions in TRL's shape, `(prompts, completions, **columns) -> list`.
-
-Not here: rewards for shape and length (`shape`), and the table of names (`builtin`).
+Keyword-only parameters are the settings that a run may give; None stands for "does not apply". The numbers of
+`reference_probability` come from the policy, so the controller scores it; its settings and its equation are here.
 """
 
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from decimal import Decimal
 from functools import cache, lru_cache
-from typing import Any, NamedTuple
+from math import exp, fsum
+from typing import Any
 
-from ycore.rewards.answers import answer_text, gives, gold_of, holds, number_of, numbers_in, text_of, words_of
+from pydantic import ValidationError
+
+from ycore.config.schema import RewardConfig, Strict
+from ycore.errors import RewardError
+from ycore.rewards.answers import answer_text, gives, gold_of, holds, number_of, numbers_in, text_of
 from ycore.types import Content
+
+Contents = list[Content]
+Rewards = list[float | None]
+Reward = Callable[..., Rewards]
+
+THINK_THEN_ANSWER = r"<think>(?:(?!</?think>).)*</think>\s*(?=\S)(?:(?!</?think>).)+"
+REFERENCE = "reference_probability"
 
 # reasoning-gym's scorers of these tasks run Python's `eval`, or sympy's, on the text they are given. The policy
 # writes that text, so only what cannot call or reach anything is passed on.
@@ -35,64 +42,55 @@ _PLAIN_FORMULA = re.compile(
 )
 
 
-def exact_answer(
-    prompts: list[Content], completions: list[Content], answer: list[Any], **_columns: Any
-) -> list[float | None]:
-    """1 where the last thing given is the answer (see `answers.gives`), else 0; None where the row has no answer."""
+def exact_answer(prompts: Contents, completions: Contents, answer: list[Any], **_columns: Any) -> Rewards:
+    """1 where the completion ends with the answer (see `answers.gives`), else 0; None where the row has no answer."""
     return _compared(completions, answer, gives)
 
 
-def contains_answer(
-    prompts: list[Content], completions: list[Content], answer: list[Any], **_columns: Any
-) -> list[float | None]:
-    """1 where the answer stands anywhere in what is given (see `answers.holds`), else 0; None without an answer."""
+def contains_answer(prompts: Contents, completions: Contents, answer: list[Any], **_columns: Any) -> Rewards:
+    """1 where the answer occurs anywhere (see `answers.holds`), else 0; None where the row has no answer."""
     return _compared(completions, answer, holds)
 
 
 def numeric_answer(
-    prompts: list[Content], completions: list[Content], answer: list[Any], *, tolerance: float = 1e-6, **_columns: Any
-) -> list[float | None]:
+    prompts: Contents, completions: Contents, answer: list[Any], *, tolerance: float = 1e-6, **_columns: Any
+) -> Rewards:
     """1 where the last number given is within `tolerance` of the answer, else 0; None where the answer is no number.
 
-    The tolerance is a share of the answer's size where that is above 1, and the distance itself below.
+    The tolerance is a share of the answer where that is above 1, and a distance below.
     """
     if tolerance < 0:
         raise ValueError(f"tolerance must be 0 or more: {tolerance}")
-    golds = [number_of(gold_of(gold)) for gold in answer]
-    return [
-        None if gold is None else _is_near(numbers_in(answer_text(completion)), gold, Decimal(str(tolerance)))
-        for completion, gold in zip(completions, golds, strict=True)
-    ]
+    scores: Rewards = []
+    for completion, row_answer in zip(completions, answer, strict=True):
+        right, given = number_of(gold_of(row_answer)), numbers_in(answer_text(completion))
+        allowed = Decimal(str(tolerance)) * max(Decimal(1), abs(right or Decimal(0)))
+        scores.append(None if right is None else float(bool(given) and abs(given[-1] - right) <= allowed))
+    return scores
 
 
-def math(prompts: list[Content], completions: list[Content], answer: list[Any], **_columns: Any) -> list[float | None]:
+def math(prompts: Contents, completions: Contents, answer: list[Any], **_columns: Any) -> Rewards:
     """1 where math-verify finds the formula equal to the answer, else 0; None where the answer itself is no formula.
 
-    It may take for ever on a hostile formula: the worker's deadline is its only limit.
+    It may take forever on a hostile formula: the worker's deadline is its only limit.
     """
     return [_math_score(completion, gold_of(gold)) for completion, gold in zip(completions, answer, strict=True)]
 
 
 def gym(
-    prompts: list[Content], completions: list[Content], gym_task: list[str], gym_entry: list[str], **_columns: Any
-) -> list[float | None]:
-    """What reasoning-gym's own scorer of the task gives to the answer."""
+    prompts: Contents, completions: Contents, gym_task: list[str], gym_entry: list[str], **_columns: Any
+) -> Rewards:
+    """The score of reasoning-gym's own scorer of the task."""
     rows = zip(completions, gym_task, gym_entry, strict=True)
     return [_gym_score(answer_text(completion), task, json.loads(entry)) for completion, task, entry in rows]
 
 
-def _compared(
-    completions: list[Content], answers: list[Any], is_right: Callable[[str, str], bool]
-) -> list[float | None]:
+def _compared(completions: Contents, answers: list[Any], is_right: Callable[[str, str], bool]) -> Rewards:
     golds = [gold_of(answer) for answer in answers]
     return [
         float(is_right(answer_text(completion), gold)) if gold else None
         for completion, gold in zip(completions, golds, strict=True)
     ]
-
-
-def _is_near(given: list[Decimal], right: Decimal, tolerance: Decimal) -> float:
-    return float(bool(given) and abs(given[-1] - right) <= tolerance * max(Decimal(1), abs(right)))
 
 
 def _math_score(completion: Content, gold: str) -> float | None:
@@ -117,42 +115,29 @@ def _parsed_gold(gold: str) -> tuple[Any, ...]:
 
 
 def _gym_score(given: str, task: str, entry: dict[str, Any]) -> float:
-    if not _may_evaluate(task, given):
+    allowed = _PLAIN_LIST if task in EVALUATED_LISTS else _PLAIN_FORMULA if task in EVALUATED_FORMULAS else None
+    if allowed is not None and allowed.fullmatch(given) is None:
         return 0.0
     right = entry.get("answer")
-    if isinstance(right, str) and number_of(right) is not None and numbers_in(given):
+    wants_number = isinstance(right, str) and number_of(right) is not None and task not in EVALUATED_FORMULAS
+    if wants_number and numbers_in(given):
         # The scorers want the bare answer; small models say "The answer is 7.".
-        given = given if task in EVALUATED_FORMULAS else _last_number(given, right)
+        given = str(right) if gives(given, str(right)) else str(numbers_in(given)[-1])
     return float(_gym_scorer(task)(given, entry))
 
 
-def _last_number(given: str, right: str) -> str:
-    return right if gives(given, right) else str(numbers_in(given)[-1])
-
-
-def _may_evaluate(task: str, given: str) -> bool:
-    if task in EVALUATED_LISTS:
-        return _PLAIN_LIST.fullmatch(given) is not None
-    if task in EVALUATED_FORMULAS:
-        return _PLAIN_FORMULA.fullmatch(given) is not None
-    return True
-
-
 @cache
-def _gym_scorer(task: str) -> Callable[[str, dict[str, Any]], float]:
+def _gym_scorer(task: str) -> Any:
     from reasoning_gym.factory import get_score_answer_fn
 
-    scorer: Callable[[str, dict[str, Any]], float] = get_score_answer_fn(task)
-    return scorer
+    return get_score_answer_fn(task)
 
 
-THINK_THEN_ANSWER = r"<think>(?:(?!</?think>).)*</think>\s*(?=\S)(?:(?!</?think>).)+"
+def format(prompts: Contents, completions: Contents, *, pattern: str = THINK_THEN_ANSWER, **_columns: Any) -> Rewards:
+    """1 where the whole completion, without the white space around it, matches `pattern`, else 0.
 
-
-def format(
-    prompts: list[Content], completions: list[Content], *, pattern: str = THINK_THEN_ANSWER, **_columns: Any
-) -> list[float | None]:
-    """1 where the whole completion, without the space around it, matches `pattern` (`.` matches line ends), else 0."""
+    `.` matches line ends too. The default wants `<think>...</think>` and then an answer.
+    """
     try:
         whole = re.compile(pattern, re.DOTALL)
     except re.error as error:
@@ -160,35 +145,35 @@ def format(
     return [float(whole.fullmatch(text_of(completion).strip()) is not None) for completion in completions]
 
 
-def length(
-    prompts: list[Content], completions: list[Content], *, target: int = 100, **_columns: Any
-) -> list[float | None]:
-    """1 at `target` words, falling off in a straight line to 0 at no words and at twice as many."""
+def length(prompts: Contents, completions: Contents, *, target: int = 100, **_columns: Any) -> Rewards:
+    """1 at `target` words, falling linearly to 0 at no words and at twice as many."""
     _require_positive("target", target)
-    return [max(0.0, 1 - abs(len(words_of(completion)) - target) / target) for completion in completions]
+    counts = [len(text_of(completion).split()) for completion in completions]
+    return [max(0.0, 1 - abs(count - target) / target) for count in counts]
 
 
 def repetition(
-    prompts: list[Content], completions: list[Content], *, n: int = 3, max_penalty: float = 1.0, **_columns: Any
-) -> list[float | None]:
+    prompts: Contents, completions: Contents, *, n: int = 3, max_penalty: float = 1.0, **_columns: Any
+) -> Rewards:
     """Minus the share of a completion's word n-grams that repeat an earlier one, times `max_penalty`."""
     _require_positive("n", n)
     _require_positive("max_penalty", max_penalty)
-    return [-max_penalty * _repeated_share(words_of(completion), n) for completion in completions]
+    grams = [_ngrams(text_of(completion).split(), n) for completion in completions]
+    return [-max_penalty * (1 - len(set(mine)) / len(mine)) if mine else 0.0 for mine in grams]
 
 
 def overlong(
-    prompts: list[Content],
-    completions: list[Content],
+    prompts: Contents,
+    completions: Contents,
     completion_ids: list[list[int]],
     *,
     max_tokens: int,
     cache_tokens: int,
     **_columns: Any,
-) -> list[float | None]:
-    """DAPO's soft punishment of long completions (arXiv 2503.14476, eq. 13).
+) -> Rewards:
+    """DAPO's soft punishment of long completions (arXiv 2503.14476, equation 13).
 
-    0 up to `max_tokens - cache_tokens`, then falling in a straight line to -1 at `max_tokens` and beyond.
+    0 up to `max_tokens - cache_tokens`, then falling linearly to -1 at `max_tokens` and beyond.
     """
     _require_positive("cache_tokens", cache_tokens)
     if cache_tokens >= max_tokens:
@@ -197,29 +182,23 @@ def overlong(
     return [min(0.0, max(-1.0, (free - len(ids)) / cache_tokens)) for ids in completion_ids]
 
 
-def _repeated_share(words: list[str], n: int) -> float:
-    grams = [tuple(words[start : start + n]) for start in range(len(words) - n + 1)]
-    return 1 - len(set(grams)) / len(grams) if grams else 0.0
-
-
 def _require_positive(name: str, value: float) -> None:
     if value <= 0:
         raise ValueError(f"{name} must be above 0: {value}")
 
 
-def similarity(
-    prompts: list[Content], completions: list[Content], *, n: int = 1, **_columns: Any
-) -> list[float | None]:
-    """A completion's mean likeness to the others of its group, from 0 to 1; None for one alone.
+def similarity(prompts: Contents, completions: Contents, *, n: int = 1, **_columns: Any) -> Rewards:
+    """A completion's mean similarity to the others of its group, from 0 to 1; None for a group of one.
 
-    Likeness of two is the F1 of their word `n`-grams, each counted as often as it comes, without regard to case, in
-    what is given as the answer. Rewarding agreement within a group: Con-RAG's PS-GRPO (with BLEU over paraphrases).
+    The similarity of two is the F1 of the word `n`-grams of their answers, counted with repetition, without regard to
+    case. It rewards agreement within a group, as Con-RAG's PS-GRPO does (with BLEU over paraphrases).
     """
     if n < 1:
         raise ValueError(f"n must be 1 or more: {n}")
     if len(completions) < 2:
         return [None] * len(completions)
-    grams = [_grams(answer_text(completion).casefold().split(), n) for completion in completions]
+    words = [answer_text(completion).casefold().split() for completion in completions]
+    grams = [Counter(_ngrams(mine, min(n, len(mine)) or 1)) for mine in words]  # a shorter answer is one gram
     others = len(completions) - 1
     return [
         sum(_f1(mine, theirs) for other, theirs in enumerate(grams) if other != index) / others
@@ -227,9 +206,8 @@ def similarity(
     ]
 
 
-def _grams(words: list[str], n: int) -> Counter[tuple[str, ...]]:
-    size = min(n, len(words))  # an answer shorter than n words is one gram
-    return Counter(tuple(words[start : start + size]) for start in range(len(words) - size + 1)) if words else Counter()
+def _ngrams(words: list[str], n: int) -> list[tuple[str, ...]]:
+    return [tuple(words[start : start + n]) for start in range(len(words) - n + 1)]
 
 
 def _f1(one: Counter[tuple[str, ...]], other: Counter[tuple[str, ...]]) -> float:
@@ -237,30 +215,70 @@ def _f1(one: Counter[tuple[str, ...]], other: Counter[tuple[str, ...]]) -> float
     return 2 * (one & other).total() / total if total else 0.0
 
 
-Reward = Callable[..., list[float | None]]
+_OF_ANSWER: list[Reward] = [exact_answer, contains_answer, numeric_answer, math, gym]
+_OF_FORM: list[Reward] = [format, length, repetition, overlong, similarity]
+BUILTIN = {reward.__name__: reward for reward in (*_OF_ANSWER, *_OF_FORM)}
 
-BUILTIN: dict[str, Reward] = {
-    "exact_answer": exact_answer,
-    "contains_answer": contains_answer,
-    "numeric_answer": numeric_answer,
-    "math": math,
-    "gym": gym,
-    "format": format,
-    "length": length,
-    "repetition": repetition,
-    "overlong": overlong,
-    "similarity": similarity,
+
+LIBRARIES = {
+    "math": ("math_verify", "pip install math-verify"),
+    "gym": ("reasoning_gym", "pip install 'ycore[gym]'"),
 }
+"""The module that a built-in reward imports, and the command that installs it."""
 
 
-class Library(NamedTuple):
-    """A module that a built-in reward needs, and the command that brings it."""
+class Reference(Strict):
+    """Settings of `reference_probability`: how likely the policy finds the right answer after its own reasoning.
 
-    module: str
-    install: str
+    It needs reference answers but no rule that compares them: RLPR (arXiv 2506.18254).
+    """
+
+    debias: bool = True
+    """Subtract the probability of the answer without any reasoning, and cut at 0: equation 4 of the paper."""
+
+    bridge: str = "\nAnswer: "
+    """What leads from reasoning to answer where the completion itself marks no place for the answer."""
 
 
-LIBRARIES: dict[str, Library] = {
-    "math": Library("math_verify", "pip install math-verify"),
-    "gym": Library("reasoning_gym", "pip install 'ycore[gym]'"),
-}
+def is_reference(spec: RewardConfig) -> bool:
+    return spec.reward == REFERENCE
+
+
+def reference_of(spec: RewardConfig) -> Reference:
+    """The settings in a reward's `args`; RewardError where one is unknown or of the wrong type."""
+    try:
+        return Reference.model_validate(spec.args)
+    except ValidationError as problem:
+        detail = problem.errors(include_url=False)[0]
+        key = ".".join(str(part) for part in detail["loc"])
+        takes = ", ".join(Reference.model_fields)
+        raise RewardError(f"reward {REFERENCE!r}: argument {key}: {detail['msg']}; it takes {takes}") from None
+
+
+def before_the_answer(text: str, *, bridge: str) -> str:
+    """The part of a completion before its answer: up to the last `<answer>`, else `\\boxed{`, else `</think>`.
+
+    Where there is none of them, the whole text is reasoning, and `bridge` leads to the answer.
+    """
+    for mark in ("<answer>", "\\boxed{", "</think>"):
+        before, found, after = text.rpartition(mark)
+        if found:
+            return before + found + after[: len(after) - len(after.lstrip())]
+    return text + bridge
+
+
+def reference_reward(logprobs: Sequence[float], bare: Sequence[float] | None) -> float:
+    """The mean probability of the answer's tokens, less that without reasoning (`bare`), cut to 0 and 1.
+
+    The mean of probabilities and not their product: one unlikely token would make an answer worthless (section 3.2).
+
+    Args:
+        logprobs: log-probability of each token of the right answer after the completion's reasoning.
+        bare: the same without reasoning, or None to subtract nothing.
+    """
+    reward = _mean_probability(logprobs)
+    return reward if bare is None else min(1.0, max(0.0, reward - _mean_probability(bare)))
+
+
+def _mean_probability(logprobs: Sequence[float]) -> float:
+    return fsum(map(exp, logprobs)) / len(logprobs)

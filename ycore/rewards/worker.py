@@ -1,10 +1,10 @@
-"""`python -m ycore.rewards.worker`: one process that loads reward functions and calls them when asked.
+"""`python -m ycore.rewards.worker`: a process that loads reward functions and calls them on request, or checks one.
 
-Not here: deadlines and restarts, which its parent holds (`worker_process`, `pool`). Imports no torch of its own.
-
-First line in: `{"specs": [...], "run_as": "auto" or "same"}`; out: `{"ready": [inputs of each]}` or `{"error": line}`.
-Then in: `{"id", "source", "step", "count", "inputs": {parameter: one value per completion}}`; out: `{"id", "values",
-"problems"}`, one of each per completion, or `{"id", "failed": line}` where the call gave no such list.
+JSON lines on standard input and output. To serve, the first line is `{"specs": [...], "run_as": "auto" or "same"}`,
+answered by `{"ready": [inputs of each]}` or `{"error": line}`. Then each `{"id", "source", "step", "count", "inputs":
+{parameter: one value per completion}}` is answered by `{"id", "values", "problems"}`, one of each per completion, or by
+`{"id", "failed": line}` where the call gave no such list. To check, the one line is `{"check": spec, "columns"}`,
+answered by `{"error": None or a line}`. Deadlines and restarts are the parent's (`pool`, `loading`).
 """
 
 import asyncio
@@ -16,9 +16,10 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable, Iterable
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, NamedTuple, SupportsFloat
 
 from ycore.config.schema import RewardConfig
@@ -26,11 +27,12 @@ from ycore.errors import RewardError
 from ycore.rewards.answers import without_thinking
 from ycore.rewards.builtin import LIBRARIES, Reward
 from ycore.rewards.child import Channel, adopt_orphans, drop_root, end_with_parent, python_files
-from ycore.rewards.loading import Inputs, call_arguments, inputs_of, load_reward, one_line
+from ycore.rewards.loading import Inputs, check_here, inputs_of, load_reward, one_line
+from ycore.run.process_tree import kill_descendants
 
 
 class Source(NamedTuple):
-    """A loaded reward function and what it asks for."""
+    """A loaded reward function and its parameters."""
 
     function: Reward
     inputs: Inputs
@@ -39,40 +41,55 @@ class Source(NamedTuple):
 
 def main() -> None:
     channel = Channel()
-    faulthandler.register(signal.SIGUSR2, all_threads=True)  # the launcher asks for stacks so
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # with this signal, the launcher asks for stacks
     end_with_parent()
     adopt_orphans()
     requests = iter(channel)
+    first = next(requests)
     try:
-        sources = _sources(next(requests))
+        if "check" in first:
+            check_here(RewardConfig.model_validate(first["check"]), first["columns"])
+            channel.reply({"error": None})
+            return
+        sources = _load_sources(first)
     except RewardError as error:
         channel.reply({"error": str(error)})
         return
+    finally:
+        if "check" in first:
+            kill_descendants(os.getpid())  # what the reward's module started
     channel.reply({"ready": [asdict(source.inputs) for source in sources]})
     for request in requests:
         channel.reply({"id": request["id"], **answer(sources[request["source"]], request)})
 
 
-def _sources(first: dict[str, Any]) -> list[Source]:
-    """The rewards of the first line, loaded: with no more rights than they need, from before their first statement."""
+def _load_sources(first: dict[str, Any]) -> list[Source]:
+    """Load the rewards; before their first statement runs, the process gives up root."""
     specs = [RewardConfig.model_validate(spec) for spec in first["specs"]]
     if first.get("run_as") == "auto":
         files = [Path(spec.reward.rpartition(":")[0]) for spec in specs if ".py:" in spec.reward]
-        told = drop_root(os.environ.get("YCORE_RUN", ""), [*files, *python_files()])
-        print(f"reward worker {os.getpid()} {told}", file=sys.stderr, flush=True)
-        end_with_parent()  # which the kernel forgets with a change of user
-    return [_loaded(spec) for spec in specs]
+        outcome = drop_root(os.environ.get("YCORE_RUN", ""), [*files, *python_files()])
+        print(f"reward worker {os.getpid()} {outcome}", file=sys.stderr, flush=True)
+        end_with_parent()  # the kernel forgets this with a change of user
+    sources = []
+    for spec in specs:
+        function = load_reward(spec)
+        if spec.reward in LIBRARIES:  # now, so that no call's deadline pays for the import
+            importlib.import_module(LIBRARIES[spec.reward][0])
+        sources.append(Source(function, inputs_of(function), spec.strip_thinking))
+    return sources
 
 
-def answer(source: Source, request: dict[str, Any]) -> dict[str, Any]:
+def answer(source: Source, request: Mapping[str, Any]) -> dict[str, Any]:
     """Call one reward; whatever it does, short of ending the process, becomes an answer."""
     owner = os.getpid()
     try:
-        result: object = source.function(**call_arguments(source.inputs, _shown_to(source, request)))
+        result: object = source.function(**_arguments(source, request))
         if inspect.isawaitable(result):
             result = asyncio.run(_awaited(result))
-        values = list(_iterable(result))
-        scores = [number(value) for value in values]
+        if isinstance(result, str | bytes | dict | set) or not isinstance(result, Iterable):
+            raise TypeError(f"a reward returns a list with one number per completion, not {_shown(result)}")
+        scores = [number(value) for value in result]
     except BaseException as error:  # noqa: BLE001 (a process boundary: sys.exit in a reward is its problem, not ours)
         traceback.print_exc()
         return {"failed": f"raised {one_line(error)}"}
@@ -99,25 +116,18 @@ def number(value: object) -> tuple[float | None, str | None]:
     return (None, None) if math.isnan(reward) else (reward, None)
 
 
-def _loaded(spec: RewardConfig) -> Source:
-    function = load_reward(spec)
-    if spec.reward in LIBRARIES:  # now, so that no call's deadline pays for the import
-        importlib.import_module(LIBRARIES[spec.reward].module)
-    return Source(function, inputs_of(function), spec.strip_thinking)
+def _arguments(source: Source, request: Mapping[str, Any]) -> dict[str, Any]:
+    """The keyword arguments of one call: of what is offered, what the function takes."""
+    offered = dict(request["inputs"])
+    if source.strips_thinking and "completions" in offered:  # its token ids stay those of the whole completion
+        offered["completions"] = [without_thinking(completion) for completion in offered["completions"]]
+    offered["trainer_state"] = SimpleNamespace(global_step=request["step"])
+    offered["log_extra"] = offered["log_metric"] = _ignore
+    return {name: value for name, value in offered.items() if source.inputs.accepts(name)}
 
 
-def _shown_to(source: Source, request: dict[str, Any]) -> dict[str, Any]:
-    """The request as this source may see it: its token ids stay those of the whole completion."""
-    inputs = request["inputs"]
-    if not source.strips_thinking or "completions" not in inputs:
-        return request
-    return {**request, "inputs": {**inputs, "completions": [without_thinking(one) for one in inputs["completions"]]}}
-
-
-def _iterable(result: object) -> Iterable[object]:
-    if isinstance(result, str | bytes | dict | set) or not isinstance(result, Iterable):
-        raise TypeError(f"a reward returns a list with one number per completion, not {_shown(result)}")
-    return result
+def _ignore(*_args: Any, **_kwargs: Any) -> None:
+    """TRL's `log_extra` and `log_metric`, which rewards may call; a worker keeps no tables."""
 
 
 async def _awaited(result: Awaitable[object]) -> object:

@@ -17,17 +17,10 @@ from ycore.engine.vllm_engine import VllmRewardModel
 from ycore.judge.question import Questioner, break_special_tokens
 from ycore.judge.sources import RewardModel, is_judge, is_reward_model, is_rule, judge_of, reward_model_of
 from ycore.placement.placement import REWARD_MODEL, ROLLOUT
-from ycore.rewards.answers import without_thinking
+from ycore.rewards.answers import gold_of, without_thinking
+from ycore.rewards.builtin import Reference, before_the_answer, is_reference, reference_of, reference_reward
 from ycore.rewards.loading import reward_names
 from ycore.rewards.pool import RewardPool
-from ycore.rewards.reference import (
-    Reference,
-    as_answer,
-    before_the_answer,
-    is_reference,
-    reference_of,
-    reference_reward,
-)
 from ycore.round.judge_scorer import JudgeScorer
 from ycore.round.meters import JudgeMeter, Meter, RewardModelMeter, WorkerMeter
 from ycore.round.scoring import RuleScorer, Scorer, Scoring, TextOf, Writing, as_content, plain_text
@@ -223,7 +216,7 @@ class ReferenceScorer(Scorer):
         self._reference, self._policy = reference, policy
 
     async def score(self, writing: Writing) -> list[list[Score]]:
-        answer_ids = self._tokenize(as_answer(writing.draw.prompt.columns.get("answer")))
+        answer_ids = self._tokenize(gold_of(writing.draw.prompt.columns.get("answer")))
         if not answer_ids:
             return [[Score(None)] for _ in range(len(writing))]  # without an answer the reward does not apply
         bare = await self._logprobs(writing, "", answer_ids) if self._reference.debias else None

@@ -12,6 +12,7 @@ from ycore_cli.main import run as ycore
 
 from ycore.plan.measured import Row
 from ycore.round.journal import Journal
+from ycore.run.metrics import MetricsWriter
 from ycore.run.trace import Span, TraceWriter
 from ycore.types import Completion, Draw, Group, Prompt, Score
 from ycore.view.page import as_page, chosen, make_report, write_report
@@ -35,8 +36,9 @@ def make_run(root: Path, *, seconds: float = 10.0, text: str = HOSTILE, num_rank
     told = {"config": config, "command": ["ycore", "grpo", "--model", "tiny model"], "versions": {"torch": "2.13.0"}}
     (root / "run.json").write_text(json.dumps({**told, "started": "2026-01-01T00:00:00+00:00"}))
     (root / "engines.json").write_text(json.dumps({"kind": "vllm", "engines": ["rollout-0", "rollout-1"]}))
-    steps = [_step(number, seconds) for number in range(1, 13)]
-    (root / "metrics.jsonl").write_text("".join(json.dumps(step) + "\n" for step in steps))
+    with MetricsWriter(root / "metrics.jsonl") as writer:
+        for number in range(1, 13):
+            writer.write(_step(number, seconds))
     (root / "summary.json").write_text(
         json.dumps({"status": "finished", "wall_s": 130.0, "reward_first": 0.1, "reward_last": 0.9})
     )
@@ -122,6 +124,18 @@ def test_the_plan_stands_beside_what_was_measured(run: Path) -> None:
         if "/trainer" in line or "/step," in line
     ]
     assert told == [["memory/trainer, GiB", "2.2", "2", "+10%"], ["time/step, s", "4", "5", "-20%"]]
+
+
+def test_samples_judges_and_versions_are_shown(run: Path) -> None:
+    asked = [{"role": "user", "content": "3 + 3?"}]
+    samples = {"before": [{"prompt": asked, "completion": "5"}], "after": [{"prompt": asked, "completion": "<6>"}]}
+    (run / "samples.json").write_text(json.dumps(samples))
+    with MetricsWriter(run / "metrics.jsonl") as writer:
+        writer.write({"step": 13, "reward": 1.0, "ycore/judge/fair/tokens": 1.5})
+    page = as_page(make_report([read_run(run)]))
+    for cell in ("<pre>3 + 3?</pre>", "<pre>5</pre>", "<pre>&lt;6&gt;</pre>", "<td>fair/tokens</td>", "1.5 a step"):
+        assert cell in page
+    assert "torch 2.13.0</p>" in page and ">13</td>" in page and "2 min 10 s" in page and "0.1 → 0.9" in page
 
 
 def test_what_judges_took_is_read_from_the_trace(run: Path) -> None:

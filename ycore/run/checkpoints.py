@@ -8,13 +8,13 @@ checkpoints/damaged-checkpoint-6/       did not verify; passed over, never delet
 import hashlib
 import os
 import shutil
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from ycore.errors import RunError, RunFolderError
 from ycore.run.files import read_json, sync, write_json_atomic
+from ycore.run.text import Say
 
 SCHEMA = 1
 MIN_KEPT = 2  # checkpoints that are kept whatever the settings say: one may turn out damaged
@@ -107,7 +107,7 @@ def problem_of(checkpoint: Path) -> str | None:
     return None
 
 
-def newest_whole(folder: Path, *, say: Callable[[str], None]) -> Path | None:
+def newest_whole(folder: Path, *, say: Say) -> Path | None:
     """The latest checkpoint that verifies; None where no checkpoint was ever saved.
 
     Args:
@@ -133,7 +133,7 @@ def newest_whole(folder: Path, *, say: Callable[[str], None]) -> Path | None:
     return None
 
 
-def newest_for(folder: Path, *, world: int, say: Callable[[str], None]) -> Path | None:
+def newest_for(folder: Path, *, world: int, say: Say) -> Path | None:
     """The checkpoint that a run of `world` ranks goes on from; what a killed save left is cleared away.
 
     Raises:

@@ -7,16 +7,16 @@ import json
 import math
 import os
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from math import comb
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Literal, Self, TextIO
 
 from ycore.run.files import LineFollower, json_safe
+from ycore.run.text import Say
 
 Row = Mapping[str, Any]
-Say = Callable[[str], None]
 
 # What a step may call the same number: the first that it has counts. Dynamic sampling trains on some completions only,
 # neither all right nor all wrong: `reward` is theirs, and `ycore/reward` that of every completion that was drawn.

@@ -6,7 +6,7 @@ journal/round-000007-rank-0.json    two lines of JSON: a header with the sha256 
 import hashlib
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +25,7 @@ from ycore.run.checkpoints import (
 from ycore.run.claim import Claim, Resume, changes, check_claim, in_words, write_description
 from ycore.run.files import write_bytes_atomic
 from ycore.run.paths import RunFolder
-
-Say = Callable[[str], None]
+from ycore.run.text import Say
 
 _ROUND_SCHEMA = 1
 _ROUND_NAME = re.compile(r"round-(\d+)-rank-(\d+)\.json")

@@ -1,6 +1,10 @@
 """Text for a person: durations, and text of unknown origin that can do nothing to a terminal."""
 
 import re
+from collections.abc import Callable
+
+Say = Callable[[str], None]
+"""Shows a line to whoever follows the run."""
 
 # Control characters but newline and tab, Unicode's separators and its switches of direction, and lone surrogates,
 # which cannot be encoded at all.

@@ -1,19 +1,17 @@
 """The report of one run or several: a page that holds everything it shows, the same as JSON, and its curves as PNG."""
 
 import base64
-import json
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
-from itertools import cycle
 from pathlib import Path
 from typing import Any
 
 from ycore.run.files import write_json_atomic
 from ycore.run.text import as_duration, printable
 from ycore.view.figures import COLOURS, as_svg, curves, over_seconds, seconds_went
-from ycore.view.pictures import save_png
+from ycore.view.pictures import points, save_png
 from ycore.view.record import PARTS, Reached, RunRecord, ScoredCompletion, as_text, at_equal_seconds
 
 _SHOWN = 4  # completions at either end of the last round, and in its middle
@@ -82,21 +80,28 @@ def as_page(report: Report) -> str:
     """HTML that needs no network and no other file; whatever a model wrote is shown as text."""
     from jinja2 import Environment
 
-    source = files("ycore.view").joinpath("page.html.j2").read_text(encoding="utf-8")
     environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_shown)
+    environment.filters |= {
+        "short": _short,
+        "duration": as_duration,
+        "shell": shlex.join,
+        "prompt": as_text,
+        "chosen": chosen,
+        "judges": _judge_rows,
+        "base64": lambda file: base64.b64encode(file.read_bytes()).decode(),
+    }
+    source = files("ycore.view").joinpath("page.html.j2").read_text(encoding="utf-8")
     runs = report.runs
     drawn, compared = curves(runs), over_seconds(runs) if len(runs) > 1 else None
-    # Runs may reach fewer marks than others: only those that all have are shown.
-    reached = list(zip(*report.reached, strict=False)) if all(report.reached) else []
     return environment.from_string(source).render(
-        title=" and ".join(run.name for run in runs),
-        lead=_lead(runs),
-        runs=[_run(run, colour) for run, colour in zip(runs, cycle(COLOURS), strict=False)],
+        runs=runs,
+        colours=COLOURS,
+        same_question=len({(run.config.get("model"), run.config.get("dataset")) for run in runs}) == 1,
         curves=None if drawn is None else as_svg(drawn),
         over_seconds=None if compared is None else as_svg(compared),
-        reached=reached,
+        # Runs may reach fewer marks than others: only those that all have are shown.
+        reached=list(zip(*report.reached, strict=False)) if all(report.reached) else [],
         spent_picture=as_svg(seconds_went(runs)),
-        spent=[run.spent for run in runs],
         parts=[part for part in PARTS if any(run.spent.seconds[part] for run in runs)],
     )
 
@@ -104,36 +109,6 @@ def as_page(report: Report) -> str:
 def _shown(value: Any) -> Any:
     """Text as data; the pictures, which are markup, are ours."""
     return printable(value) if type(value) is str else value
-
-
-def _lead(runs: Sequence[RunRecord]) -> str:
-    first = runs[0].config
-    if len({(run.config.get("model"), run.config.get("dataset")) for run in runs}) > 1:
-        return f"{len(runs)} runs of different models or datasets"
-    return f"{first.get('algorithm', '')}: {first.get('model', '?')} on {first.get('dataset', '?')}"
-
-
-def _run(run: RunRecord, colour: str) -> dict[str, Any]:
-    summary, per_group = run.summary, run.spent.per_informative_group
-    return {
-        "name": run.name,
-        "colour": colour,
-        "status": summary.get("status", "still running"),
-        "steps": max(int(row.get("step", 0)) for row in run.metrics),
-        "wall": as_duration(summary["wall_s"]) if "wall_s" in summary else "",
-        "change": f"{_short(summary.get('reward_first'))} → {_short(summary.get('reward_last'))}",
-        "device_s": f"{run.spent.total:.0f}",
-        "per_group": "none taught" if per_group is None else f"{per_group:.2f}",
-        "timeline": None if run.timeline is None else base64.b64encode(run.timeline.read_bytes()).decode(),
-        "judge": _judge_rows(run.metrics),
-        "plan": _plan_rows(summary.get("plan_and_measured", [])),
-        "samples": _sample_rows(run.samples),
-        "completions": chosen(run.completions),
-        "problems": run.problems,
-        "started": run.started,
-        "command": shlex.join(["ycore", *run.command[1:]]),
-        "versions": ", ".join(f"{name} {version}" for name, version in run.versions.items() if version),
-    }
 
 
 def chosen(completions: Sequence[ScoredCompletion]) -> list[ScoredCompletion]:
@@ -150,33 +125,12 @@ def _judge_rows(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     names = sorted({name for row in metrics for name in row if name.startswith("ycore/judge/")})
     rows = []
     for name in names:
-        values = [row[name] for row in metrics if isinstance(row.get(name), int | float)]
-        if values:
+        if values := points(metrics, name)[1]:
             rows.append((name.removeprefix("ycore/judge/"), f"{sum(values) / len(values):.4g} a step"))
     return rows
-
-
-def _plan_rows(compared: Sequence[Mapping[str, Any]]) -> list[dict[str, str]]:
-    """Rows of the summary's own table, where the run could be compared with its plan."""
-    return [
-        {
-            "what": f"{row['what']}, {row['unit']}",
-            "planned": _short(row["planned"]),
-            "measured": _short(row["measured"]),
-            "error": f"{row['error']:+.0%}",
-        }
-        for row in compared
-    ]
-
-
-def _sample_rows(samples: Mapping[str, Any]) -> list[dict[str, str]]:
-    return [
-        {"prompt": as_text(before["prompt"]), "before": before["completion"], "after": after["completion"]}
-        for before, after in zip(samples.get("before", []), samples.get("after", []), strict=False)
-    ]
 
 
 def _short(value: Any) -> str:
     if isinstance(value, float):
         return f"{value:.4g}"
-    return "?" if value is None else value if isinstance(value, str) else json.dumps(value)
+    return "?" if value is None else str(value)

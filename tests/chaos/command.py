@@ -26,7 +26,7 @@ def main() -> None:
     from ycore.engine import commands as rollout
 
     # Whoever imports the function after this line gets ours.
-    rollout.engine_command = lambda engine, role="rollout": engine_words(engine, options)
+    rollout.engine_command = lambda engine: engine_words(engine, options)
     from ycore.launch import engines
 
     engines.is_vllm_installed = lambda: True

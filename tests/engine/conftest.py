@@ -6,15 +6,15 @@ from contextlib import AbstractContextManager, contextmanager
 
 import pytest
 
+from ycore.engine.commands import EngineSpec, engine_command, engine_environment
 from ycore.engine.server import is_healthy
-from ycore.launch.engines import EngineProcess
 from ycore.launch.guardian import RunWatch, remove_leftovers
 from ycore.launch.processes import ManagedProcess
 from ycore.run.files import make_private
 from ycore.run.paths import RunFolder
 
 _READY_WITHIN_S = 240
-Serve = Callable[[RunFolder, Sequence[EngineProcess]], AbstractContextManager[None]]
+Serve = Callable[[RunFolder, Sequence[EngineSpec]], AbstractContextManager[None]]
 
 
 @pytest.fixture(scope="session")
@@ -24,7 +24,7 @@ def serve() -> Serve:
 
 
 @contextmanager
-def _serving(folder: RunFolder, engines: Sequence[EngineProcess]) -> Iterator[None]:
+def _serving(folder: RunFolder, engines: Sequence[EngineSpec]) -> Iterator[None]:
     for path in (folder.sockets, folder.temporary):
         make_private(path)
     folder.logs.mkdir()
@@ -51,11 +51,11 @@ def _serving(folder: RunFolder, engines: Sequence[EngineProcess]) -> Iterator[No
     assert RunWatch(folder.run_id).look() == []
 
 
-def _start(folder: RunFolder, engine: EngineProcess) -> ManagedProcess:
+def _start(folder: RunFolder, engine: EngineSpec) -> ManagedProcess:
     return ManagedProcess.start(
         engine.name,
-        list(engine.command),
-        environment=engine.environment,
+        engine_command(engine),
+        environment=engine_environment(engine),
         run_id=folder.run_id,
         log=folder.log(engine.name),
         cores=engine.cores,

@@ -77,8 +77,8 @@ def test_the_environment_carries_the_marker_and_no_secrets() -> None:
 
 def test_threads_wait_with_little_spinning_where_another_engine_wants_their_cores() -> None:
     assert "GOMP_SPINCOUNT" not in engine_environment(CPU, base={"GOMP_SPINCOUNT": "7"})
-    assert engine_environment(CPU, base={}, has_neighbours=True)["GOMP_SPINCOUNT"] == "1000"
-    assert "GOMP_SPINCOUNT" not in engine_environment(replace(CPU, cores=(0,)), base={}, has_neighbours=True)
+    assert engine_environment(replace(CPU, has_neighbours=True), base={})["GOMP_SPINCOUNT"] == "1000"
+    assert "GOMP_SPINCOUNT" not in engine_environment(replace(CPU, cores=(0,), has_neighbours=True), base={})
 
 
 def test_kv_cache_follows_the_models_shape() -> None:

@@ -16,7 +16,7 @@ from ycore.engine.commands import EngineSpec
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weights import byte_sum, write_manifest
 from ycore.errors import SyncError
-from ycore.launch.engines import ServedModel, engine_processes, is_vllm_installed
+from ycore.launch.engines import is_vllm_installed
 from ycore.models.tiny import write_tiny_model
 from ycore.rewards.pool import RewardPool
 from ycore.round.peers import Peers
@@ -67,7 +67,7 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any) ->
         seed=0,
         cores=(min(os.sched_getaffinity(0)),),
     )
-    with serve(folder, engine_processes([ServedModel("rollout", (engine,))])):
+    with serve(folder, [engine]):
         yield engine.socket
 
 

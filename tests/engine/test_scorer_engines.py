@@ -15,7 +15,7 @@ from ycore.engine.vllm_engine import VllmRewardModel
 from ycore.judge.question import Questioner
 from ycore.judge.sources import judge_of
 from ycore.judge.verdict import Unreadable, read_value
-from ycore.launch.engines import engine_processes, is_vllm_installed, plan_scorers
+from ycore.launch.engines import is_vllm_installed, plan_scorers
 from ycore.models.tiny import write_tiny_model
 from ycore.round.scorers import reward_model_encoder, special_tokens
 from ycore.run.paths import RunFolder
@@ -74,7 +74,7 @@ def servers(model: Path, classifier: Path, tmp_path_factory: pytest.TempPathFact
         cores=(min(os.sched_getaffinity(0)),),
     )
     plans = plan_scorers(config_of(model, classifier), folder, [slot], fetch=Path)
-    planned = engine_processes(plans)
+    planned = [engine for plan in plans for engine in plan.engines]
     assert [(one.name, one.role) for one in planned] == [("judge-0", "judge"), ("reward-model-0", "reward_model")]
     with serve(folder, planned):
         yield folder

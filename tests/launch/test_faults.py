@@ -5,14 +5,12 @@ The engines are processes of the test's own that answer `/health` over a unix so
 """
 
 import io
-import os
 import re
 import sys
 import tempfile
 import textwrap
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,11 +18,11 @@ import psutil
 import pytest
 
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
+from ycore.engine.commands import EngineSpec
 from ycore.engine.server import is_healthy
 from ycore.errors import EngineError, TrainerError
-from ycore.launch import engines, launcher
+from ycore.launch import engine_watch, engines, launcher
 from ycore.launch.engine_watch import LiveEngine
-from ycore.launch.engines import EngineProcess, engine_processes
 from ycore.launch.launcher import Worker, run_worker
 from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
@@ -104,14 +102,8 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     root = Path(launcher.__file__).parents[2]
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}:{root}")
     monkeypatch.setattr(engines, "is_vllm_installed", lambda: True)
-
-    def instead(*arguments: Any) -> list[EngineProcess]:
-        commands = [(sys.executable, "-c", ENGINE, str(engine.socket)) for engine in engine_processes(*arguments)]
-        return [
-            replace(engine, command=one) for engine, one in zip(engine_processes(*arguments), commands, strict=True)
-        ]
-
-    monkeypatch.setattr(launcher, "engine_processes", instead)
+    command = [sys.executable, "-c", ENGINE]
+    monkeypatch.setattr(engine_watch, "engine_command", lambda engine: [*command, str(engine.socket)])
     stream = io.StringIO()
 
     def work(code: str, config: RunConfig) -> str:
@@ -194,17 +186,22 @@ def test_the_budget_of_restarts_is_the_runs(run: Callable[..., str], config: Run
         run(code, with_engine(config, restarts=1))
 
 
-def test_a_compiler_that_an_engine_starts_for_its_first_request_is_none_of_its_parts(tmp_path: Path) -> None:
+def test_a_compiler_that_an_engine_starts_for_its_first_request_is_none_of_its_parts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = RunFolder(tmp_path)
     slow = "import time; time.sleep(2.5)\n" + ENGINE.replace(
         "def do_GET(self):", f"def do_GET(self):\n        {COMPILE}"
     )
     with tempfile.TemporaryDirectory(prefix="yc-") as place:
         socket = Path(place) / "e.sock"
-        command = (sys.executable, "-c", slow, str(socket))
-        planned = EngineProcess("rollout-0", "rollout", socket, command, dict(os.environ), None)
+        monkeypatch.setattr(engine_watch, "engine_command", lambda engine: [sys.executable, "-c", slow, str(socket)])
+        spec = EngineSpec(
+            name="rollout-0", model=tmp_path, socket=socket, temporary=tmp_path, run_id=folder.run_id,
+            dtype="float32", max_model_len=64, max_num_seqs=1, seed=0,
+        )  # fmt: skip
         folder.logs.mkdir()
-        engine = LiveEngine(planned, folder, health_timeout_s=60.0)
+        engine = LiveEngine(spec, folder, health_timeout_s=60.0)
         try:
             # A client asks again and again, and so sees before the launcher does that the engine is ready.
             wait_for(lambda: is_healthy(socket) or engine.poll())

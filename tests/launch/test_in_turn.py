@@ -13,10 +13,11 @@ from pathlib import Path
 
 import pytest
 
+from ycore.engine.commands import EngineSpec
 from ycore.engine.sleeping import asleep_file, mark_asleep
 from ycore.errors import EngineError
+from ycore.launch import engine_watch
 from ycore.launch.engine_watch import EngineWatch, LiveEngine, start_engines, turns
-from ycore.launch.engines import EngineProcess
 from ycore.launch.guardian import kill_run
 from ycore.placement.learning import DROP, KEEP
 from ycore.run.paths import RunFolder
@@ -47,11 +48,24 @@ def sockets() -> Iterator[Path]:
         yield Path(place)
 
 
-def planned(sockets: Path, name: str, device: str | None = None, *, refuses: str = "/nothing") -> EngineProcess:
-    socket = sockets / f"{name}.sock"
-    command = (sys.executable, "-c", ENGINE, name, str(socket), refuses)
-    role = name.rpartition("-")[0]
-    return EngineProcess(name, role, socket, command, dict(os.environ), None, device, sleeps=device is not None)
+@pytest.fixture(autouse=True)
+def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
+    in_vllms_place(monkeypatch)
+
+
+def in_vllms_place(monkeypatch: pytest.MonkeyPatch, *, refuses: str = "/nothing") -> None:
+    def command(engine: EngineSpec) -> list[str]:
+        return [sys.executable, "-c", ENGINE, engine.name, str(engine.socket), refuses]
+
+    monkeypatch.setattr(engine_watch, "engine_command", command)
+
+
+def planned(folder: RunFolder, sockets: Path, name: str, device: str | None = None) -> EngineSpec:
+    return EngineSpec(
+        name=name, role=name.rpartition("-")[0], model=folder.root, socket=sockets / f"{name}.sock",
+        temporary=folder.root, run_id=folder.run_id, dtype="float32", max_model_len=64, max_num_seqs=1, seed=0,
+        device=device, sleeps=device is not None,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -62,18 +76,18 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
     kill_run(folder.run_id, grace_s=0)
 
 
-def start_all(folder: RunFolder, planned: list[EngineProcess], say: Callable[[str], None] = print) -> list[LiveEngine]:
+def start_all(folder: RunFolder, planned: list[EngineSpec], say: Callable[[str], None] = print) -> list[LiveEngine]:
     return start_engines(planned, folder, health_timeout_s=60, start_timeout_s=60, say=say)
 
 
-def test_a_turn_has_one_engine_of_each_device(sockets: Path) -> None:
+def test_a_turn_has_one_engine_of_each_device(sockets: Path, folder: RunFolder) -> None:
     named = [("rollout-0", "4"), ("rollout-1", "5"), ("judge-0", "4"), ("judge-1", "5"), ("judge-2", "4")]
-    told = [[one.name for one in turn] for turn in turns([planned(sockets, *one) for one in named])]
+    told = [[one.name for one in turn] for turn in turns([planned(folder, sockets, *one) for one in named])]
     assert told == [["rollout-0", "rollout-1"], ["judge-0", "judge-1"], ["judge-2"]]
 
 
 def test_each_is_asleep_before_the_next_one_of_its_device_starts(sockets: Path, folder: RunFolder) -> None:
-    wanted = [planned(sockets, name, "0") for name in ("rollout-0", "judge-0", "reward-model-0")]
+    wanted = [planned(folder, sockets, name, "0") for name in ("rollout-0", "judge-0", "reward-model-0")]
     said: list[str] = []
     started = start_all(folder, wanted, say=said.append)
     assert [engine.name for engine in started] == [one.name for one in wanted]
@@ -88,17 +102,20 @@ def test_each_is_asleep_before_the_next_one_of_its_device_starts(sockets: Path, 
 
 
 def test_engines_that_do_not_sleep_all_start_at_once(sockets: Path, folder: RunFolder) -> None:
-    started = start_all(folder, [planned(sockets, name) for name in ("rollout-0", "rollout-1")])
+    started = start_all(folder, [planned(folder, sockets, name) for name in ("rollout-0", "rollout-1")])
     assert not any(engine.is_ready for engine in started)
 
 
-def test_one_that_refuses_to_sleep_is_named_with_the_way_out(sockets: Path, folder: RunFolder) -> None:
+def test_one_that_refuses_to_sleep_is_named_with_the_way_out(
+    sockets: Path, folder: RunFolder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    in_vllms_place(monkeypatch, refuses="/sleep")
     with pytest.raises(EngineError, match=r"rollout-0 does not sleep; .*engine\.sleep=false"):
-        start_all(folder, [planned(sockets, "rollout-0", "0", refuses="/sleep")])
+        start_all(folder, [planned(folder, sockets, "rollout-0", "0")])
 
 
 def test_one_that_dies_asleep_is_started_again_when_it_is_woken(sockets: Path, folder: RunFolder) -> None:
-    one, said = planned(sockets, "judge-0", "0"), list[str]()
+    one, said = planned(folder, sockets, "judge-0", "0"), list[str]()
     engine = LiveEngine(one, folder, health_timeout_s=60.0)
     watch = EngineWatch([engine], max_restarts=1, start_timeout_s=60, say=said.append)
     until_ready(watch)
@@ -119,7 +136,7 @@ def test_one_that_dies_asleep_is_started_again_when_it_is_woken(sockets: Path, f
 
 
 def test_a_new_process_is_not_taken_for_one_that_sleeps(sockets: Path, folder: RunFolder) -> None:
-    one = planned(sockets, "judge-0", "0")
+    one = planned(folder, sockets, "judge-0", "0")
     mark_asleep(one.socket, DROP)
     LiveEngine(one, folder, health_timeout_s=60.0)
     assert not asleep_file(one.socket).exists()

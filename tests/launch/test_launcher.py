@@ -9,7 +9,6 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ import pytest
 
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
 from ycore.errors import EngineError, Interrupted, TrainerError, UserError
-from ycore.launch import engines, launcher, supervise
-from ycore.launch.engines import EngineProcess, engine_processes
+from ycore.launch import engine_watch, engines, launcher, supervise
 from ycore.launch.launcher import Worker, run_worker
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
@@ -142,13 +140,9 @@ def test_a_users_mistake_is_passed_on_as_it_is(worker: Callable[..., Worker], co
         run(worker(code), config)
 
 
-def in_vllms_place(monkeypatch: pytest.MonkeyPatch, command: Callable[[EngineProcess], list[str]]) -> None:
-    """Have the launcher start these commands instead of vLLM's."""
-
-    def instead(*arguments: Any) -> list[EngineProcess]:
-        return [replace(engine, command=tuple(command(engine))) for engine in engine_processes(*arguments)]
-
-    monkeypatch.setattr(launcher, "engine_processes", instead)
+def in_vllms_place(monkeypatch: pytest.MonkeyPatch, command: list[str]) -> None:
+    """Have the launcher start this command instead of vLLM's."""
+    monkeypatch.setattr(engine_watch, "engine_command", lambda engine: command)
     monkeypatch.setattr(engines, "is_vllm_installed", lambda: True)
 
 
@@ -156,7 +150,7 @@ def test_an_engine_that_dies_is_named(
     worker: Callable[..., Worker], config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dying = [sys.executable, "-c", "import sys, time; time.sleep(1); sys.exit('RuntimeError: no memory')"]
-    in_vllms_place(monkeypatch, lambda engine: dying)
+    in_vllms_place(monkeypatch, dying)
     with pytest.raises(
         EngineError, match=r"rollout-\d ended with exit status 1: RuntimeError: no memory \(see .*rollout-"
     ):
@@ -168,7 +162,7 @@ def test_an_engine_that_dies_is_named(
 def test_an_engine_that_is_never_ready_is_named(
     worker: Callable[..., Worker], config: RunConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    in_vllms_place(monkeypatch, lambda engine: ["sleep", "600"])
+    in_vllms_place(monkeypatch, ["sleep", "600"])
     impatient = EngineSettings(kind="vllm", count=1, start_timeout_s=0.5)
     with pytest.raises(EngineError, match=r"rollout-0 was not ready after 0 s.*start_timeout_s"):
         run(worker("time.sleep(600)"), config.model_copy(update={"engine": impatient}))

@@ -4,12 +4,10 @@ import os
 import subprocess
 import sys
 import time
-from pathlib import Path
 
 import pytest
 
 from ycore.launch.diagnostics import MemoryPeaks, peak_bytes, role_of
-from ycore.run.files import read_json
 from ycore.run.reports import RUN_MARKER
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -29,7 +27,7 @@ def test_whose_process_a_command_line_is(command: str, role: str | None) -> None
     assert role_of(command.split()) == role
 
 
-def test_the_peak_of_a_running_process_is_kept_after_its_memory_is_given_back(tmp_path: Path) -> None:
+def test_the_peak_of_a_running_process_is_kept_after_its_memory_is_given_back() -> None:
     """A process with a child, as an engine has one: both count, what they held at most, and nobody else's."""
     child = "import time; held = bytearray(60 << 20); time.sleep(60)"
     code = (
@@ -40,18 +38,16 @@ def test_the_peak_of_a_running_process_is_kept_after_its_memory_is_given_back(tm
         env={**os.environ, RUN_MARKER: "peaks-test"},
         start_new_session=True,
     )
-    file = tmp_path / "memory.json"
     try:
-        with MemoryPeaks("peaks-test", file) as peaks:
-            deadline = time.monotonic() + 30
-            while time.monotonic() < deadline and peaks.now.get("rollout-0", 0) < 140 << 20:
-                time.sleep(0.1)
+        memory, deadline = MemoryPeaks("peaks-test"), time.monotonic() + 30
+        while time.monotonic() < deadline and memory.peaks.get("rollout-0", 0) < 140 << 20:
+            memory.look()
+            time.sleep(0.1)
     finally:
         os.killpg(process.pid, 9)
         process.wait()
-    told = read_json(file)
-    assert set(told) == {"rollout-0"}
-    assert 140 << 20 <= told["rollout-0"] <= 250 << 20
+    assert set(memory.peaks) == {"rollout-0"}
+    assert 140 << 20 <= memory.peaks["rollout-0"] <= 250 << 20
 
 
 def test_a_process_that_is_gone_has_no_peak() -> None:

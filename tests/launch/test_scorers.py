@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 
 from ycore.config.schema import RunConfig
-from ycore.engine.commands import EngineSpec
+from ycore.engine.commands import EngineSpec, engine_command, engine_environment
 from ycore.errors import UserError
 from ycore.judge.sources import with_declarations
-from ycore.launch.engines import EnginePlan, ServedModel, engine_processes, plan_scorers
+from ycore.launch.engines import EnginePlan, ServedModel, plan_scorers
 from ycore.launch.scoring_models import check_scorers, scoring_models
 from ycore.models.tiny import write_tiny_model
 from ycore.run.paths import RunFolder
@@ -41,7 +41,7 @@ def slots(folder: Path, count: int = 2, **engine: Any) -> list[EngineSpec]:
 
 
 def rollouts(engines: list[EngineSpec]) -> ServedModel:
-    return ServedModel("rollout", tuple(engines))
+    return ServedModel(tuple(engines))
 
 
 def note(config: RunConfig, engines: list[EngineSpec], folder: Path) -> str:
@@ -100,11 +100,12 @@ def test_commands_are_those_of_the_role(folder: Path) -> None:
     plans = plan_scorers(
         config_of(judge("a"), {"reward": "rm:scalar"}), RunFolder(folder), slots(folder, 1), fetch=lambda name: folder
     )
-    rollout, one_judge, reward_model = engine_processes([rollouts(slots(folder, 1)), *plans])
-    assert "ycore.engine.vllm_extension.PolicyWorker" in rollout.command
-    assert "--worker-extension-cls" not in one_judge.command, "nothing can send a judge other weights"
-    assert reward_model.command[reward_model.command.index("--runner") + 1] == "pooling"
-    assert one_judge.environment["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    engines = [*slots(folder, 1), *(engine for plan in plans for engine in plan.engines)]
+    rollout, one_judge, reward_model = map(engine_command, engines)
+    assert "ycore.engine.vllm_extension.PolicyWorker" in rollout
+    assert "--worker-extension-cls" not in one_judge, "nothing can send a judge other weights"
+    assert reward_model[reward_model.index("--runner") + 1] == "pooling"
+    assert engine_environment(engines[1])["VLLM_CPU_KVCACHE_SPACE"] == "1"
 
 
 def test_on_a_device_scorers_share_what_an_engine_may_take(folder: Path) -> None:
@@ -120,8 +121,8 @@ def test_where_engines_sleep_the_models_of_one_role_share_it(folder: Path) -> No
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"gpu_memory_utilization": 0.6})})
     plans = plan_scorers(config, RunFolder(folder), devices, fetch=lambda name: folder)
     assert [plan.engines[0].gpu_memory_utilization for plan in plans] == [0.3, 0.3, 0.6]
-    processes = engine_processes([rollouts(devices), *plans])
-    assert all(one.sleeps and one.device == "0" and "--enable-sleep-mode" in one.command for one in processes)
+    engines = [*devices, *(engine for plan in plans for engine in plan.engines)]
+    assert all(one.sleeps and one.device == "0" and "--enable-sleep-mode" in engine_command(one) for one in engines)
     assert note(config, devices, folder).endswith("; engines sleep while others use the device")
     assert note(config, slots(folder, 1, device="0"), folder) == "vLLM, beside judge-0, judge-1, reward-model-0"
 

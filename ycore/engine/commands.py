@@ -59,21 +59,22 @@ class EngineSpec:
     gpu_memory_utilization: float = 0.3
     sleeps: bool = False  # with vLLM's sleep mode; on a device only
     trust_remote_code: bool = False
+    role: str = ROLLOUT
+    """`rollout`, `judge` or `reward_model`."""
+
+    has_neighbours: bool = False
+    """Whether engines of other roles use the same cores or device."""
 
     @property
     def on_cpu(self) -> bool:
         return self.device is None
 
 
-def engine_command(engine: EngineSpec, role: str = ROLLOUT) -> list[str]:
-    """The server's command line; the server knows its model by the role's name.
-
-    Args:
-        role: `rollout`, `judge` or `reward_model`.
-    """
+def engine_command(engine: EngineSpec) -> list[str]:
+    """The server's command line; the server knows its model by the role's name."""
     options: dict[str, object] = {
         "--model": engine.model,
-        "--served-model-name": role,
+        "--served-model-name": engine.role,
         "--uds": engine.socket,
         "--dtype": engine.dtype,
         "--max-model-len": engine.max_model_len,
@@ -81,7 +82,7 @@ def engine_command(engine: EngineSpec, role: str = ROLLOUT) -> list[str]:
         "--seed": engine.seed,
         "--generation-config": "vllm",  # otherwise the model's own sampling defaults apply
         "--uvicorn-log-level": "warning",
-        **_ROLE_OPTIONS[role],
+        **_ROLE_OPTIONS[engine.role],
     }
     flags = ["--disable-uvicorn-access-log", "--no-enable-log-requests"]
     if engine.on_cpu:
@@ -100,14 +101,11 @@ def engine_command(engine: EngineSpec, role: str = ROLLOUT) -> list[str]:
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *flags]
 
 
-def engine_environment(
-    engine: EngineSpec, *, base: Mapping[str, str] | None = None, has_neighbours: bool = False
-) -> dict[str, str]:
+def engine_environment(engine: EngineSpec, *, base: Mapping[str, str] | None = None) -> dict[str, str]:
     """The server's whole environment: `base` without secrets and thread settings, and what the server needs.
 
     Args:
         base: The environment to start from; this process's by default.
-        has_neighbours: Whether engines of other roles use the same cores or device.
     """
     base = os.environ if base is None else base
     environment = {
@@ -131,7 +129,7 @@ def engine_environment(
     if not engine.on_cpu:
         return {**environment, "CUDA_VISIBLE_DEVICES": str(engine.device)}
     num_threads = len(engine.cores or (0,))
-    if has_neighbours and num_threads > 1:
+    if engine.has_neighbours and num_threads > 1:
         # Waiting threads spin and take the cores from the other engine: two engines of two threads each on two cores
         # take ten times as long together as one after the other. With so short a spin they take as long.
         environment["GOMP_SPINCOUNT"] = "1000"

@@ -7,13 +7,11 @@ several processes share is counted for each of them.
 
 import os
 import signal
-import threading
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import psutil
 
@@ -28,7 +26,7 @@ from ycore.plan.devices import Device, processor
 from ycore.plan.job import job_of
 from ycore.plan.measured import Ran, Row, compare
 from ycore.plan.model_facts import ModelFacts, facts_of
-from ycore.run.files import read_json, write_json_atomic
+from ycore.run.files import read_json
 from ycore.run.reports import RUN_MARKER
 
 _LOOK_EVERY_S = 1.0
@@ -67,38 +65,23 @@ class RunProcesses:
 
 
 class MemoryPeaks:
-    """Within `with MemoryPeaks(run_id, file):`, the peaks of every role; written to `file` as JSON, in bytes."""
+    """The most memory that each role of a run has held: `peaks`, in bytes."""
 
-    def __init__(self, run_id: str, file: Path) -> None:
+    def __init__(self, run_id: str) -> None:
+        self.peaks: dict[str, int] = {}
         self._processes = RunProcesses(run_id)
-        self._file = file
-        self._peaks: dict[str, int] = {}
-        self._done = threading.Event()
-        self._thread = threading.Thread(target=self._watch, daemon=True)
+        self._next_look = 0.0
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._done.set()
-        self._thread.join()
-        write_json_atomic(self._file, self._peaks)
-
-    @property
-    def now(self) -> Mapping[str, int]:
-        """Bytes by role, so far."""
-        return dict(self._peaks)
-
-    def _watch(self) -> None:
-        while not self._done.wait(_LOOK_EVERY_S):
-            totals: Counter[str] = Counter()
-            for role, process in self._processes.by_role():
-                totals[role] += peak_bytes(process.pid) or 0
-            for role, total in totals.items():
-                self._peaks[role] = max(total, self._peaks.get(role, 0))
+    def look(self) -> None:
+        """Read every process of the run, once a second at most."""
+        if time.monotonic() < self._next_look:
+            return
+        self._next_look = time.monotonic() + _LOOK_EVERY_S
+        totals: Counter[str] = Counter()
+        for role, process in self._processes.by_role():
+            totals[role] += peak_bytes(process.pid) or 0
+        for role, total in totals.items():
+            self.peaks[role] = max(total, self.peaks.get(role, 0))
 
 
 def role_of(command: Sequence[str]) -> str | None:

@@ -11,10 +11,10 @@ from typing import NamedTuple
 
 import psutil
 
+from ycore.engine.commands import EngineSpec, engine_command, engine_environment
 from ycore.engine.server import is_healthy, request_succeeds
 from ycore.engine.sleeping import SLEEP, asleep_file, mark_asleep
 from ycore.errors import EngineError
-from ycore.launch.engines import EngineProcess
 from ycore.launch.processes import ManagedProcess, StopWatch, is_stopped
 from ycore.placement.learning import DROP, KEEP
 from ycore.placement.placement import ROLLOUT
@@ -37,25 +37,25 @@ class Trouble(NamedTuple):
 class LiveEngine:
     """One engine, through all the processes that it has been."""
 
-    def __init__(self, planned: EngineProcess, folder: RunFolder, *, health_timeout_s: float) -> None:
-        self.name, self.role = planned.name, planned.role
-        self.log = folder.log(planned.name)
+    def __init__(self, engine: EngineSpec, folder: RunFolder, *, health_timeout_s: float) -> None:
+        self.name = engine.name
+        self.log = folder.log(engine.name)
         self.was_ready = False
-        self._planned = planned
+        self._engine = engine
         self._folder = folder
         self._health_timeout_s = health_timeout_s
         self._start()
 
     def _start(self) -> None:
-        self._planned.socket.unlink(missing_ok=True)  # left by a killed process; nobody listens on it
-        asleep_file(self._planned.socket).unlink(missing_ok=True)
+        self._engine.socket.unlink(missing_ok=True)  # left by a killed process; nobody listens on it
+        asleep_file(self._engine.socket).unlink(missing_ok=True)
         self._process = ManagedProcess.start(
             self.name,
-            list(self._planned.command),
-            environment=self._planned.environment,
+            engine_command(self._engine),
+            environment=engine_environment(self._engine),
             run_id=self._folder.run_id,
             log=self.log,
-            cores=self._planned.cores,
+            cores=self._engine.cores,
         )
         self.is_ready = False
         self.started = self._polled = time.monotonic()
@@ -84,7 +84,7 @@ class LiveEngine:
         if now - self._polled < every_s:
             return False
         self._polled = now
-        if not is_healthy(self._planned.socket):
+        if not is_healthy(self._engine.socket):
             self._silent_since = self._silent_since or now
             if not self.is_ready:
                 self._seen_starting = self._process.tree()[1:]
@@ -111,7 +111,7 @@ class LiveEngine:
         vLLM's server outlives its engine core and then never answers, so a ready engine that loses any process is
         dead. A sleeping engine is left alone until it is woken: others use its device, so a new one would find no room.
         """
-        if asleep_file(self._planned.socket).exists():
+        if asleep_file(self._engine.socket).exists():
             return None
         if self._process.exit_code is not None:
             line = self.last_line()
@@ -196,7 +196,7 @@ class EngineWatch:
 
 
 def start_engines(
-    planned: Sequence[EngineProcess],
+    planned: Sequence[EngineSpec],
     folder: RunFolder,
     *,
     health_timeout_s: float,
@@ -223,15 +223,15 @@ def start_engines(
     return [started[engine.name] for engine in planned]
 
 
-def turns(planned: Sequence[EngineProcess]) -> list[list[EngineProcess]]:
+def turns(planned: Sequence[EngineSpec]) -> list[list[EngineSpec]]:
     """The first engine of every device together, then the second of each, and so on."""
-    by_device: dict[str | None, list[EngineProcess]] = {}
+    by_device: dict[str | None, list[EngineSpec]] = {}
     for engine in planned:
         by_device.setdefault(engine.device, []).append(engine)
     return [[engine for engine in turn if engine is not None] for turn in zip_longest(*by_device.values())]
 
 
-def _put_to_sleep(engine: EngineProcess, *, timeout_s: float) -> None:
+def _put_to_sleep(engine: EngineSpec, *, timeout_s: float) -> None:
     """Drop the policy's weights, which are sent before their first use anyway; keep frozen ones."""
     level = DROP if engine.role == ROLLOUT else KEEP
     if not request_succeeds(engine.socket, "POST", SLEEP.format(level=level), timeout_s=timeout_s):

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ycore.config.schema import RunConfig
-from ycore.engine.commands import EngineSpec, engine_command, engine_environment, kv_cache_gib
+from ycore.engine.commands import EngineSpec, kv_cache_gib
 from ycore.errors import ConfigError
 from ycore.launch.layout import Machine, Site
 from ycore.launch.scoring_models import ScoringModel, check_run_placement, scoring_models
@@ -38,11 +38,14 @@ _BYTES = {"bfloat16": 2, "float32": 4}
 class ServedModel:
     """One model in one role. `sources` are the positions of the reward sources that it scores for."""
 
-    role: str
     engines: tuple[EngineSpec, ...]
     """Slot by slot; never empty."""
 
     sources: tuple[int, ...] = ()
+
+    @property
+    def role(self) -> str:
+        return self.engines[0].role
 
     def as_json(self) -> dict[str, Any]:
         """What the trainer reads about a scorer in engines.json."""
@@ -95,38 +98,6 @@ class EnginePlan:
             "scorers": [model.as_json() for model in self.served[1:]],
             **({"sleeps": True} if self.sleeps else {}),
         }
-
-
-@dataclass(frozen=True, slots=True)
-class EngineProcess:
-    """How one engine is started, and started again."""
-
-    name: str
-    role: str
-    socket: Path
-    command: tuple[str, ...]
-    environment: dict[str, str]
-    cores: tuple[int, ...] | None
-    device: str | None = None
-    sleeps: bool = False
-
-
-def engine_processes(served: Sequence[ServedModel]) -> list[EngineProcess]:
-    """The processes of all models, slot by slot within a model."""
-    return [
-        EngineProcess(
-            name=engine.name,
-            role=model.role,
-            socket=engine.socket,
-            command=tuple(engine_command(engine, model.role)),
-            environment=engine_environment(engine, has_neighbours=len(served) > 1),
-            cores=engine.cores,
-            device=engine.device,
-            sleeps=engine.sleeps,
-        )
-        for model in served
-        for engine in model.engines
-    ]
 
 
 def is_vllm_installed() -> bool:
@@ -189,6 +160,7 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch, sleeps: bool = 
         gpu_memory_utilization=config.engine.gpu_memory_utilization,
         sleeps=sleeps and bool(slots[0].devices),
         trust_remote_code=config.trust_remote_code,
+        has_neighbours=bool(scoring_models(config)),
     )
     first = replace(first, memory_gib=config.engine.memory_gib or _memory_gib(first, model_config, config.max_tokens))
     rollouts = tuple(
@@ -197,10 +169,8 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch, sleeps: bool = 
         )
         for number, slot in enumerate(slots)
     )
-    scorers = plan_scorers(
-        config, site.folder, rollouts, fetch=lambda name: model if name == config.model else fetch(name)
-    )
-    return EnginePlan(kind, length, f"{how}: {_describe(slots)}", (ServedModel(ROLLOUT, rollouts), *scorers))
+    scorers = plan_scorers(config, site.folder, rollouts, fetch=fetch)
+    return EnginePlan(kind, length, f"{how}: {_describe(slots)}", (ServedModel(rollouts), *scorers))
 
 
 def plan_scorers(
@@ -221,7 +191,7 @@ def plan_scorers(
             replace(_named(first, model.role, before + slot, folder), cores=rollout.cores, device=rollout.device)
             for slot, rollout in enumerate(rollouts)
         )
-        planned.append(ServedModel(model.role, engines, model.sources))
+        planned.append(ServedModel(engines, model.sources))
     return planned
 
 
@@ -238,6 +208,7 @@ def _scorer(
         max_model_len=model_length(model.max_model_len, model_config, option=f"max_model_len of {model.name}"),
         max_num_seqs=min(rollout.max_num_seqs, _MAX_SCORER_SEQS),
         gpu_memory_utilization=config.engine.gpu_memory_utilization / len(together),
+        has_neighbours=True,
     )
     return replace(spec, memory_gib=_memory_gib(spec, model_config, config.max_tokens + model.max_new_tokens))
 
@@ -254,7 +225,7 @@ def model_length(requested: int | None, model_config: Mapping[str, Any], *, opti
 
 def _named(spec: EngineSpec, role: str, number: int, folder: RunFolder) -> EngineSpec:
     name = f"{role.replace('_', '-')}-{number}"
-    return replace(spec, name=name, socket=folder.socket(name))
+    return replace(spec, role=role, name=name, socket=folder.socket(name))
 
 
 def _slots(count: int | Literal["auto"], machine: Machine, *, least: int) -> list[Machine]:

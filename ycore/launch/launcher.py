@@ -16,9 +16,9 @@ import yaml
 
 from ycore.config.schema import AnyConfig, RunConfig
 from ycore.errors import Interrupted
-from ycore.launch.diagnostics import MemoryPeaks, plan_and_measured
+from ycore.launch.diagnostics import plan_and_measured
 from ycore.launch.engine_watch import EngineWatch, start_engines
-from ycore.launch.engines import engine_processes, plan_engines
+from ycore.launch.engines import plan_engines
 from ycore.launch.guardian import guarded
 from ycore.launch.layout import Site, site_of
 from ycore.launch.processes import ManagedProcess, RankedTrainer
@@ -117,8 +117,7 @@ def _work(worker: Worker, config: AnyConfig, site: Site, progress: RunProgress, 
         limits=limits,
         hint=f"; `ycore resume {config.output}` continues" if worker.trains else "",
     )
-    with MemoryPeaks(site.folder.run_id, site.folder.memory):
-        supervisor.watch()
+    supervisor.watch()
 
 
 def _start_engines(worker: Worker, config: AnyConfig, site: Site, progress: RunProgress) -> EngineWatch:
@@ -141,7 +140,7 @@ def _start_engines(worker: Worker, config: AnyConfig, site: Site, progress: RunP
     progress.say(plan.note + (", starting ..." if plan.engines else ""))
     write_json_atomic(site.folder.engines, {**plan.as_json(), **facts})
     live = start_engines(
-        engine_processes(plan.served),
+        [engine for model in plan.served for engine in model.engines],
         site.folder,
         health_timeout_s=settings.health_timeout_s,
         start_timeout_s=settings.start_timeout_s,

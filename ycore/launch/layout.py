@@ -21,7 +21,7 @@ Dtype = Literal["float32", "bfloat16"]
 NAMES: tuple[Name, ...] = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
 
 _MIXED_PRECISION: Mapping[Dtype, str] = {"float32": "no", "bfloat16": "bf16"}
-_VARIABLE = re.compile(r"\$(?:\{(\w+)\}|(\w+))")
+_UNSET_VARIABLE = re.compile(r"\$\{?(\w+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,11 +64,6 @@ class Layout:
     def shards_weights(self) -> bool:
         """Whether no rank holds the whole policy."""
         return self.sharding in ("zero3", "fsdp2")
-
-    def __str__(self) -> str:
-        if self.num_machines == 1:
-            return f"{self.world} ranks"
-        return f"{self.world} ranks on {self.num_machines} machines, this is machine {self.machine_rank}"
 
 
 ONE_RANK = Layout()
@@ -209,36 +204,6 @@ def _layout_from_file(path: Path, config: AnyConfig, *, dtype: Dtype) -> Layout:
             f"{path}: num_processes must be a multiple of num_machines, and machine_rank below it; "
             f"they are {world}, {machines} and {rank}"
         )
-    _check_precision(settings, path, dtype)
-    if machines > 1:
-        _check_machines_meet(settings, path)
-    if config.processes not in (1, world // machines):
-        raise ConfigError(
-            f"--processes {config.processes} is not what {path} says: {world} processes on {machines} "
-            f"machine{'s' if machines > 1 else ''}; leave --processes out"
-        )
-    return Layout(world, machines, rank, {**settings, "mixed_precision": _MIXED_PRECISION[dtype]})
-
-
-def _read_accelerate_file(path: Path) -> dict[str, Any]:
-    """The file's mapping. `$NAME` and `${NAME}` come from the environment, so that one file serves all nodes."""
-
-    def variable(match: re.Match[str]) -> str:
-        name = match[1] or match[2]
-        if name not in os.environ:
-            raise ConfigError(f"{path} names the environment variable {name}, which is not set; export {name}=...")
-        return os.environ[name]
-
-    try:
-        settings = yaml.safe_load(_VARIABLE.sub(variable, path.read_text(encoding="utf-8")))
-    except yaml.YAMLError as error:
-        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
-    if not isinstance(settings, dict) or "distributed_type" not in settings:
-        raise ConfigError(f"{path} is no accelerate config: it has no distributed_type; `accelerate config` writes one")
-    return settings
-
-
-def _check_precision(settings: Mapping[str, Any], path: Path, dtype: Dtype) -> None:
     wanted = _MIXED_PRECISION[dtype]
     found = settings.get("mixed_precision", wanted)
     if found != wanted and not (found is False and wanted == "no"):  # YAML reads a bare `no` as False
@@ -246,6 +211,28 @@ def _check_precision(settings: Mapping[str, Any], path: Path, dtype: Dtype) -> N
             f"{path}: mixed_precision is {found!r}, and the run computes in {dtype}; say {wanted!r} there, "
             f"or --set dtype={'bfloat16' if found == 'bf16' else 'float32'}"
         )
+    if machines > 1:
+        _check_machines_meet(settings, path)
+    if config.processes not in (1, world // machines):
+        raise ConfigError(
+            f"--processes {config.processes} is not what {path} says: {world} processes on {machines} "
+            f"machine{'s' if machines > 1 else ''}; leave --processes out"
+        )
+    return Layout(world, machines, rank, {**settings, "mixed_precision": wanted})
+
+
+def _read_accelerate_file(path: Path) -> dict[str, Any]:
+    """The file's mapping. `$NAME` and `${NAME}` come from the environment, so that one file serves all nodes."""
+    text = os.path.expandvars(path.read_text(encoding="utf-8"))
+    if unset := _UNSET_VARIABLE.search(text):
+        raise ConfigError(f"{path} names the environment variable {unset[1]}, which is not set; export {unset[1]}=...")
+    try:
+        settings = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{path} is not YAML: {' '.join(str(error).split())}") from None
+    if not isinstance(settings, dict) or "distributed_type" not in settings:
+        raise ConfigError(f"{path} is no accelerate config: it has no distributed_type; `accelerate config` writes one")
+    return settings
 
 
 def _check_machines_meet(settings: Mapping[str, Any], path: Path) -> None:

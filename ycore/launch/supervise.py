@@ -16,11 +16,12 @@ from typing import Any, NoReturn, Self
 import psutil
 
 from ycore.errors import Interrupted, RunError, TrainerError, UserError
-from ycore.launch.diagnostics import write_stacks
+from ycore.launch.diagnostics import MemoryPeaks, write_stacks
 from ycore.launch.engine_watch import EngineWatch
 from ycore.launch.guardian import RunWatch
 from ycore.launch.processes import ManagedProcess, RankedTrainer, StopWatch, is_stopped
 from ycore.run.checkpoints import checkpoints_in, step_of
+from ycore.run.files import write_json_atomic
 from ycore.run.metrics import MetricsFollower
 from ycore.run.paths import RunFolder
 from ycore.run.reports import forget_reports
@@ -107,8 +108,10 @@ class Limits:
 class Supervisor:
     """Starts a run's trainer, and watches it and the engines until the trainer ends for good.
 
-    `start` starts the trainer, which resumes from its newest checkpoint by itself. `home` is the folder that has the
-    run's checkpoints. `hint` ends the line of an error.
+    Args:
+        start: starts the trainer, which resumes from its newest checkpoint by itself.
+        home: the folder that has the run's checkpoints; `folder` is this machine's.
+        hint: the end of an error's line.
     """
 
     def __init__(
@@ -132,12 +135,13 @@ class Supervisor:
         self._stops = stops
         self._limits = limits
         self._hint = hint
+        self._memory = MemoryPeaks(folder.run_id)
         self._num_restarts = 0
         self._trainer = self._start_trainer()
         engines.on_hang = self._write_stacks
 
     def watch(self) -> None:
-        """Return when the trainer has finished; raise for every other end."""
+        """Return when the trainer has finished; raise for every other end. Either way memory.json is written."""
         while True:
             try:
                 return self._watch_trainer()
@@ -147,6 +151,8 @@ class Supervisor:
                 self._restart(error)
             except RunError as error:
                 raise type(error)(f"{error}{self._hint}") from None
+            finally:
+                write_json_atomic(self._folder.memory, self._memory.peaks)
 
     def _start_trainer(self) -> Trainer:
         self._folder.step_began.unlink(missing_ok=True)
@@ -179,11 +185,13 @@ class Supervisor:
         self._raise_for_exit()
 
     def _show_progress(self) -> None:
+        self._memory.look()
         for row in self._follower.read():
             self._progress.step(row)
             self._step = int(row.get("step", self._step))
             self._progressed = time.monotonic()
-        began_ns = _mtime_ns(self._folder.step_began)
+        mark = self._folder.step_began
+        began_ns = mark.stat().st_mtime_ns if mark.exists() else 0
         if began_ns > self._step_began_ns:
             self._step_began_ns, self._progressed = began_ns, time.monotonic()
 
@@ -261,13 +269,12 @@ class SaveWatch:
     def __init__(self, trainer: Trainer, home: RunFolder) -> None:
         self._trainer = trainer
         self._home = home
-        self._num_bytes, self._cpu_s = 0, 0.0
+        self._seen = (0, 0.0)
         self._progressed = time.monotonic()
 
     def stalled_s(self) -> float:
         """Seconds without progress."""
-        num_bytes = sum(map(_num_bytes, [*self._home.checkpoints.glob(".saving-*"), self._home.model]))
-        cpu_s, waits_for_disk = 0.0, False
+        num_bytes, cpu_s, waits_for_disk = self._num_bytes(), 0.0, False
         for process in self._trainer.tree():
             try:
                 times = process.cpu_times()
@@ -275,25 +282,13 @@ class SaveWatch:
                 waits_for_disk |= process.status() == psutil.STATUS_DISK_SLEEP
             except psutil.Error:
                 continue
-        if num_bytes != self._num_bytes or abs(cpu_s - self._cpu_s) > _WORKING_CPU_S or waits_for_disk:
-            self._num_bytes, self._cpu_s, self._progressed = num_bytes, cpu_s, time.monotonic()
+        if num_bytes != self._seen[0] or abs(cpu_s - self._seen[1]) > _WORKING_CPU_S or waits_for_disk:
+            self._seen, self._progressed = (num_bytes, cpu_s), time.monotonic()
         return time.monotonic() - self._progressed
 
-
-def _num_bytes(folder: Path) -> int:
-    total = 0
-    for parent, _, names in os.walk(folder):  # which passes over what is renamed or removed meanwhile
-        for name in names:
-            try:
-                total += os.lstat(os.path.join(parent, name)).st_size
-            except FileNotFoundError:
-                continue
-    return total
-
-
-def _mtime_ns(file: Path) -> int:
-    """0 for a file that does not exist."""
-    try:
-        return file.stat().st_mtime_ns
-    except FileNotFoundError:
-        return 0
+    def _num_bytes(self) -> int:
+        folders = [*self._home.checkpoints.glob(".saving-*"), self._home.model]
+        try:
+            return sum(path.stat().st_size for folder in folders for path in folder.rglob("*"))
+        except FileNotFoundError:
+            return -1  # renamed or removed meanwhile, which is progress too

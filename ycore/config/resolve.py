@@ -49,7 +49,7 @@ def resolve(
         merged = merge(merged, _normalised(layer, algorithm))
     _add_preset_rewards(merged)
     for path, value in indexed:
-        _set_in_list(merged, path, value)
+        set_key(merged, path, value)
     if "output" not in merged:
         merged |= _default_output(merged, run_name)
     return _validated(merged, algorithm)
@@ -116,10 +116,17 @@ def _nested(path: Sequence[str], value: Any) -> dict[str, Any]:
     return {path[0]: _nested(path[1:], value) if len(path) > 1 else value}
 
 
-def _set_in_list(merged: dict[str, Any], path: Sequence[str], value: Any) -> None:
-    """Sets one key of one element of a list that a recipe or an option gave."""
+def set_key(keys: Any, path: Sequence[str], value: Any) -> None:
+    """Set the value at a path in nested keys, in place; a number in the path is an element of a list.
+
+    Args:
+        path: at least one name; the last is that of a key, not of a whole element.
+
+    Raises:
+        ConfigError: a list has no such element, or there is no list.
+    """
     name = ".".join(path)
-    place: Any = merged
+    place = keys
     for part in path[:-1]:
         if isinstance(place, list) and part.isdigit() and int(part) < len(place):
             place = place[int(part)]

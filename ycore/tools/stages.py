@@ -15,11 +15,13 @@ Loops are unrolled as the file is parsed. `steps_of` gives every run a folder an
 
 import re
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, get_args
 
 from ycore.config.algorithms import ALGORITHMS
+from ycore.config.resolve import set_key
 from ycore.errors import ConfigError, nearest
 from ycore.run.paths import RunFolder
 
@@ -118,15 +120,21 @@ def with_sets(declared: Mapping[str, Any], sets: Mapping[str, Any]) -> dict[str,
         declared: As read from YAML; it is not changed.
         sets: Values by dotted path, as typed after `--set`.
     """
-    merged = {**declared, "stages": dict(_mapping(declared.get("stages"), "stages"))}
+    merged = deepcopy(dict(declared))
+    stages = merged["stages"] = _mapping(merged.get("stages"), "stages")
+    loops = [entry["stages"] for entry in stages.values() if isinstance(entry, Mapping) and "stages" in entry]
+    holders = {name: inner for inner in (*loops, stages) for name in inner}
     for key, value in sets.items():
         first, dot, rest = key.partition(".")
+        holder = merged if first == "defaults" else holders.get(first)
         if not dot and first in _TOP:
             merged[first] = value
-        elif first == "defaults":
-            merged["defaults"] = _put(merged.get("defaults") or {}, rest.split("."), value)
+        elif rest and holder is not None:
+            holder[first] = holder.get(first) or {}
+            set_key(holder, key.split("."), value)
         else:
-            merged["stages"] = _set_in_stages(merged["stages"], first, rest, value)
+            way_out = nearest(first, holders) or f"; the stages are {', '.join(holders)}"
+            raise ConfigError(f"--set {key}: say STAGE.KEY=VALUE, of a stage that there is{way_out}")
     return merged
 
 
@@ -236,30 +244,6 @@ def _parse_stage(name: str, value: Any) -> Stage:
     if compare not in get_args(Compare):
         raise ConfigError(f"stage {name}: compare is {' or '.join(get_args(Compare))}; it is {compare!r}")
     return Stage(name, command, keys, compare)
-
-
-def _set_in_stages(stages: Mapping[str, Any], name: str, rest: str, value: Any) -> dict[str, Any]:
-    if name in stages and rest:
-        return {**stages, name: _put(stages[name] or {}, rest.split("."), value)}
-    loops = {key: entry for key, entry in stages.items() if isinstance(entry, Mapping) and "stages" in entry}
-    for key, loop in loops.items():
-        if name in loop["stages"] and rest:
-            return {**stages, key: {**loop, "stages": _set_in_stages(loop["stages"], name, rest, value)}}
-    known = [*stages, *(inner for loop in loops.values() for inner in loop["stages"])]
-    way_out = nearest(name, known) or f"; the stages are {', '.join(known)}"
-    typed = f"{name}.{rest}" if rest else name
-    raise ConfigError(f"--set {typed}: say STAGE.KEY=VALUE, of a stage that there is{way_out}")
-
-
-def _put(keys: Any, path: list[str], value: Any) -> Any:
-    """A copy of `keys` with the value at `path`; a number in the path is an index of a list."""
-    if isinstance(keys, list):
-        if not path[0].isdigit() or int(path[0]) >= len(keys):
-            raise ConfigError(f"--set: there is no element {path[0]!r}; the list has {len(keys)}, counted from 0")
-        index = int(path[0])
-        return [*keys[:index], _put(keys[index], path[1:], value) if path[1:] else value, *keys[index + 1 :]]
-    before = dict(keys) if isinstance(keys, Mapping) else {}
-    return {**before, path[0]: _put(before.get(path[0]) or {}, path[1:], value) if path[1:] else value}
 
 
 def _mapping(value: Any, what: str) -> dict[str, Any]:

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from ycore.errors import ConfigError, ModelError
+from ycore.errors import ConfigError
 from ycore.models.hub import cache_dir
 from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT
 from ycore.run.reports import RUN_MARKER
@@ -59,11 +59,8 @@ class EngineSpec:
     gpu_memory_utilization: float = 0.3
     sleeps: bool = False  # with vLLM's sleep mode; on a device only
     trust_remote_code: bool = False
-    role: str = ROLLOUT
-    """`rollout`, `judge` or `reward_model`."""
-
-    has_neighbours: bool = False
-    """Whether engines of other roles use the same cores or device."""
+    role: str = ROLLOUT  # or `judge`, `reward_model`
+    has_neighbours: bool = False  # engines of other roles use the same cores or device
 
     @property
     def on_cpu(self) -> bool:
@@ -162,25 +159,3 @@ def kv_cache_gib(model_config: Mapping[str, Any], num_tokens: int, *, bytes_per_
             f"the KV cache's size is derived from the model's config, which has no {missing}; set engine.memory_gib"
         ) from None
     return max(1, math.ceil(values_per_token * num_tokens * bytes_per_value / _GIB))
-
-
-def check_classifier(name: str, config: Mapping[str, Any]) -> None:
-    """Check that a model is a sequence classifier with one label.
-
-    Args:
-        name: The model's name, for the message.
-        config: Its config.json.
-
-    Raises:
-        ModelError: It is not.
-    """
-    architectures = [str(architecture) for architecture in config.get("architectures") or []]
-    if not any(architecture.endswith("ForSequenceClassification") for architecture in architectures):
-        raise ModelError(
-            f"rm:{name} must be a sequence classifier with one label (...ForSequenceClassification); its architectures "
-            f"are {', '.join(architectures) or 'none'}; train one with TRL's RewardTrainer, or use the model as a "
-            "judge: --reward judge:FILE.yaml"
-        )
-    num_labels = config.get("num_labels") or len(config.get("id2label") or {}) or 2  # transformers' default
-    if num_labels != 1:
-        raise ModelError(f"rm:{name} must give one number, and has {num_labels} labels; take a model with num_labels=1")

@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 from ycore.config.schema import RunConfig
-from ycore.engine.commands import check_classifier
 from ycore.errors import ConfigError, ModelError, RewardError
 from ycore.judge.declaration import POLICY_BASE, Judge
 from ycore.judge.sources import (
@@ -136,8 +135,7 @@ def _check_reward_model(declared: RewardModel, config: RunConfig, engine: str) -
     _require_vllm(name, engine, "install vLLM, or score with a function: --reward FILE.py:FUNCTION")
     plan = _resolve(name, declared.model, config)
     if plan.config is not None:
-        check_classifier(declared.model, plan.config)
-        _check_architecture(declared.model, plan.config)
+        _check_classifier(declared.model, plan.config)
     return f"{plan.note}, one number a completion"
 
 
@@ -153,14 +151,25 @@ def _require_vllm(name: str, engine: str, way_out: str) -> None:
         raise ConfigError(f"{name} runs in a vLLM engine, and this run generates with {engine}; {way_out}")
 
 
-def _check_architecture(name: str, model_config: Mapping[str, Any]) -> None:
-    """Whether vLLM has the architecture, by the text of its registry: importing vLLM takes many seconds."""
+def _check_classifier(name: str, model_config: Mapping[str, Any]) -> None:
+    """Whether a model's config.json is that of a sequence classifier with one label, which vLLM can serve."""
+    architectures = [str(architecture) for architecture in model_config.get("architectures") or []]
+    if not any(architecture.endswith("ForSequenceClassification") for architecture in architectures):
+        raise ModelError(
+            f"rm:{name} must be a sequence classifier with one label (...ForSequenceClassification); its architectures "
+            f"are {', '.join(architectures) or 'none'}; train one with TRL's RewardTrainer, or use the model as a "
+            "judge: --reward judge:FILE.yaml"
+        )
+    num_labels = model_config.get("num_labels") or len(model_config.get("id2label") or {}) or 2  # transformers' default
+    if num_labels != 1:
+        raise ModelError(f"rm:{name} must give one number, and has {num_labels} labels; take a model with num_labels=1")
     spec = find_spec("vllm")
     if spec is None or spec.origin is None:
         return
+    # By the text of vLLM's registry: importing vLLM takes many seconds.
     registry = (Path(spec.origin).parent / "model_executor" / "models" / "registry.py").read_text(encoding="utf-8")
-    for architecture in model_config.get("architectures") or []:
-        base = str(architecture).removesuffix("ForSequenceClassification")
+    for architecture in architectures:
+        base = architecture.removesuffix("ForSequenceClassification")
         if not any(f'"{base}{kind}"' in registry for kind in ("ForSequenceClassification", "ForCausalLM", "Model")):
             raise ModelError(
                 f"vLLM has no {architecture}, so it cannot serve rm:{name}; take a classifier on a decoder that vLLM "

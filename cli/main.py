@@ -19,6 +19,7 @@ from ycore_cli.train import resume, training_command
 from ycore import __version__
 from ycore.config.algorithms import ALGORITHMS
 from ycore.errors import Interrupted, YcoreError
+from ycore.run.text import printable
 
 _HELP = {"max_content_width": 100, "help_option_names": ["--help", "-h"]}
 _ANY_TRL_FIELD = {"ignore_unknown_options": True, "allow_extra_args": True}
@@ -98,7 +99,7 @@ def _usage_error(error: typer.TyperException) -> int:
 
 
 def _one_line(text: str) -> str:
-    return " ".join(line.strip() for line in text.splitlines() if line.strip())
+    return printable(" ".join(line.strip() for line in text.splitlines() if line.strip()))
 
 
 def _dashed(arguments: Sequence[str]) -> list[str]:

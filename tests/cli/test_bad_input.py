@@ -59,6 +59,12 @@ def test_other_commands(line: str, words: str, place: Path, capfd: pytest.Captur
     _assert_one_error_line(status, capfd.readouterr(), words)
 
 
+def test_an_error_does_nothing_to_the_terminal(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["report", str(tmp_path / "\x1b[2J")]) == 2
+    said = capfd.readouterr().err
+    assert r"\x1b[2J has no run.json" in said and "\x1b" not in said
+
+
 @pytest.mark.parametrize("more", ["--lerning-rate 1e-4", "--model /no/such/model", "--json --group-size 1"])
 def test_the_installed_command_ends_the_same_way(more: str, place: Path) -> None:
     command = [sys.executable, "-c", "from ycore_cli.main import main; main()"]

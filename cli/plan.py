@@ -10,8 +10,8 @@ from ycore.errors import ConfigError
 
 if TYPE_CHECKING:
     from ycore.config.schema import RunConfig
-    from ycore.plan.phases import Forecast
     from ycore.plan.search import Plan
+    from ycore.plan.step_forecast import Forecast
 
 Devices = Annotated[
     str | None, typer.Option(metavar="NxKIND", help="8x80GB, 4xH100, 2xcpu, cpu; this machine if not given.")
@@ -130,24 +130,21 @@ def _lines(made: "Plan", *, top: int) -> Iterator[str]:
         yield from (f"  {forecast.way.in_words}: {why_not(forecast)}" for forecast in unfit)
     if made.fitting:
         return
-    if not made.mends:
+    if not made.nearest:
         yield "no change of batch, length, LoRA or devices, nor two of them, nor a smaller model would fit"
         return
     yield "what would fit, nearest first"
-    for mend in made.mends:
-        yield f"  {mend.change}: {mend.forecast.step_s:.1f} s a step, {mend.forecast.way.in_words}"
+    for near in made.nearest:
+        yield f"  {near.change}: {near.forecast.step_s:.1f} s a step, {near.forecast.way.in_words}"
 
 
 def _job_lines(made: "Plan") -> Iterator[str]:
-    from ycore.plan.devices import in_words
-
     job, device = made.job, made.fleet.device
     trained = "every weight" if job.lora_rank is None else f"LoRA r={job.lora_rank}"
     yield f"model    {job.policy.name}: {job.policy.num_params / 1e9:.2f} billion parameters, {trained}"
     if job.judge is not None:
         yield f"judge    {job.judge.name}: {job.judge.num_params / 1e9:.2f} billion parameters"
-    speed = in_words(device) if device.on_cpu else device.source
-    yield f"devices  {made.fleet.in_words}: {device.memory_bytes / _GIB:.0f} GiB; {speed}"
+    yield f"devices  {made.fleet.in_words}: {device.memory_bytes / _GIB:.0f} GiB; {device.in_words}"
     yield (
         f"step     {job.prompts_per_step} prompts of {job.prompt_tokens} tokens x {job.group_size} completions "
         f"of {job.completion_tokens}, {job.max_tokens} at most; {job.draws:g} groups for each kept"

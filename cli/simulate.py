@@ -10,7 +10,7 @@ from ycore_cli.plan import sizes_of, whole_number
 from ycore.errors import ConfigError
 
 if TYPE_CHECKING:
-    from ycore.plan.comparison import Played, Result
+    from ycore.plan.comparison import Comparison, Result
     from ycore.plan.recording import Request
 
 Name = Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Sizes from a recipe, by name or YAML file.")]
@@ -61,11 +61,11 @@ def simulate(
     """
     from ycore_cli.output import print_json
 
-    from ycore.plan.comparison import Question, play_assumed, play_recorded, recommend
+    from ycore.plan.comparison import Scenario, compare_assumed, compare_recorded, recommend
 
     config = sizes_of(context, name, fill_in=_FILLED_IN)
     base_ms, _, each_ms = step_time.partition(":")
-    question = Question(
+    scenario = Scenario(
         num_slots=whole_number("--slots", slots),
         swap_s=_number("--swap-s", swap_s),
         num_rounds=whole_number("--rounds", rounds),
@@ -80,7 +80,7 @@ def simulate(
         step_s=(_number("--step-time", base_ms) / 1000, _number("--step-time", each_ms or "0") / 1000),
         seed=config.seed,
     )
-    played = play_assumed(question) if trace is None else play_recorded(_recorded_requests(Path(trace)), question)
+    played = compare_assumed(scenario) if trace is None else compare_recorded(_recorded_requests(Path(trace)), scenario)
     best = recommend(played.results)
     if picture is not None:
         _draw(played, Path(picture))
@@ -102,7 +102,7 @@ def _recorded_requests(run: Path) -> "list[list[Request]]":
     return requests_of(spans)
 
 
-def _print_results(played: "Played", best: "Result") -> None:
+def _print_results(played: "Comparison", best: "Result") -> None:
     """Shortest round first."""
     from rich.console import Console
     from rich.table import Table
@@ -122,7 +122,7 @@ def _print_results(played: "Played", best: "Result") -> None:
     print(f"use --placement {best.placement}: {_why(best, played)}")
 
 
-def _why(best: "Result", played: "Played") -> str:
+def _why(best: "Result", played: "Comparison") -> str:
     others = [result for result in played.results if result is not best]
     if not others:
         return "there is no other role to place"
@@ -133,7 +133,7 @@ def _why(best: "Result", played: "Played") -> str:
     return f"{near.placement}, the next, takes {share:.1%} longer"
 
 
-def _as_json(played: "Played", best: "Result") -> dict[str, Any]:
+def _as_json(played: "Comparison", best: "Result") -> dict[str, Any]:
     return {
         "note": played.note,
         "recorded_s": played.recorded_s,
@@ -152,7 +152,7 @@ def _as_json(played: "Played", best: "Result") -> dict[str, Any]:
     }
 
 
-def _draw(played: "Played", path: Path) -> None:
+def _draw(played: "Comparison", path: Path) -> None:
     """The last round of every placement, on one scale."""
     from ycore.run.trace import Span
     from ycore.view.pictures import draw_panels

@@ -38,7 +38,7 @@ from placement_speeds import Measured, mean_of, measure
 
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
-from ycore.plan.comparison import Question, play_recorded, simulate
+from ycore.plan.comparison import Scenario, compare_recorded, simulate
 from ycore.plan.recording import requests_of
 from ycore.plan.simulation import Demand, Machine, SimulatedGroup
 from ycore.round.peers import Peers
@@ -175,7 +175,7 @@ def predict(words: str, measured: Sequence[dict[str, Measured]], job: argparse.N
 
 def replay(trace: Path, job: argparse.Namespace) -> dict[str, float]:
     """The simulator's mean seconds of every placement, from the counted rounds of a recording."""
-    question = Question(
+    scenario = Scenario(
         num_slots=2,
         swap_s=0.0,
         num_rounds=job.rounds,
@@ -191,7 +191,7 @@ def replay(trace: Path, job: argparse.Namespace) -> dict[str, float]:
         seed=0,
     )
     rounds = requests_of(list(read_trace(trace)))[-job.rounds :]
-    told = {str(result.placement): result.seconds for result in play_recorded(rounds, question).results}
+    told = {str(result.placement): result.seconds for result in compare_recorded(rounds, scenario).results}
     return {words: told[words] for words in PLACEMENTS}
 
 

@@ -35,8 +35,8 @@ from ycore.config.schema import RunConfig
 from ycore.launch.diagnostics import compared
 from ycore.launch.layout import Site, layout_of, this_machine
 from ycore.models.hub import cache_dir
-from ycore.plan.devices import Device, processor
-from ycore.plan.measured import Row
+from ycore.plan.devices import Device, measured_core
+from ycore.plan.step_forecast import Row
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 
@@ -114,7 +114,7 @@ def calibrate() -> tuple[Device, Speed]:
         [sys.executable, str(here / "processor_speed.py")], capture_output=True, text=True, check=True
     )
     speed = Speed(**json.loads(answer.stdout.splitlines()[0]))
-    told = processor()
+    told = measured_core()
     core = Device(
         name=told.name, memory_bytes=told.memory_bytes, flops=speed.bfloat16, bandwidth=speed.copy, link=speed.copy / 2,
         source="measured by torch, processor_speed.py", on_cpu=True,

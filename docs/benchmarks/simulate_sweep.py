@@ -2,7 +2,7 @@
 
     python docs/benchmarks/simulate_sweep.py --output runs/sweep
 
-The simulator drives the live run's allocator and sampling decisions. Assumed: engines whose step takes
+The simulator drives the live run's allocator and sampling decisions. Workload: engines whose step takes
 `base + each * n` seconds (8B: 12 ms and 0.1 ms; 0.6B: 3 ms and 0.03 ms), lognormal lengths up to 8192 tokens whose mean
 goes from 1000 up to 3000 and back over 200 steps, a judge whose requests keep one size, 8 completions a prompt, seven
 groups in ten that teach, 32 completions a slot and round (8 on 512 slots). Published: a sleep and a wake of 8B take
@@ -37,7 +37,7 @@ from sweep_picture import draw, table
 from ycore.placement.load import Speed
 from ycore.placement.placement import DYNAMIC, JUDGE, ROLLOUT, Placement, SlotPool
 from ycore.plan.comparison import Result, simulate
-from ycore.plan.simulation import Assumed, Demand, GroupAt, Lengths, Machine, SimulatedGroup
+from ycore.plan.simulation import Demand, GroupAt, Lengths, Machine, SimulatedGroup, Workload
 from ycore.round.sampling import Yield
 
 ROLES = (ROLLOUT, JUDGE)
@@ -75,7 +75,7 @@ def groups_of(judge_work: float) -> Callable[[int], GroupAt]:
     @functools.cache
     def group(step: int, position: int) -> SimulatedGroup:
         lengths = Lengths(mean_tokens(max(0, step)), 0.8, 8192)
-        return Assumed(lengths, {JUDGE: judged}, 8, TEACH_SHARE).group_at(position)
+        return Workload(lengths, {JUDGE: judged}, 8, TEACH_SHARE).group_at(position)
 
     return lambda step: functools.partial(group, step)
 

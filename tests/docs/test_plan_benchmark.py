@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from ycore.plan.measured import Row
 from ycore.plan.model_facts import facts_of
+from ycore.plan.step_forecast import Row
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
 

@@ -20,7 +20,7 @@ from ycore.placement.placement import (
     Swap,
     parse_placement,
 )
-from ycore.plan.simulation import Assumed, Demand, Lengths, Machine, SimulatedRound
+from ycore.plan.simulation import Demand, Lengths, Machine, SimulatedRound, Workload
 
 ROLES = (ROLLOUT, JUDGE)
 
@@ -266,7 +266,7 @@ def test_a_shared_slot_holds_no_more_of_a_role_than_its_engine_can() -> None:
 
 def test_speeds_of_engines_that_shared_a_slot_are_learned_as_they_are_alone() -> None:
     speed = Speed(0.02, 0.002)
-    work = Assumed(Lengths(120, 0.7, 600), {JUDGE: 40.0}, group_size=4)
+    work = Workload(Lengths(120, 0.7, 600), {JUDGE: 40.0}, group_size=4)
     allocator = learned("shared", Allocator(pool(1, 64, exclusive=False, swap_s=0.0)))
     for number in range(6):
         one = SimulatedRound(allocator, Machine(dict.fromkeys(ROLES, speed), {}), work.group_at, Demand(6))

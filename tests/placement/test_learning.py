@@ -8,7 +8,7 @@ from ycore.placement.allocator import Allocator
 from ycore.placement.learning import ALL_AWAKE, DROP, KEEP, ONE_AWAKE, Calibration, Prior, SleepLevels
 from ycore.placement.load import Speed
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
-from ycore.plan.simulation import Assumed, Demand, Lengths, Machine, Outcome, SimulatedRound
+from ycore.plan.simulation import Demand, Lengths, Machine, Outcome, SimulatedRound, Workload
 
 ROLES = (ROLLOUT, JUDGE)
 SPEED = Speed(0.012, 0.001)
@@ -23,7 +23,7 @@ def allocator(words: str = "dynamic", num_slots: int = 4) -> Allocator:
 
 def play(one: Allocator, number: int) -> Outcome:
     """Rounds that drift, so that the division has to follow; some groups cannot teach."""
-    work = Assumed(Lengths(100 + 60 * number, 0.8, 2000), {JUDGE: 250.0}, group_size=4, teach_share=0.7)
+    work = Workload(Lengths(100 + 60 * number, 0.8, 2000), {JUDGE: 250.0}, group_size=4, teach_share=0.7)
     outcome = SimulatedRound(one, MACHINE, work.group_at, Demand(12, dynamic=True), position=APART * number).run()
     one.learn(one.numbers())
     return outcome

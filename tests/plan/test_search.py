@@ -3,45 +3,16 @@
 import itertools
 from dataclasses import replace
 
-import pytest
-
-from ycore.errors import ConfigError
-from ycore.plan.devices import DEVICES, GB, GIB, Device, Fleet, parse_devices
+from ycore.plan.devices import DEVICES, GIB, Device, Fleet
 from ycore.plan.job import Job, Way
 from ycore.plan.model_facts import model_facts
-from ycore.plan.phases import forecast
-from ycore.plan.search import mends, ranked, ways, why_not
+from ycore.plan.search import nearest, ranked, ways, why_not
+from ycore.plan.step_forecast import forecast
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
 SEVEN = model_facts("Qwen/Qwen2.5-7B-Instruct")
 JOB = Job(SEVEN, prompts_per_step=64, group_size=8, prompt_tokens=256, completion_tokens=700, max_tokens=1024)
 EIGHT = Fleet(DEVICES["a100"], 8)
-
-
-@pytest.mark.parametrize(
-    ("text", "count", "name", "gigabytes"),
-    [
-        ("8x80GB", 8, "80 GB device", 80),
-        ("4xH100", 4, "H100", 80),
-        ("h200", 1, "H200", 141),
-        ("2 x 24gb", 2, "24 GB device", 24),
-    ],
-)
-def test_devices_are_a_number_and_a_size_or_name(text: str, count: int, name: str, gigabytes: float) -> None:
-    fleet = parse_devices(text, processor=CORE, num_cores=2)
-    assert (fleet.count, fleet.device.name, fleet.device.memory_bytes) == (count, name, gigabytes * GB)
-    assert fleet.device.source
-
-
-def test_the_machine_here_is_a_fleet_of_cores() -> None:
-    assert parse_devices("cpu", processor=CORE, num_cores=2) == Fleet(CORE, 2)
-    assert parse_devices("1xcpu", processor=CORE, num_cores=2) == Fleet(CORE, 1)
-
-
-@pytest.mark.parametrize("text", ["3xcpu", "0x80GB", "8xh1000", "many", "", "8x"])
-def test_other_devices_are_refused_with_a_way_out(text: str) -> None:
-    with pytest.raises(ConfigError, match=r"e\.g\.|did you mean"):
-        parse_devices(text, processor=CORE, num_cores=2)
 
 
 def test_what_fits_is_ranked_by_time_and_each_way_once() -> None:
@@ -79,15 +50,15 @@ def test_what_fits_nowhere_comes_with_the_nearest_that_does() -> None:
     one = Fleet(DEVICES["a100"], 1)
     fitting, others = ranked(full, one, ways(full, one, micro_batch=4))
     assert not fitting and "most of it the trainer" in why_not(others[0])
-    nearest = mends(full, one, micro_batch=4)
-    assert [mend.change for mend in nearest] == ["--lora", "--devices 2x of the same"]
-    assert all(mend.forecast.fits for mend in nearest)
+    near = nearest(full, one, micro_batch=4)
+    assert [change.change for change in near] == ["--lora", "--devices 2x of the same"]
+    assert all(change.forecast.fits for change in near)
 
 
 def test_two_changes_are_tried_where_one_is_not_enough() -> None:
     job = Job(model_facts("Qwen/Qwen2.5-72B-Instruct"), prompts_per_step=8, lora_rank=None)
     one = Fleet(DEVICES["a100"], 1)
-    assert [mend.change for mend in mends(job, one, micro_batch=8)] == ["--devices 8x of the same and --lora"]
+    assert [change.change for change in nearest(job, one, micro_batch=8)] == ["--devices 8x of the same and --lora"]
 
 
 def test_on_cores_every_process_counts_at_once() -> None:

@@ -29,13 +29,13 @@ def test_training_costs_more_for_every_weight_for_recomputing_and_for_more_token
 
 def test_sharded_weights_are_gathered_in_every_pass() -> None:
     full = replace(JOB, lora_rank=None)
-    assert timing.gathering_s(full, replace(WAY, sharding="zero3"), H100) > timing.gathering_s(full, WAY, H100) > 0
-    assert timing.gathering_s(full, replace(WAY, ranks=1), H100) == 0
+    assert timing.gather_s(full, replace(WAY, sharding="zero3"), H100) > timing.gather_s(full, WAY, H100) > 0
+    assert timing.gather_s(full, replace(WAY, ranks=1), H100) == 0
 
 
 def test_a_full_batch_decodes_more_tokens_a_second_than_one_sequence() -> None:
     def step(sequences: float) -> float:
-        return timing.decode_step_s(JOB.policy, JOB, H100, sequences=sequences, context=512, tensor_parallel=1)
+        return timing.Serving(JOB.policy, H100, 2, tensor_parallel=1).decode_step_s(sequences, context=512)
 
     assert 64 / step(64) > 20 / step(1)
     # One sequence reads every weight once: 15 GB at 3.35 TB/s are 4.5 ms, and no device is faster than its memory.

@@ -8,7 +8,7 @@ import pytest
 from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool
-from ycore.plan.simulation import Assumed, Demand, Lengths, Machine, SimulatedRound
+from ycore.plan.simulation import Demand, Lengths, Machine, SimulatedRound, Workload
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, Yield
 from ycore.round.scoring import Scoring
@@ -43,7 +43,7 @@ def make() -> Iterator[Callable[[], Controller]]:
 
 def play(allocator: Allocator) -> None:
     speeds = dict.fromkeys(ROLES, Speed(0.01, 0.001))
-    work = Assumed(Lengths(200, 0.8, 1000), {JUDGE: 150.0})
+    work = Workload(Lengths(200, 0.8, 1000), {JUDGE: 150.0})
     SimulatedRound(allocator, Machine(speeds, {}), work.group_at, Demand(8)).run()
     allocator.learn(allocator.numbers())
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from ycore_cli.main import run as ycore
 
-from ycore.plan.measured import Row
+from ycore.plan.step_forecast import Row
 from ycore.round.journal import Journal
 from ycore.run.metrics import MetricsWriter
 from ycore.run.trace import Span, TraceWriter

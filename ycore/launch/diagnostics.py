@@ -22,10 +22,10 @@ from ycore.launch.layout import Site
 from ycore.launch.processes import is_stopped
 from ycore.launch.scoring_models import scoring_models
 from ycore.placement.placement import JUDGE
-from ycore.plan.devices import Device, processor
-from ycore.plan.job import job_of
-from ycore.plan.measured import Ran, Row, compare
+from ycore.plan.devices import Device, Fleet, measured_core
+from ycore.plan.job import Way, job_of
 from ycore.plan.model_facts import ModelFacts, facts_of
+from ycore.plan.step_forecast import Row, compare
 from ycore.run.files import read_json
 from ycore.run.reports import RUN_MARKER
 
@@ -109,7 +109,7 @@ def plan_and_measured(config: RunConfig, site: Site, metrics: Sequence[Mapping[s
     if config.algorithm != "grpo" or site.machine.devices or not metrics or not all(file.is_file() for file in files):
         return []
     try:
-        return [row.as_json() for row in compared(config, site, metrics, core=processor())]
+        return [row.as_json() for row in compared(config, site, metrics, core=measured_core())]
     except YcoreError:
         return []  # a model that cannot be planned was trained all the same
 
@@ -119,18 +119,17 @@ def compared(config: RunConfig, site: Site, metrics: Sequence[Mapping[str, Any]]
     engines = read_json(site.folder.engines)
     policy = facts_of(read_json(Path(engines["model"]) / "config.json"), name=config.model)
     batch = derive_batch(config, world_size=site.layout.world, on_cpu=True)
-    ran = Ran(
+    way = Way(
         ranks=site.layout.local,
+        slots=max(1, len(engines["engines"])),
         sharding=site.layout.sharding,
-        engines=len(engines["engines"]),
-        at_once=engines.get("max_num_seqs") or 1,
         micro_batch=batch.per_device_train_batch_size,
         checkpointing=bool(config.trl.get("gradient_checkpointing")),
-        num_cores=len(site.machine.cores),
     )
+    fleet = Fleet(core, max(len(site.machine.cores), way.ranks))
     judge, judge_tokens = _first_judge(config, engines)
     job = job_of(config, policy, judge=judge, judge_tokens=judge_tokens)
-    return compare(job, ran, core, peaks=read_json(site.folder.memory), metrics=metrics)
+    return compare(job, way, fleet, peaks=read_json(site.folder.memory), metrics=metrics)
 
 
 def _first_judge(config: RunConfig, engines: Mapping[str, Any]) -> tuple[ModelFacts | None, int | None]:

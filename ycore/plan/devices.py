@@ -1,12 +1,10 @@
-"""Named devices: memory, arithmetic and bandwidth, each with its source; and what `--devices 8x80GB` means.
+"""The devices of a plan: known ones from devices.json, and one core of this machine, measured.
 
-Figures are the makers' for dense bfloat16, from the data sheets named. What a program reaches of them is in `timing`.
-
-This machine's processor as a device: one core's share of what is measured in a moment, and all of its memory.
-
-Not here: this machine's processor, whose figures are measured (`machine`).
+The figures of devices.json are the makers' for dense bfloat16, each with its source. The share of them that software
+reaches is in `timing`.
 """
 
+import json
 import os
 import re
 import time
@@ -24,15 +22,28 @@ GB = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Device:
-    """`memory_bytes`, `flops` a second in bfloat16, bytes a second from its memory, and over its link to the others."""
+    """One device, or one core of a CPU."""
 
     name: str
     memory_bytes: float
     flops: float
+    """Operations a second in bfloat16."""
+
     bandwidth: float
+    """Bytes a second from its memory."""
+
     link: float
+    """Bytes a second to the other devices, one way."""
+
     source: str
     on_cpu: bool = False
+
+    @property
+    def in_words(self) -> str:
+        """Its speed, and where that is from."""
+        if not self.on_cpu:
+            return self.source
+        return f"{self.flops / GB:.0f} GFLOP/s in bfloat16 and {self.bandwidth / GB:.1f} GB/s a core, {self.source}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,91 +58,78 @@ class Fleet:
         return f"{self.count} x {self.device.name}"
 
 
-def _device(name: str, gigabytes: float, teraflops: float, terabytes: float, link: float, source: str) -> Device:
-    return Device(name, gigabytes * GB, teraflops * 1e12, terabytes * 1e12, link * GB, source)
+def _known_devices() -> dict[str, Device]:
+    rows = json.loads(Path(__file__).with_name("devices.json").read_text(encoding="utf-8"))
+    return {
+        row["name"].lower(): Device(
+            row["name"],
+            memory_bytes=row["memory_gb"] * GB,
+            flops=row["bfloat16_tflops"] * 1e12,
+            bandwidth=row["bandwidth_tb_s"] * 1e12,
+            link=row["link_gb_s"] * GB,
+            source=row["source"],
+        )
+        for row in rows
+    }
 
 
-DEVICES: Mapping[str, Device] = {
-    device.name.lower(): device
-    for device in (
-        _device("T4", 16, 65, 0.32, 16, "NVIDIA T4 data sheet, float16: it has no bfloat16 of its own"),
-        _device("L4", 24, 121, 0.30, 32, "NVIDIA L4 data sheet"),
-        _device("A10", 24, 125, 0.60, 32, "NVIDIA A10 data sheet"),
-        _device("4090", 24, 165, 1.008, 32, "NVIDIA Ada architecture white paper, table 2"),
-        _device("L40S", 48, 362, 0.864, 32, "NVIDIA L40S data sheet"),
-        _device("A100-40GB", 40, 312, 1.555, 300, "NVIDIA A100 data sheet"),
-        _device("A100", 80, 312, 2.039, 300, "NVIDIA A100 data sheet"),
-        _device("H20", 96, 148, 4.0, 450, "published H20 specifications"),
-        _device("H800", 80, 989, 3.35, 200, "as H100, with a link of 400 GB/s both ways"),
-        _device("H100", 80, 989, 3.35, 450, "NVIDIA H100 data sheet, SXM"),
-        _device("H200", 141, 989, 4.8, 450, "NVIDIA H200 data sheet, SXM"),
-        _device("B200", 180, 2250, 7.7, 900, "NVIDIA DGX B200 data sheet, an eighth of the machine"),
-    )
-}
+DEVICES: Mapping[str, Device] = _known_devices()
 
-# A device of which only the memory is told gets the figures of a common one that has about as much.
-_BY_MEMORY = ((16, "t4"), (24, "a10"), (40, "a100-40gb"), (48, "l40s"), (80, "a100"), (96, "h20"), (141, "h200"))
+_COMMON = ("t4", "a10", "a100-40gb", "l40s", "a100", "h20", "h200")
+"""Where only a size is given: the one of these with about that much memory gives the speed."""
 
 _PATTERN = re.compile(r"^(?:(\d+)\s*[xX*]\s*)?([\w.-]+)$")
 _MEMORY = re.compile(r"^(\d+(?:\.\d+)?)\s*(gb|gib|g)$", re.IGNORECASE)
 
 
-def parse_devices(text: str, *, processor: Device, num_cores: int) -> Fleet:
-    """`8x80GB`, `4xH100`, `cpu` (every core here) or `2xcpu`; ConfigError for anything else.
+def parse_devices(text: str, *, core: Device, num_cores: int) -> Fleet:
+    """The devices that `--devices` names.
 
     Args:
-        processor: one core of this machine, for `cpu`.
-        num_cores: how many of them there are.
+        text: `8x80GB`, `4xH100`, `cpu` (every core of this machine) or `2xcpu`.
+        core: one core of this machine.
+
+    Raises:
+        ConfigError: `text` is none of these, or asks for more cores than there are.
     """
     match = _PATTERN.match(text.strip())
-    if match is None:
-        raise _unknown(text)
-    count, kind = (None if match[1] is None else int(match[1])), match[2].lower()
+    kind = match[2].lower() if match else ""
+    memory = _MEMORY.match(kind)
+    if match is None or not (kind == "cpu" or memory or kind in DEVICES):
+        names = ", ".join(device.name for device in DEVICES.values())
+        raise ConfigError(
+            f"--devices takes a number and a size or a name, e.g. 8x80GB, 4xH100, cpu; it is {text!r}"
+            + (nearest(text.lower().rpartition("x")[2], DEVICES) or f"; names: {names}")
+        )
+    count = int(match[1] or (num_cores if kind == "cpu" else 1))
     if count == 0:
         raise ConfigError(f"--devices {text}: a plan needs one device or more; e.g. --devices 1x80GB")
-    if kind == "cpu":
-        asked = count or num_cores
-        if asked > num_cores:
-            raise ConfigError(f"--devices {text}: this machine has {num_cores} cores; e.g. --devices {num_cores}xcpu")
-        return Fleet(processor, asked)
-    memory = _MEMORY.match(kind)
-    if memory is not None:
-        return Fleet(_of_memory(float(memory[1])), count or 1)
-    if kind not in DEVICES:
-        raise _unknown(text)
-    return Fleet(DEVICES[kind], count or 1)
+    if kind != "cpu":
+        return Fleet(_of_memory(float(memory[1])) if memory else DEVICES[kind], count)
+    if count > num_cores:
+        raise ConfigError(f"--devices {text}: this machine has {num_cores} cores; e.g. --devices {num_cores}xcpu")
+    return Fleet(core, count)
 
 
 def _of_memory(gigabytes: float) -> Device:
-    _, alike = min(_BY_MEMORY, key=lambda known: abs(known[0] - gigabytes))
-    device = DEVICES[alike]
-    source = f"speed taken as {device.name}'s, since only the memory was told ({device.source})"
-    return replace(device, name=f"{gigabytes:g} GB device", memory_bytes=gigabytes * GB, source=source)
-
-
-def _unknown(text: str) -> ConfigError:
-    kind = text.lower().rpartition("x")[2]
-    listed = ", ".join(device.name for device in DEVICES.values())
-    return ConfigError(
-        f"--devices takes a number and a size or a name, e.g. 8x80GB, 4xH100, cpu; it is {text!r}"
-        + (nearest(kind, DEVICES) or f"; names: {listed}")
-    )
+    size = gigabytes * GB
+    alike = min((DEVICES[name] for name in _COMMON), key=lambda device: abs(device.memory_bytes - size))
+    source = f"speed taken as {alike.name}'s, since only the memory was told ({alike.source})"
+    return replace(alike, name=f"{gigabytes:g} GB device", memory_bytes=size, source=source)
 
 
 _SIZE = 1024
 _COPY_BYTES = 64 * 2**20
 _REPEATS = 3
 _FASTER: tuple[tuple[str, float], ...] = (("amx_bf16", 16.0), ("avx512_bf16", 8.0))
-"""Torch's products of bfloat16 numbers over numpy's of float32 in the same time, by what the processor has.
+"""By processor flag, how many times as fast torch multiplies in bfloat16 as numpy does in float32.
 
-As seen with AVX-512: 420 against 52 GFLOP/s a core; twice that for AMX, which nobody measured here.
+Measured with AVX-512: 420 against 52 GFLOP/s a core. AMX is assumed to be twice that; it was not measured.
 """
 
-_OTHERWISE = 1.0
 
-
-def processor() -> Device:
-    """One core of this machine; takes about half a second."""
+def measured_core() -> Device:
+    """One core of this machine, with all of its memory. Measuring takes about half a second."""
     flops, bandwidth = _measure()
     return Device(
         name="core",
@@ -145,20 +143,17 @@ def processor() -> Device:
 
 
 def num_cores() -> int:
+    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def bfloat16_factor(flags: set[str]) -> float:
-    """How many times as fast as numpy in float32 torch multiplies bfloat16 numbers, from the processor's flags."""
-    return next((factor for flag, factor in _FASTER if flag in flags), _OTHERWISE)
-
-
-def in_words(device: Device) -> str:
-    return f"{device.flops / GB:.0f} GFLOP/s in bfloat16 and {device.bandwidth / GB:.1f} GB/s a core, {device.source}"
+    """torch's speed in bfloat16 over numpy's in float32, from the processor's flags."""
+    return next((factor for flag, factor in _FASTER if flag in flags), 1.0)
 
 
 def _measure() -> tuple[float, float]:
-    """Operations and bytes a second of one core, the best of a few."""
+    """Operations and bytes a second of one core, the best of a few tries."""
     import numpy as np
 
     left = np.full((_SIZE, _SIZE), 0.5, dtype=np.float32)

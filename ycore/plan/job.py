@@ -1,21 +1,16 @@
-"""What is to be run, and one way to run it: the two values that memory and time are functions of.
-
-From a run's settings to the job that is planned: its sizes, and what TRL's fields say of memory and time.
-
-Not here: which ways there are (`search`), and where the values come from (`jobs`).
-"""
+"""A job (one step's work) and a way to run it: the two values that memory and time are functions of."""
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal, get_args
 
-from ycore.config.batch import Sizes, plan_batch, problem_of
+from ycore.config.batch import derive_batch
 from ycore.config.schema import RunConfig
+from ycore.errors import ConfigError
+from ycore.placement.placement import Kind
 from ycore.plan.model_facts import ModelFacts
 
 Sharding = Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"]
-SHARDINGS: tuple[Sharding, ...] = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
-
-Kind = Literal["colocated", "split", "dynamic"]
+SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +36,7 @@ class Job:
     """Groups generated for each one trained on (dynamic sampling)."""
 
     has_reference: bool = False
-    """A frozen copy for the KL term; adapters switched off serve as one, so it costs memory without LoRA only."""
+    """A frozen copy for the KL term. With LoRA it costs nothing: the policy without adapters is the reference."""
 
     judge: ModelFacts | None = None
     judge_prompt_tokens: int = 256
@@ -49,13 +44,8 @@ class Job:
 
     @property
     def completions(self) -> int:
-        """That are trained on."""
+        """Completions of a step that are trained on."""
         return self.prompts_per_step * self.group_size
-
-    @property
-    def sequence_tokens(self) -> int:
-        """The longest sequence that the trainer may meet."""
-        return self.prompt_tokens + self.max_tokens
 
     @property
     def trainable(self) -> int:
@@ -65,11 +55,11 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Way:
-    """One way to run a job. On GPUs training has every device, one rank each, and so has a slot of engines."""
+    """One way to run a job. On GPUs every device is a rank of the trainer and also serves engines."""
 
     ranks: int
     slots: int
-    """Engines that can work at the same time, whichever role they are of."""
+    """Engines that can work at the same time, whatever their role."""
 
     sharding: Sharding = "ddp"
     micro_batch: int = 8
@@ -81,14 +71,22 @@ class Way:
 
     kind: Kind = "colocated"
     judge_slots: int = 0
-    """Slots of the judge, where they are apart."""
+    """Slots of the judge in a split."""
 
     sleeps: bool = False
-    """Engines give their memory back while the trainer trains; else all is there at once."""
+    """Engines free their memory while the trainer trains; otherwise everything is in memory at once."""
+
+    @property
+    def shards_weights(self) -> bool:
+        return self.sharding in ("zero3", "fsdp2")
+
+    def num_passes(self, job: Job) -> int:
+        """Micro-batches of one rank in a step."""
+        return max(1, round(job.completions / self.ranks / self.micro_batch))
 
     @property
     def in_words(self) -> str:
-        """As a person would say it, shortest first."""
+        """For people, e.g. `colocated, zero2, micro-batch 4`."""
         placed: str = self.kind
         if self.kind == "split":
             placed = f"split {self.slots - self.judge_slots}:{self.judge_slots}"
@@ -100,12 +98,12 @@ class Way:
 
 
 PROMPT_TOKENS = 256
-"""Taken for a prompt's length where it is not told."""
+"""The length of a prompt where none is given."""
 
 _LONGEST = 4096
 _VERDICT_TOKENS = 128
-_YIELD = 1.5
-"""Groups drawn for each one kept with dynamic sampling, where nothing was measured (DAPO, arXiv 2503.14476, 3.2)."""
+_DYNAMIC_DRAWS = 1.5
+"""Groups drawn for each one kept with dynamic sampling, before anything is measured (DAPO, arXiv 2503.14476, 3.2)."""
 
 
 def job_of(
@@ -117,7 +115,13 @@ def job_of(
     prompt_tokens: int | None = None,
     completion_tokens: int | None = None,
 ) -> Job:
-    """The job of a run; a completion is taken to be as long as it may be unless a mean is told."""
+    """The job of a run.
+
+    Args:
+        judge_tokens: the longest verdict; 128 by default.
+        prompt_tokens: mean length; 256 by default.
+        completion_tokens: mean length; by default `max_tokens`, the longest.
+    """
     context = policy.context_length or _LONGEST
     return Job(
         policy=policy,
@@ -129,7 +133,7 @@ def job_of(
         max_model_len=config.engine.max_model_len or min(context, _LONGEST),
         lora_rank=None if config.lora is None else config.lora.r,
         bytes_per_value=4 if config.dtype == "float32" else 2,
-        draws=_YIELD if config.sampling.dynamic else 1.0,
+        draws=_DYNAMIC_DRAWS if config.sampling.dynamic else 1.0,
         has_reference=bool(config.trl.get("beta")),
         judge=judge,
         judge_tokens=judge_tokens or _VERDICT_TOKENS,
@@ -138,20 +142,7 @@ def job_of(
 
 def micro_batch_of(config: RunConfig, *, ranks: int, on_cpu: bool) -> int:
     """Completions in one forward pass of a rank, as the run would derive them; 1 where its sizes do not work."""
-    sizes = Sizes(
-        world_size=ranks,
-        prompts_per_step=config.prompts_per_step,
-        group_size=config.group_size,
-        max_tokens=config.max_tokens,
-        per_device_train_batch_size=config.trl.get("per_device_train_batch_size"),
-        gradient_accumulation_steps=config.trl.get("gradient_accumulation_steps"),
-    )
-    if problem_of(sizes, on_cpu=on_cpu) is not None:
+    try:
+        return derive_batch(config, world_size=ranks, on_cpu=on_cpu).per_device_train_batch_size
+    except ConfigError:
         return 1
-    return plan_batch(sizes, on_cpu=on_cpu).per_device_train_batch_size
-
-
-def asks_checkpointing(trl: dict[str, Any]) -> bool | None:
-    """What the run says of gradient checkpointing; None where it leaves that to the defaults."""
-    told = trl.get("gradient_checkpointing")
-    return None if told is None else bool(told)

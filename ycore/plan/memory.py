@@ -1,96 +1,174 @@
-"""Bytes on one device, for every role in every phase. Pure; the formulas and their sources are in docs/plan.md.
+"""Bytes of every role, and the roles that are in a device's memory together, phase by phase.
 
-Not here: which phases fall together on a device (`phases`).
+On GPUs the largest phase of one device must fit. On a CPU the roles are processes that never sleep and share one
+memory, so the sum of their peaks must fit. The formulas and their sources are also in docs/plan.md.
 """
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 
-from ycore.plan.devices import GIB, Device
+from ycore.plan.devices import GIB, Device, Fleet
 from ycore.plan.job import Job, Way
 from ycore.plan.model_facts import ModelFacts
 
 Parts = Mapping[str, float]
-"""What the bytes are for, and how many."""
+"""Bytes by what they are for."""
 
 HEAD_TILE = 512
-"""Positions whose logits exist at a time (`algorithms.lm_head.TILE`)."""
+"""Positions whose logits exist at a time (`TILE` in ycore/trl/lm_head.py)."""
 
 _LOGIT_BYTES = 14
-"""Of one logit in a tile: in bfloat16, as float32, its log-softmax and its softmax."""
+"""One logit of a tile: in bfloat16, in float32, its log-softmax and its softmax."""
 
 _PREFILL_TOKENS = 8192
 """Prompt tokens that vLLM takes into one step at most, by default."""
 
-SYNC_FILE_BYTES = 2 * GIB
-"""What the writing rank holds of the policy at a time (`algorithms.weights.FILE_BYTES`)."""
+_SYNC_FILE_BYTES = 2 * GIB
+"""What the writing rank holds of the policy at a time (`FILE_BYTES` in ycore/engine/weights.py)."""
+
+_MOST_SEQUENCES = 256
+_CPU_CACHE_STEP = GIB  # on a CPU, vLLM's cache is whole GiB
+_DEVICE_SHARE, _HOST_SHARE = 0.95, 0.9
+"""Share of a GPU's and of the host's memory that a plan may use."""
 
 
 @dataclass(frozen=True, slots=True)
 class Footing:
-    """What a process holds before it has a model: libraries, a device's context and its communication buffers."""
+    """Bytes of a process before it has a model: libraries, a device's context, communication buffers."""
 
     trainer: float
     engine: float
     asleep: float
-    """Of an engine that sleeps."""
+    """An engine that sleeps."""
 
     zero: float
-    """What DeepSpeed adds to a trainer's rank."""
+    """What DeepSpeed adds to a rank of the trainer."""
 
     slack: float
-    """What an allocator holds beyond what was asked of it, as a share."""
+    """What an allocator holds beyond what is in use, as a share of that."""
 
 
 ON_GPU = Footing(trainer=1.2 * GIB, engine=1.5 * GIB, asleep=1.2 * GIB, zero=0.0, slack=0.10)
 ON_CPU = Footing(trainer=0.85 * GIB, engine=1.5 * GIB, asleep=1.5 * GIB, zero=0.7 * GIB, slack=0.05)
+"""For CPUs as measured; see docs/plan.md."""
 
 
-def footing_of(device: Device) -> Footing:
+@dataclass(frozen=True, slots=True)
+class Engine:
+    """Bytes of one role's engine on one device."""
+
+    weights: float
+    kv_cache: float
+    workspace: float
+    footing: float
+    at_once: int
+    """Sequences whose keys and values fit together."""
+
+    @property
+    def awake(self) -> float:
+        return self.weights + self.kv_cache + self.workspace + self.footing
+
+
+@dataclass(frozen=True, slots=True)
+class StepMemory:
+    """`trainer`: one rank at its peak. `phases`: bytes by phase and role, on the device that has most in it."""
+
+    trainer: Parts
+    engines: Mapping[str, Engine]
+    phases: Mapping[str, Parts]
+
+
+def capacity_of(fleet: Fleet) -> float:
+    """Bytes that a plan may use of a device, or of the machine for a CPU."""
+    return fleet.device.memory_bytes * (_HOST_SHARE if fleet.device.on_cpu else _DEVICE_SHARE)
+
+
+def step_memory(job: Job, way: Way, fleet: Fleet) -> StepMemory:
+    """Memory of one way, whether it fits or not."""
+    footing = _footing(fleet.device)
+    libraries = footing.trainer + (footing.zero if way.sharding.startswith("zero") else 0.0)
+    parts, states = trainer_peak(job, way), trainer_states(job, way)
+    trainer = {**parts, "allocator": footing.slack * sum(parts.values()), "libraries": libraries}
+    peak = sum(trainer.values())
+    resident = sum(states.values()) - states.get("gradients", 0.0) - states.get("copies", 0.0) + libraries
+    syncing = resident + largest_weight(job.policy)
+    others = footing.asleep * (0 if way.kind == "split" or job.judge is None else 1)
+    engines = _engines(job, way, fleet, beside=syncing + others if way.sleeps else peak)
+    if not fleet.device.on_cpu:
+        return StepMemory(trainer, engines, _gpu_phases(way, footing, engines, peak, resident, syncing))
+    policy_bytes = float(job.policy.num_params * job.bytes_per_value)
+    peak = max(peak, syncing + min(_SYNC_FILE_BYTES, policy_bytes))
+    slots = {"rollout": way.slots - way.judge_slots, "judge": way.judge_slots or way.slots}
+    processes = {role: engine.awake * slots[role] for role, engine in engines.items()}
+    return StepMemory(trainer, engines, {"all at once": {"trainer": peak * way.ranks, **processes}})
+
+
+def _footing(device: Device) -> Footing:
     return ON_CPU if device.on_cpu else ON_GPU
 
 
-def trainer_states(job: Job, way: Way) -> Parts:
-    """Weights, gradients and optimizer state of one rank: 16 bytes a trained parameter before anything is cut up.
+def _gpu_phases(
+    way: Way, footing: Footing, engines: Mapping[str, Engine], peak: float, resident: float, syncing: float
+) -> Mapping[str, Parts]:
+    """The phases of a device that has every role, or in a split of the fullest device of each phase."""
+    resting = {role: footing.asleep if way.sleeps else engine.awake for role, engine in engines.items()}
+    in_split = way.kind == "split"
+    largest = max(resting, key=lambda role: resting[role])
 
-    DDP keeps weights in training in float32 (4 bytes, 4 of gradient, 8 of Adam's moments), and autocast a bfloat16
-    copy beside them. ZeRO (arXiv 1910.02054, section 3.1) keeps them in bfloat16 (2 + 2) with float32 masters and
-    moments (12), of which stage 1 cuts up the masters and moments, 2 the gradients too, 3 the weights too.
+    def working(role: str, trainer: float) -> Parts:
+        return {"trainer": trainer, **({} if in_split else resting), role: engines[role].awake}
+
+    phases: dict[str, Parts] = {
+        "train": {"trainer": peak, **({largest: resting[largest]} if in_split else resting)},
+        "wake-up and sync": working("rollout", syncing),
+        "generate": working("rollout", resident),
+    }
+    return phases | ({"judge": working("judge", resident)} if "judge" in engines else {})
+
+
+# -- the trainer -------------------------------------------------------------------------------------------------------
+
+
+def trainer_states(job: Job, way: Way) -> Parts:
+    """Weights, gradients and optimizer state of one rank: 16 bytes a trained parameter before sharding.
+
+    DDP keeps trained weights in float32 (4 bytes, 4 of gradient, 8 of Adam's moments), and autocast a bfloat16 copy
+    beside them. ZeRO (arXiv 1910.02054, section 3.1) keeps them in bfloat16 (2 + 2) with float32 masters and moments
+    (12): stage 1 shards masters and moments, stage 2 the gradients too, stage 3 the weights too.
     """
     trained, size, ranks = job.trainable, job.bytes_per_value, way.ranks
     frozen = 0 if job.lora_rank is None else job.policy.num_params
-    whole = way.sharding in ("zero3", "fsdp2")
-    parts: dict[str, float] = {"frozen weights": frozen * size / (ranks if whole else 1)}
+    weight_ranks = ranks if way.shards_weights else 1
+    two_layers = 2.0 * size * job.policy.layer_params  # gathered: the one at work and the next
+    parts: dict[str, float] = {"frozen weights": frozen * size / weight_ranks}
     if way.sharding == "ddp":
-        parts |= {"weights": 4.0 * trained, "gradients": 4.0 * trained, "optimizer": 8.0 * trained}
-        parts["copies"] = (2.0 * trained if size == 2 else 0.0) + (4.0 * trained if ranks > 1 else 0.0)
+        copies = (2.0 * trained if size == 2 else 0.0) + (4.0 * trained if ranks > 1 else 0.0)
+        parts |= {"weights": 4.0 * trained, "gradients": 4.0 * trained, "optimizer": 8.0 * trained, "copies": copies}
     elif way.sharding == "fsdp2":
         parts |= {"weights": 4.0 * trained / ranks, "gradients": 4.0 * trained / ranks}
-        parts |= {"optimizer": 8.0 * trained / ranks, "copies": 2.0 * size * job.policy.layer_params}
+        parts |= {"optimizer": 8.0 * trained / ranks, "copies": two_layers}
     else:
-        stage = int(way.sharding[-1])
-        parts["weights"] = float(size) * trained / (ranks if stage == 3 else 1)
-        parts["gradients"] = float(size) * trained / (ranks if stage >= 2 else 1)
+        parts["weights"] = float(size) * trained / weight_ranks
+        parts["gradients"] = float(size) * trained / (1 if way.sharding == "zero1" else ranks)
         parts["optimizer"] = 12.0 * trained / ranks
-        parts["copies"] = 4.0 * trained / ranks + (2.0 * size * job.policy.layer_params if stage == 3 else 0.0)
+        parts["copies"] = 4.0 * trained / ranks + (two_layers if way.shards_weights else 0.0)
     if job.has_reference and job.lora_rank is None:
-        parts["reference"] = float(size) * job.policy.num_params / (ranks if whole else 1)
-    return MappingProxyType({name: value for name, value in parts.items() if value})
+        parts["reference"] = float(size) * job.policy.num_params / weight_ranks
+    return {name: value for name, value in parts.items() if value}
 
 
 def saved_per_token(job: Job) -> float:
     """Bytes that one token leaves in one layer for the backward pass, without gradient checkpointing.
 
-    Counted from the layer's operations as arXiv 2205.05198 (section 4.1) counts those of its own, for RMSNorm, rotary
+    Counted per operation, as arXiv 2205.05198 (section 4.1) does for its layer; this layer has RMSNorm, rotary
     embeddings, keys repeated for grouped queries, attention that keeps no scores, and a gated MLP.
     """
     facts, size = job.policy, job.bytes_per_value
     norms = 2 * 4 * facts.hidden_size  # the float32 that each norm squares
-    inputs = 2 * size * facts.hidden_size  # what the linear layers after each norm multiply
+    inputs = 2 * size * facts.hidden_size  # inputs of the linear layers after each norm
     attention = size * 4 * facts.query_size + 4 * facts.num_attention_heads  # queries, repeated keys and values, output
     mlp = 4 * size * facts.intermediate_size * facts.num_experts_per_token  # gate, its activation, up, their product
-    residual = 2 * 4 * facts.hidden_size if job.lora_rank is None else 0  # norms with weights in training keep more
+    residual = 2 * 4 * facts.hidden_size if job.lora_rank is None else 0  # norms with trained weights keep more
     adapters = 0.0 if job.lora_rank is None else 7 * 4 * job.lora_rank
     return norms + inputs + attention + size * facts.query_size + mlp + residual + adapters
 
@@ -102,7 +180,10 @@ def micro_batch_tokens(job: Job, way: Way) -> int:
 
 
 def activations(job: Job, way: Way) -> Parts:
-    """What the forward pass leaves for the backward, and the logits of one tile."""
+    """What the forward pass leaves for the backward pass, and the logits of one tile.
+
+    Checkpointing keeps every layer's input and the activations of one layer (arXiv 2205.05198, section 5).
+    """
     facts, tokens = job.policy, micro_batch_tokens(job, way)
     a_layer = tokens * saved_per_token(job)
     inputs = tokens * job.bytes_per_value * facts.hidden_size
@@ -112,30 +193,58 @@ def activations(job: Job, way: Way) -> Parts:
 
 
 def trainer_peak(job: Job, way: Way) -> Parts:
-    """One rank's states and activations when there are most: gradients of an only pass come as its activations go."""
+    """One rank's states and activations at their peak. In a single pass, gradients replace activations one by one."""
     states, kept = dict(trainer_states(job, way)), activations(job, way)
-    passes = max(1, round(job.completions / way.ranks / way.micro_batch))
-    if passes == 1:
+    if way.num_passes(job) == 1:
         states["gradients"] = max(0.0, states["gradients"] - sum(kept.values()))
-    return MappingProxyType({name: value for name, value in {**states, **kept}.items() if value})
+    return {name: value for name, value in {**states, **kept}.items() if value}
+
+
+def largest_weight(facts: ModelFacts) -> float:
+    """Bytes of the largest weight in float32: a sync gathers one weight at a time."""
+    return 4.0 * max(facts.head_params, facts.expert_params / 3, facts.hidden_size * facts.query_size)
+
+
+# -- the engines -------------------------------------------------------------------------------------------------------
+
+
+def _engines(job: Job, way: Way, fleet: Fleet, *, beside: float) -> Mapping[str, Engine]:
+    """The engines of one slot, each with as much cache as the round can use, or as fits beside the trainer."""
+    in_split = way.kind == "split"
+    needs = {"rollout": (job.policy, way.slots - way.judge_slots, job.prompt_tokens + job.max_tokens)}
+    if job.judge is not None:
+        longest = job.judge_prompt_tokens + job.max_tokens + job.judge_tokens
+        needs["judge"] = (job.judge, way.judge_slots if in_split else way.slots, longest)
+    room = (capacity_of(fleet) - beside) / (1 if way.sleeps or in_split else len(needs))
+    return {
+        role: _engine(job, facts, way, fleet, slots=max(1, slots), longest=longest, room=room)
+        for role, (facts, slots, longest) in needs.items()
+    }
+
+
+def _engine(job: Job, facts: ModelFacts, way: Way, fleet: Fleet, *, slots: int, longest: int, room: float) -> Engine:
+    """One engine. `longest`: tokens of its longest sequence. `room`: bytes left for it on the device."""
+    on_cpu, size, wide = fleet.device.on_cpu, job.bytes_per_value, way.tensor_parallel
+    footing = _footing(fleet.device).engine
+    weights = engine_weights(facts, size, tensor_parallel=wide, on_cpu=on_cpu)
+    wanted = max(1, min(_MOST_SEQUENCES, round(job.completions * job.draws / slots)))
+    a_sequence = kv_bytes_per_token(facts, size) / wide * longest
+    if on_cpu:
+        cache = max(1, -(-(a_sequence * wanted) // _CPU_CACHE_STEP)) * _CPU_CACHE_STEP
+        return Engine(weights, cache, 0.0, footing, wanted)
+    # The widest tensors of a prefill step, and 12 bytes for every logit of a decoding step.
+    widest = _PREFILL_TOKENS * (2 * facts.intermediate_size * facts.num_experts_per_token + 4 * facts.hidden_size)
+    workspace = widest * size / wide + 3.0 * 4 * wanted * facts.vocab_size
+    left = max(0.0, room - weights - workspace - footing)
+    at_once = int(min(wanted, left // a_sequence))
+    return Engine(weights, max(at_once, 1) * a_sequence, workspace, footing, at_once)
+
+
+def engine_weights(facts: ModelFacts, bytes_per_value: int, *, tensor_parallel: int, on_cpu: bool = False) -> float:
+    """On a CPU three times: the weights, vLLM's packed copies of them, and the mapped file of the last sync."""
+    return facts.num_params * bytes_per_value / tensor_parallel * (3 if on_cpu else 1)
 
 
 def kv_bytes_per_token(facts: ModelFacts, bytes_per_value: int) -> float:
     """Keys and values of one token in all layers (arXiv 2309.06180, section 3)."""
     return float(facts.kv_values * bytes_per_value)
-
-
-def engine_weights(facts: ModelFacts, bytes_per_value: int, *, tensor_parallel: int, on_cpu: bool = False) -> float:
-    """On a CPU three times: the weights, vLLM's packed copies of them, and the pages of the file of the last sync."""
-    return facts.num_params * bytes_per_value / tensor_parallel * (3 if on_cpu else 1)
-
-
-def engine_workspace(facts: ModelFacts, bytes_per_value: int, *, sequences: int, tensor_parallel: int) -> float:
-    """What one step of an engine needs beside weights and cache: a prefill's widest tensors, and the logits."""
-    widest = _PREFILL_TOKENS * (2 * facts.intermediate_size * facts.num_experts_per_token + 4 * facts.hidden_size)
-    return widest * bytes_per_value / tensor_parallel + 3.0 * 4 * sequences * facts.vocab_size
-
-
-def largest_weight(facts: ModelFacts) -> float:
-    """Bytes of the largest weight made whole in float32, as a sync does with one weight at a time."""
-    return 4.0 * max(facts.head_params, facts.expert_params / 3, facts.hidden_size * facts.query_size)

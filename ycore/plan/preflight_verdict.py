@@ -1,40 +1,37 @@
-"""Will this run learn anything, and if not, what to change: a verdict in words on what a preflight measured. Pure.
-
-Not here: measuring (`roles.preflight`).
-"""
+"""Will this run learn anything, and if not, what to change: a verdict in words on what a preflight measured."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from pydantic import TypeAdapter
+
 Level = Literal["stops", "warns"]
 
 NUM_PROMPTS = 16
-"""That a preflight asks, each for a whole group of completions."""
+"""Prompts of a preflight, each for a whole group of completions."""
 
 TRUNCATED_STOPS, TRUNCATED_WARNS = 0.9, 0.25
 EQUAL_WARNS = 0.75
 UNREADABLE_STOPS, UNREADABLE_WARNS = 0.9, 0.1
 MASKED_WARNS = 0.1
 GAP_STOPS, GAP_WARNS = 0.5, 0.1
-"""Mean absolute difference of a token's log-probability, engine against trainer; about 0.04 is bfloat16's rounding."""
-
-_BINS = 10
+"""Of a token's log-probability, engine against trainer; about 0.04 is bfloat16's rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class JudgeCount:
-    """What judges were asked, all together, and how often no verdict could be read."""
+    """Requests to all judges, and how many answers held no readable verdict."""
 
     calls: int
     unreadable: int
     seconds: float = 0.0
-    """Of one call."""
+    """Mean of one call."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptCount:
-    """Lengths of every prompt of the dataset, in tokens as the engine gets them."""
+    """Lengths of all prompts of the dataset, in tokens as the engine gets them."""
 
     rows: int
     longest: int
@@ -43,23 +40,22 @@ class PromptCount:
     """Prompts that leave no room for a completion."""
 
     room: int
-    """Tokens that a prompt may have: the engine's context less the longest completion."""
+    """Tokens that a prompt may have: the engine's context minus the longest completion."""
 
 
 @dataclass(frozen=True, slots=True)
 class TemplateCheck:
-    """What a conversation looks like once the chat template has written it; all fine where prompts are plain text."""
+    """What is wrong with the conversations that the chat template writes; nothing where prompts are plain text."""
 
     problems: tuple[str, ...] = ()
-    """Each a sentence's beginning: what is wrong with it."""
 
     end_of_turn: str | None = None
-    """The token that the template ends an answer with, where that is none that ends a completion."""
+    """The token that ends an answer in the template, where it does not end a completion."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """What one preflight found. Shares are of completions, or of groups."""
+    """What one preflight measured."""
 
     num_prompts: int
     group_size: int
@@ -72,29 +68,32 @@ class Measurements:
     """Share of groups whose rewards are all equal."""
 
     rewards: tuple[float, ...]
-    """Of every completion that was scored: the weighted sum of its sources."""
+    """Of every scored completion: the weighted sum of its sources."""
 
     masked: float
     """Share of completions that no source could score."""
 
     problems: Mapping[str, int] = field(default_factory=dict)
+    """How often each problem kept a source from scoring."""
+
     means: Mapping[str, float | None] = field(default_factory=dict)
-    """Of each reward source; None where it scored nothing."""
+    """Mean of each reward source; None where it scored nothing."""
 
     generate_s: float = 0.0
     reward_s: float = 0.0
-    """Seconds after the last completion of the round until all were scored."""
+    """Seconds from the last completion of the round until all were scored."""
 
     mean_tokens: float = 0.0
     prompts: PromptCount | None = None
     template: TemplateCheck = TemplateCheck()
     judges: JudgeCount | None = None
     logprob_gap: float | None = None
-    """Engine against trainer on the same weights; None where the trainer itself generates."""
+    """Mean absolute difference of a token's log-probability, engine against trainer, on the same weights; None where
+    the trainer itself generates."""
 
     sync_gap: float | None = None
     stale_gap: float | None = None
-    """After changed weights were sent: the engine against the changed model, and against the one before."""
+    """The same after changed weights were sent: the engine against the changed model, and against the one before."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,31 +107,35 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`learns` is False where anything was found that no training gets over."""
+    """`learns` is False where a finding stops learning; findings come worst first."""
 
     learns: bool
     in_words: str
     findings: tuple[Finding, ...]
 
-    @property
-    def slowed(self) -> bool:
-        return bool(self.findings)
-
 
 def verdict(measured: Measurements) -> Verdict:
-    """What the measurements mean, the worst first."""
-    found = sorted(_findings(measured), key=lambda finding: finding.level != "stops")
-    stops = [finding for finding in found if finding.level == "stops"]
-    if stops:
-        words = f"this run will not learn: {stops[0].what}; {stops[0].mend}"
-    elif found:
-        words = f"this run can learn, with {_count(found)} to mend first: {found[0].what}; {found[0].mend}"
-    else:
+    """What the measurements mean for the run."""
+    rules = [*_input_rules(measured), *_engine_rules(measured), *_reward_rules(measured)]
+    found = [Finding(level, what, mend) for level, what, mend in rules if level is not None]
+    found.sort(key=lambda finding: finding.level != "stops")
+    learns = not any(finding.level == "stops" for finding in found)
+    if not found:
         words = f"this run can learn: {1 - measured.equal:.0%} of the groups have something to compare"
-    return Verdict(learns=not stops, in_words=words, findings=tuple(found))
+    elif learns:
+        count = "one thing" if len(found) == 1 else f"{len(found)} things"
+        words = f"this run can learn, with {count} to mend first: {found[0].what}; {found[0].mend}"
+    else:
+        words = f"this run will not learn: {found[0].what}; {found[0].mend}"
+    return Verdict(learns, words, tuple(found))
 
 
-def histogram(rewards: tuple[float, ...], *, bins: int = _BINS) -> list[tuple[float, float, int]]:
+def from_json(told: Mapping[str, Any]) -> Measurements:
+    """The inverse of `dataclasses.asdict` and JSON."""
+    return TypeAdapter(Measurements).validate_python(told)
+
+
+def histogram(rewards: tuple[float, ...], *, bins: int = 10) -> list[tuple[float, float, int]]:
     """Low edge, high edge and count of each bin; one bin where all rewards are equal."""
     if not rewards:
         return []
@@ -146,151 +149,103 @@ def histogram(rewards: tuple[float, ...], *, bins: int = _BINS) -> list[tuple[fl
     return [(low + k * width, low + (k + 1) * width, count) for k, count in enumerate(counts)]
 
 
-def from_json(told: Mapping[str, Any]) -> Measurements:
-    """The measurements as `dataclasses.asdict` and JSON have carried them."""
-    judges, prompts, template = told.get("judges"), told.get("prompts"), told.get("template") or {}
-    return Measurements(
-        **{key: value for key, value in told.items() if key not in ("judges", "prompts", "template", "rewards")},
-        rewards=tuple(told["rewards"]),
-        judges=None if judges is None else JudgeCount(**judges),
-        prompts=None if prompts is None else PromptCount(**prompts),
-        template=TemplateCheck(tuple(template.get("problems", ())), template.get("end_of_turn")),
-    )
+# -- the rules ---------------------------------------------------------------------------------------------------------
+
+_Rule = tuple[Level | None, str, str]
+"""A finding's level, what was found, and what to change; None where the measurement is fine."""
 
 
-def _findings(measured: Measurements) -> Iterator[Finding]:
-    yield from _of_prompts(measured)
-    yield from _of_the_template(measured)
-    yield from _of_the_engine(measured)
-    yield from _of_truncation(measured)
-    yield from _of_judges(measured)
-    yield from _of_rewards(measured)
-    yield from _of_time(measured)
+def _level(value: float, warns: float, stops: float = float("inf")) -> Level | None:
+    """NaN warns."""
+    return "stops" if value >= stops else None if value < warns else "warns"
 
 
-def _of_prompts(measured: Measurements) -> Iterator[Finding]:
-    prompts = measured.prompts
-    if prompts is None or not prompts.too_long:
-        return
-    yield Finding(
-        "stops",
-        f"{prompts.too_long} of {prompts.rows} prompts are longer than the {prompts.room} tokens that fit beside a "
-        f"completion; the longest, row {prompts.longest_row}, has {prompts.longest}",
-        f"leave them out, lower --max-tokens, or --set engine.max_model_len={prompts.longest + measured.max_tokens}",
-    )
-
-
-def _of_the_template(measured: Measurements) -> Iterator[Finding]:
-    for problem in measured.template.problems:
-        yield Finding(
+def _input_rules(measured: Measurements) -> Iterator[_Rule]:
+    prompts, template = measured.prompts, measured.template
+    if prompts is not None:
+        needed = prompts.longest + measured.max_tokens
+        yield (
+            "stops" if prompts.too_long else None,
+            f"{prompts.too_long} of {prompts.rows} prompts are longer than the {prompts.room} tokens that fit beside a "
+            f"completion; the longest, row {prompts.longest_row}, has {prompts.longest}",
+            f"leave them out, lower --max-tokens, or --set engine.max_model_len={needed}",
+        )
+    for problem in template.problems:
+        yield (
             "stops",
             f"the chat template is not this model's: {problem}",
             "put the model's own chat_template.jinja into its folder, or take an instruct model",
         )
-    if measured.template.end_of_turn is not None:
-        token = measured.template.end_of_turn
-        yield Finding(
-            "warns",
-            f"the chat template ends an answer with {token!r}, and a completion does not end there",
-            f"add {token!r} to eos_token_id in the model's generation_config.json",
-        )
+    yield (
+        None if template.end_of_turn is None else "warns",
+        f"the chat template ends an answer with {template.end_of_turn!r}, and a completion does not end there",
+        f"add {template.end_of_turn!r} to eos_token_id in the model's generation_config.json",
+    )
 
 
-def _of_the_engine(measured: Measurements) -> Iterator[Finding]:
-    gap, sent, stale = measured.logprob_gap, measured.sync_gap, measured.stale_gap
-    if sent is not None and stale is not None and stale < sent:
-        yield Finding(
-            "stops",
+def _engine_rules(measured: Measurements) -> Iterator[_Rule]:
+    gap, sent, stale = measured.logprob_gap or 0.0, measured.sync_gap, measured.stale_gap
+    if sent is not None and stale is not None:
+        yield (
+            "stops" if stale < sent else None,
             f"changed weights do not arrive in the engine: after a sync it is {sent:.2f} from the trainer's "
             f"log-probabilities and {stale:.2f} from those before",
             "check sync_weights, and that vLLM is the version that `ycore doctor` asks for",
         )
-    if gap is None or gap < GAP_WARNS:
-        return
-    level: Level = "stops" if gap >= GAP_STOPS else "warns"
-    yield Finding(
-        level,
+    yield (
+        _level(gap, GAP_WARNS, GAP_STOPS),
         f"engine and trainer differ by {gap:.2f} in a token's log-probability on the same weights",
         "give both the same dtype (--set dtype=float32), and see docs/algorithms.md on the correction",
     )
-
-
-def _of_truncation(measured: Measurements) -> Iterator[Finding]:
-    if measured.truncated < TRUNCATED_WARNS:
-        return
-    level: Level = "stops" if measured.truncated >= TRUNCATED_STOPS else "warns"
-    longest_prompt = measured.prompts.longest if measured.prompts is not None else 0
-    longer = min(4 * measured.max_tokens, max(measured.max_tokens, measured.context - longest_prompt))
-    way_out = (
+    longest_prompt = 0 if measured.prompts is None else measured.prompts.longest
+    longer = min(4 * measured.max_tokens, measured.context - longest_prompt)
+    yield (
+        _level(measured.truncated, TRUNCATED_WARNS, TRUNCATED_STOPS),
+        f"{measured.truncated:.0%} of the completions are cut off at {measured.max_tokens} tokens",
         f"--max-tokens {longer}"
         if longer > measured.max_tokens
-        else "ask for a shorter answer (--system-prompt), or raise engine.max_model_len"
-    )
-    yield Finding(
-        level, f"{measured.truncated:.0%} of the completions are cut off at {measured.max_tokens} tokens", way_out
+        else "ask for a shorter answer (--system-prompt), or raise engine.max_model_len",
     )
 
 
-def _of_judges(measured: Measurements) -> Iterator[Finding]:
-    judges = measured.judges
-    if judges is None or not judges.calls:
-        return
-    share = judges.unreadable / judges.calls
-    if share < UNREADABLE_WARNS:
-        return
-    level: Level = "stops" if share >= UNREADABLE_STOPS else "warns"
-    yield Finding(
-        level,
-        f"{share:.0%} of the judge's {judges.calls} answers hold no verdict that can be read",
-        "give it more tokens, a larger model, or the `json` verdict, which the engine enforces",
-    )
-
-
-def _of_rewards(measured: Measurements) -> Iterator[Finding]:
-    if not measured.rewards:
-        problem = max(measured.problems, key=lambda name: measured.problems[name], default="no reward gave a value")
-        yield Finding("stops", f"no completion could be scored ({problem})", "mend the reward; see logs/rewards.log")
-        return
-    if measured.masked >= MASKED_WARNS:
-        problem = max(measured.problems, key=lambda name: measured.problems[name], default="no reason given")
-        yield Finding(
-            "warns",
-            f"{measured.masked:.0%} of the completions could not be scored ({problem})",
-            "mend the reward; see logs/rewards.log",
+def _reward_rules(measured: Measurements) -> Iterator[_Rule]:
+    judges, rewards = measured.judges, measured.rewards
+    if judges is not None and judges.calls:
+        share = judges.unreadable / judges.calls
+        yield (
+            _level(share, UNREADABLE_WARNS, UNREADABLE_STOPS),
+            f"{share:.0%} of the judge's {judges.calls} answers hold no verdict that can be read",
+            "give it more tokens, a larger model, or the `json` verdict, which the engine enforces",
         )
-    if measured.equal == 1.0:
-        yield _nothing_to_compare(measured)
-    elif measured.equal >= EQUAL_WARNS:
-        yield Finding(
-            "warns",
-            f"{measured.equal:.0%} of the groups have rewards that are all equal and teach nothing",
-            f"keep dynamic sampling on (about {1 / (1 - measured.equal):.0f} groups drawn for each kept), raise "
+    problem = max(measured.problems, key=lambda name: measured.problems[name], default="")
+    look = "mend the reward; see logs/rewards.log"
+    if rewards:
+        words = f"{measured.masked:.0%} of the completions could not be scored ({problem or 'no reason given'})"
+        yield _level(measured.masked, MASKED_WARNS), words, look
+        yield _equal_rule(measured.equal, min(rewards), max(rewards))
+    else:
+        yield "stops", f"no completion could be scored ({problem or 'no reward gave a value'})", look
+    yield (
+        "warns" if measured.reward_s > max(1.0, measured.generate_s) else None,
+        f"scoring takes {measured.reward_s:.1f} s after {measured.generate_s:.1f} s of generating",
+        "--set reward_workers.workers=4, or a faster reward",
+    )
+
+
+def _equal_rule(equal: float, low: float, high: float) -> _Rule:
+    """Groups whose rewards are all equal have no gradient."""
+    if equal < 1.0:
+        return (
+            _level(equal, EQUAL_WARNS),
+            f"{equal:.0%} of the groups have rewards that are all equal and teach nothing",
+            f"keep dynamic sampling on (about {1 / (1 - equal):.0f} groups drawn for each kept), raise "
             "--group-size, or choose prompts of a fitting difficulty",
         )
-
-
-def _nothing_to_compare(measured: Measurements) -> Finding:
-    low, high = min(measured.rewards), max(measured.rewards)
-    if low == high == 0.0:
-        what = "every reward is 0, so there is no gradient"
-        mend = "look at the completions below, then take easier prompts, another reward, or a --system-prompt"
-    elif low == high:
-        what = f"every reward is {low:g}, so there is no gradient"
-        mend = "the task may be solved already or the reward too lenient: take harder prompts or a stricter reward"
-    else:
+    if low != high:
         what = "rewards differ between prompts but in no group, so there is no gradient"
-        mend = "raise --temperature or --group-size, or check that the reward looks at the completion"
-    return Finding("stops", what, mend)
-
-
-def _of_time(measured: Measurements) -> Iterator[Finding]:
-    if measured.reward_s > max(1.0, measured.generate_s):
-        yield Finding(
-            "warns",
-            f"scoring takes {measured.reward_s:.1f} s after {measured.generate_s:.1f} s of generating",
-            "--set reward_workers.workers=4, or a faster reward",
-        )
-
-
-def _count(found: list[Finding]) -> str:
-    return "one thing" if len(found) == 1 else f"{len(found)} things"
+        return "stops", what, "raise --temperature or --group-size, or check that the reward looks at the completion"
+    if low == 0.0:
+        way_out = "look at the completions below, then take easier prompts, another reward, or a --system-prompt"
+    else:
+        way_out = "the task may be solved already or the reward too lenient: take harder prompts or a stricter reward"
+    return "stops", f"every reward is {low:g}, so there is no gradient", way_out

@@ -2,16 +2,15 @@
 
 import pytest
 
-from ycore.plan.devices import GIB, Device
-from ycore.plan.job import Job
-from ycore.plan.measured import Ran, as_it_was, compare
+from ycore.plan.devices import GIB, Device, Fleet
+from ycore.plan.job import Job, Way
 from ycore.plan.model_facts import model_facts
+from ycore.plan.step_forecast import as_it_was, compare
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
 JOB = Job(model_facts("smollm2-135m"), prompts_per_step=4, group_size=4, prompt_tokens=256, max_tokens=64)
-RAN = Ran(
-    ranks=1, sharding="ddp", engines=2, at_once=8, micro_batch=16, checkpointing=False, num_cores=2
-)  # fmt: skip
+WAY = Way(1, 2, micro_batch=16)
+CORES = Fleet(CORE, 2)
 METRICS = [
     {"step": step, "num_tokens": 16 * 90 * step, "completions/mean_length": 50.0, "ycore/sampling/drawn": 6,
      "ycore/time/step": 3.0, "ycore/time/train": 2.0, "ycore/time/round": 0.9, "ycore/time/sync": 0.1}
@@ -27,7 +26,7 @@ def test_lengths_and_draws_are_the_runs_own() -> None:
 
 def test_each_role_and_phase_is_compared_once() -> None:
     peaks = {"trainer": 3 * GIB, "rollout-0": 2 * GIB, "rollout-1": 2 * GIB, "rewards": 7e7}
-    rows = compare(JOB, RAN, CORE, peaks=peaks, metrics=METRICS)
+    rows = compare(JOB, WAY, CORES, peaks=peaks, metrics=METRICS)
     assert [row.what for row in rows] == [
         "memory/trainer",
         "memory/rollout",
@@ -42,5 +41,5 @@ def test_each_role_and_phase_is_compared_once() -> None:
 
 
 def test_what_was_not_measured_is_not_compared() -> None:
-    rows = compare(JOB, RAN, CORE, peaks={}, metrics=[{"step": 1, "ycore/time/step": 3.0}])
+    rows = compare(JOB, WAY, CORES, peaks={}, metrics=[{"step": 1, "ycore/time/step": 3.0}])
     assert [row.what for row in rows] == ["time/step"]

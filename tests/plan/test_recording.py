@@ -1,6 +1,8 @@
 """A recorded round played again: its sizes, its speeds, its seconds."""
 
+import asyncio
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -8,14 +10,17 @@ from ycore.errors import DataError
 from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed
 from ycore.placement.placement import JUDGE, ROLLOUT, Placement, SlotPool, parse_placement
-from ycore.plan.comparison import Question, play_recorded
-from ycore.plan.recording import Request, recorded
-from ycore.plan.simulation import Assumed, Demand, Lengths, Machine, SimulatedRound
+from ycore.plan.comparison import Scenario, compare_recorded
+from ycore.plan.recording import Request, Seen, curve, recorded, requests_of
+from ycore.plan.simulation import Demand, Lengths, Machine, SimulatedRound, Workload
+from ycore.round.slots import Slots
+from ycore.run.trace import TraceWriter, read_trace
 
 ROLES = (ROLLOUT, JUDGE)
 SPEED = Speed(0.02, 0.002)
-WORK = Assumed(Lengths(120, 0.7, 600), {JUDGE: 40.0}, group_size=4, seed=2)
-QUESTION = Question(2, 0.0, 8, 2, 4, 6, False, 4, 600, 120.0, 0.3, (0.02, 0.002), 0)
+WORK = Workload(Lengths(120, 0.7, 600), {JUDGE: 40.0}, group_size=4, seed=2)
+SCENARIO = Scenario(2, 0.0, 8, 2, 4, 6, False, 4, 600, 120.0, 0.3, (0.02, 0.002), 0)
+LINE = Speed(0.02, 0.003)
 
 
 def record(words: str, *, tokens: bool = True) -> list[list[Request]]:
@@ -69,7 +74,7 @@ def test_speeds_are_found_again() -> None:
 
 @pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "no tokens"])
 def test_the_recorded_placement_takes_as_long_as_it_took(tokens: bool) -> None:
-    played = play_recorded(record("split:1:1", tokens=tokens), QUESTION)
+    played = compare_recorded(record("split:1:1", tokens=tokens), SCENARIO)
     (again,) = [result for result in played.results if result.placement == Placement("split", (1, 1))]
     assert played.recorded_s is not None
     assert again.seconds == pytest.approx(played.recorded_s, rel=0.1)
@@ -85,3 +90,54 @@ def test_groups_that_came_later_come_later_again() -> None:
 def test_an_empty_trace_is_said_to_be_one() -> None:
     with pytest.raises(DataError, match="no whole round"):
         recorded([[]], group_size=2)
+
+
+def seen(*met: tuple[float, float]) -> list[Seen]:
+    """Three requests of ten tokens for each (depth, step)."""
+    return [Seen(10.0, 10.0 * step, depth) for depth, step in met for _ in range(3)]
+
+
+def test_points_are_what_was_met_and_lines_lie_between() -> None:
+    told = curve(LINE, seen((1, 0.05), (8, 0.06), (32, 0.14)))
+    assert [told.step_s(depth) for depth in (1, 8, 20, 32)] == pytest.approx([0.05, 0.06, 0.10, 0.14])
+
+
+def test_beyond_the_ends_the_line_leads_on() -> None:
+    told = curve(LINE, seen((8, 0.06), (32, 0.14)))
+    assert told.step_s(42) == pytest.approx(0.17) and told.step_s(4) == pytest.approx(0.048)
+    assert curve(LINE, seen((60, 0.2))).step_s(1) == pytest.approx(0.023)
+    assert curve(Speed(0.9, 0.003), seen((60, 0.2))).step_s(1) == pytest.approx(0.2), "never longer than when deeper"
+
+
+def test_requests_count_by_their_tokens_and_few_are_told_with_others() -> None:
+    told = curve(LINE, [Seen(30.0, 3.0, 3.0), Seen(10.0, 2.0, 4.0), Seen(10.0, 1.0, 5.0)])
+    assert told.depths == pytest.approx((3.6,)) and told.seconds == pytest.approx((0.12,))
+    several = curve(LINE, [*seen((2, 0.05)), Seen(10.0, 5.0, 50.0)])
+    assert len(several.depths) == 1
+
+
+def test_a_step_is_never_shorter_when_deeper() -> None:
+    told = curve(LINE, seen((1, 0.06), (8, 0.05), (32, 0.14)))
+    assert told.seconds == pytest.approx((0.06, 0.06, 0.14))
+
+
+def test_the_trace_of_live_slots_is_read_back(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+
+    async def play() -> None:
+        slots = Slots(
+            2, allocator=Allocator(SlotPool(2, ROLES), parse_placement("split:1:1")), trace=TraceWriter(trace)
+        )
+        slots.begin_round()
+        for role, tokens in ((ROLLOUT, 5), (JUDGE, 0)):
+            async with slots.turn(role) as slot:
+                slot.num_tokens = tokens
+                await asyncio.sleep(0.01)
+        slots.end_round(list)
+
+    asyncio.run(play())
+    ((rollout, verdict),) = requests_of(read_trace(trace))
+    assert (rollout.role, rollout.slot, rollout.tokens) == (ROLLOUT, 0, 5)
+    assert (verdict.role, verdict.slot, verdict.tokens) == (JUDGE, 1, 0)
+    assert rollout.asked <= rollout.began < rollout.ended <= verdict.ended
+    assert [group.completions for group in recorded([[rollout, verdict]], group_size=1).rounds[0]]

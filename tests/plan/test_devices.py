@@ -1,0 +1,43 @@
+"""What `--devices` names, and the core of this machine as a device."""
+
+import pytest
+
+from ycore.errors import ConfigError
+from ycore.plan.devices import GB, GIB, Device, Fleet, bfloat16_factor, measured_core, parse_devices
+
+CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
+
+
+@pytest.mark.parametrize(
+    ("text", "count", "name", "gigabytes"),
+    [
+        ("8x80GB", 8, "80 GB device", 80),
+        ("4xH100", 4, "H100", 80),
+        ("h200", 1, "H200", 141),
+        ("2 x 24gb", 2, "24 GB device", 24),
+    ],
+)
+def test_devices_are_a_number_and_a_size_or_name(text: str, count: int, name: str, gigabytes: float) -> None:
+    fleet = parse_devices(text, core=CORE, num_cores=2)
+    assert (fleet.count, fleet.device.name, fleet.device.memory_bytes) == (count, name, gigabytes * GB)
+    assert fleet.device.source
+
+
+def test_the_machine_here_is_a_fleet_of_cores() -> None:
+    assert parse_devices("cpu", core=CORE, num_cores=2) == Fleet(CORE, 2)
+    assert parse_devices("1xcpu", core=CORE, num_cores=2) == Fleet(CORE, 1)
+
+
+@pytest.mark.parametrize("text", ["3xcpu", "0x80GB", "8xh1000", "many", "", "8x"])
+def test_other_devices_are_refused_with_a_way_out(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"e\.g\.|did you mean"):
+        parse_devices(text, core=CORE, num_cores=2)
+
+
+def test_this_processor_is_measured() -> None:
+    core = measured_core()
+    assert core.flops > 1e9 and core.bandwidth > 1e8 and core.memory_bytes > 2**30 and core.on_cpu
+
+
+def test_a_processors_bfloat16_follows_from_its_flags() -> None:
+    assert bfloat16_factor({"amx_bf16", "avx512_bf16"}) > bfloat16_factor({"avx512_bf16"}) > bfloat16_factor({"avx2"})

@@ -1,0 +1,196 @@
+"""The forecast of a step: memory by phase and seconds, for one way of running a job; and a run's figures beside it."""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean, median_high
+from typing import Any
+
+from ycore.placement.load import Speed
+from ycore.placement.placement import JUDGE, ROLLOUT, Placement, SlotPool
+from ycore.plan import memory, timing
+from ycore.plan.comparison import APART, simulate
+from ycore.plan.devices import GIB, Device, Fleet
+from ycore.plan.job import Job, Way
+from ycore.plan.memory import Engine, Parts
+from ycore.plan.model_facts import ModelFacts
+from ycore.plan.simulation import Demand, Lengths, Machine, Workload
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """What one way of running a job is expected to take."""
+
+    way: Way
+    trainer: Parts
+    """One rank's trainer at its peak."""
+
+    engines: Mapping[str, Engine]
+    phases: Mapping[str, Parts]
+    """Bytes by phase and role, on the device that has most in it."""
+
+    capacity: float
+    """Bytes that a plan may use of a device, or of the machine for a CPU."""
+
+    seconds: Mapping[str, float]
+    """See `timing.step_seconds`."""
+
+    tokens_per_step: float
+    """Of the completions that are trained on."""
+
+    @property
+    def peak(self) -> tuple[str, float]:
+        """The fullest phase and its bytes."""
+        phase = max(self.phases, key=lambda name: sum(self.phases[name].values()))
+        return phase, sum(self.phases[phase].values())
+
+    @property
+    def fits(self) -> bool:
+        return self.peak[1] <= self.capacity and all(engine.at_once >= 1 for engine in self.engines.values())
+
+    @property
+    def step_s(self) -> float:
+        return self.seconds["step"]
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.tokens_per_step / self.step_s
+
+    @property
+    def at_once(self) -> Mapping[str, int]:
+        """Sequences that an engine of each role holds, at least one."""
+        return {role: max(1, engine.at_once) for role, engine in self.engines.items()}
+
+
+def forecast(job: Job, way: Way, fleet: Fleet) -> Forecast:
+    """Memory and seconds of one way, whether it fits or not."""
+    held = memory.step_memory(job, way, fleet)
+    tokens = float(job.completions * job.completion_tokens)
+    one = Forecast(way, held.trainer, held.engines, held.phases, memory.capacity_of(fleet), {}, tokens)
+    return replace(one, seconds=timing.step_seconds(job, way, fleet, at_once=one.at_once))
+
+
+def simulated(job: Job, one: Forecast, fleet: Fleet) -> Forecast:
+    """The same, with the round of a judged run as the simulator plays it: with the live run's own decisions."""
+    round_s = _simulated_round_s(job, one.way, fleet.device, one.at_once)
+    kept = {name: value for name, value in one.seconds.items() if name != "swaps"}
+    step_s = one.seconds["sync"] + round_s + one.seconds["train"]
+    return replace(one, seconds={**kept, "round": round_s, "step": step_s})
+
+
+_SIGMA = 0.5
+"""Spread of the lognormal completion lengths."""
+
+
+def _simulated_round_s(job: Job, way: Way, device: Device, at_once: Mapping[str, int]) -> float:
+    """Seconds of the second round: the first one only teaches the allocator."""
+    assert job.judge is not None
+    reads = job.judge_prompt_tokens + job.completion_tokens
+    writing = _speed(job, way, device, job.policy, context=job.prompt_tokens, most=at_once[ROLLOUT])
+    judging = _speed(job, way, device, job.judge, context=reads, most=at_once[JUDGE])
+    read_s = timing.Serving(job.judge, device, job.bytes_per_value, way.tensor_parallel).prefill_s(reads)
+    verdict = max(1.0, job.judge_tokens + read_s / judging.step_s(1))  # reading counts as so many tokens
+    spread = _SIGMA if job.completion_tokens < job.max_tokens else 0.0
+    lengths = Lengths(float(job.completion_tokens), spread, float(job.max_tokens))
+    work = Workload(lengths, {JUDGE: verdict}, job.group_size, 1 / job.draws)
+    exclusive = way.sleeps and not device.on_cpu
+    swap_s = timing.swap_s(job.policy, job, device) if exclusive else 0.0
+    shares = (way.slots - way.judge_slots, way.judge_slots) if way.kind == "split" else ()
+    return simulate(
+        Placement(way.kind, shares),
+        SlotPool(way.slots, (ROLLOUT, JUDGE), at_once, exclusive=exclusive, swap_s=swap_s),
+        Machine({ROLLOUT: writing, JUDGE: judging}, {ROLLOUT: swap_s, JUDGE: swap_s}),
+        lambda number: work.group_at,
+        Demand(job.prompts_per_step, dynamic=job.draws > 1.0),
+        num_rounds=1,
+        warm_up=1,
+        position_of=lambda number: number * APART,
+    ).seconds
+
+
+def _speed(job: Job, way: Way, device: Device, facts: ModelFacts, *, context: int, most: int) -> Speed:
+    """The line through a step with one request and a step with as many as fit."""
+    engine = timing.Serving(facts, device, job.bytes_per_value, way.tensor_parallel)
+    full = max(2, most)
+    one_s, full_s = engine.decode_step_s(1, context=context), engine.decode_step_s(full, context=context)
+    each = max(1e-9, (full_s - one_s) / (full - 1))
+    return Speed(max(1e-9, one_s - each), each)
+
+
+# -- a run's own figures -----------------------------------------------------------------------------------------------
+
+PHASES = ("sync", "round", "train", "step")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One figure, planned and measured, in `unit`."""
+
+    what: str
+    unit: str
+    planned: float
+    measured: float
+
+    @property
+    def error(self) -> float:
+        """How far the plan is off, as a share of what was measured."""
+        return self.planned / self.measured - 1
+
+    def as_json(self) -> dict[str, Any]:
+        figures = {"planned": self.planned, "measured": self.measured, "error": self.error}
+        return {"what": self.what, "unit": self.unit, **{name: round(value, 3) for name, value in figures.items()}}
+
+
+def compare(
+    job: Job, way: Way, fleet: Fleet, *, peaks: Mapping[str, float], metrics: Sequence[Mapping[str, Any]]
+) -> list[Row]:
+    """The forecast of a finished run on CPU cores beside what it took.
+
+    The forecast uses the run's own lengths and draws, which no plan can know, so that the formulas are compared.
+
+    Args:
+        job: the run's, with lengths as planned.
+        way: how it ran.
+        fleet: the cores that it ran on.
+        peaks: bytes by process, from `memory.json`.
+        metrics: the rows of `metrics.jsonl`.
+
+    Returns:
+        Memory in GiB (all processes of a role) and time in seconds (the median of the steps after the first, which has
+        no sync and nothing cached or compiled).
+    """
+    expected = forecast(as_it_was(job, metrics), way, fleet)
+    planned = expected.phases["all at once"]
+    by_role = _by_role(peaks).items()
+    rows = [Row(f"memory/{role}", "GiB", planned[role] / GIB, size / GIB) for role, size in by_role if role in planned]
+    for phase in PHASES:
+        seconds = _values(metrics[1:] or metrics, f"ycore/time/{phase}")
+        if seconds and (measured := median_high(seconds)):
+            rows.append(Row(f"time/{phase}", "s", expected.seconds[phase], measured))
+    return rows
+
+
+def as_it_was(job: Job, metrics: Sequence[Mapping[str, Any]]) -> Job:
+    """The job with the lengths and draws that the run's steps had."""
+    tokens = fmean(_values(metrics, "completions/mean_length") or [0.0])
+    drawn = fmean(_values(metrics, "ycore/sampling/drawn") or [0.0])
+    totals = _values(metrics, "num_tokens")
+    if tokens:
+        job = replace(job, completion_tokens=max(1, min(job.max_tokens, round(tokens))))
+        if totals and (prompt := round(max(totals) / (job.completions * len(totals)) - tokens)) > 0:
+            job = replace(job, prompt_tokens=prompt)
+    return replace(job, draws=drawn / job.prompts_per_step) if drawn else job
+
+
+def _by_role(peaks: Mapping[str, float]) -> dict[str, float]:
+    """Peaks with the engines of a role added up: `rollout-0` and `rollout-1` are `rollout`."""
+    roles: dict[str, float] = {}
+    for name, size in peaks.items():
+        role, _, number = name.rpartition("-")
+        role = role if number.isdigit() else name
+        roles[role] = roles.get(role, 0.0) + size
+    return roles
+
+
+def _values(metrics: Iterable[Mapping[str, Any]], name: str) -> list[float]:
+    found = [row.get(name) for row in metrics]
+    return [float(value) for value in found if isinstance(value, int | float)]

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from ycore.config.schema import RunConfig
 from ycore.engine.commands import EngineSpec, kv_cache_gib
@@ -32,6 +32,13 @@ _MAX_ROLLOUT_SEQS = 256
 _MAX_SCORER_SEQS = 32
 _INSTALL_VLLM = "pip install 'ycore[cpu]' (or 'ycore[gpu]')"
 _BYTES = {"bfloat16": 2, "float32": 4}
+
+
+class Slot(NamedTuple):
+    """A device, or a share of the cores."""
+
+    cores: tuple[int, ...] | None
+    device: str | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,7 +153,7 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch, sleeps: bool = 
         return EnginePlan(kind, length, how)
     slots = _slots(config.engine.count, site.machine, least=site.layout.local)
     check_run_placement(config, num_slots=len(slots) // site.layout.local)
-    first = EngineSpec(
+    spec = EngineSpec(
         name="",
         model=model,
         socket=Path(),
@@ -156,19 +163,14 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch, sleeps: bool = 
         max_model_len=length,
         max_num_seqs=_rollout_seqs(config, len(slots) * site.layout.num_machines),
         seed=config.seed,
-        device=slots[0].devices[0] if slots[0].devices else None,
+        device=slots[0].device,
         gpu_memory_utilization=config.engine.gpu_memory_utilization,
-        sleeps=sleeps and bool(slots[0].devices),
+        sleeps=sleeps and slots[0].device is not None,
         trust_remote_code=config.trust_remote_code,
         has_neighbours=bool(scoring_models(config)),
     )
-    first = replace(first, memory_gib=config.engine.memory_gib or _memory_gib(first, model_config, config.max_tokens))
-    rollouts = tuple(
-        replace(
-            _named(first, ROLLOUT, number, site.folder), cores=slot.cores or None, device=next(iter(slot.devices), None)
-        )
-        for number, slot in enumerate(slots)
-    )
+    spec = replace(spec, memory_gib=config.engine.memory_gib or _memory_gib(spec, model_config, config.max_tokens))
+    rollouts = _on_slots(spec, ROLLOUT, slots, site.folder)
     scorers = plan_scorers(config, site.folder, rollouts, fetch=fetch)
     return EnginePlan(kind, length, f"{how}: {_describe(slots)}", (ServedModel(rollouts), *scorers))
 
@@ -184,14 +186,11 @@ def plan_scorers(
     """
     planned: list[ServedModel] = []
     models = scoring_models(config) if rollouts else []
+    slots = [Slot(rollout.cores, rollout.device) for rollout in rollouts]
     for model in models:
-        before = sum(len(earlier.engines) for earlier in planned if earlier.role == model.role)
-        first = _scorer(model, models, rollouts[0], config, fetch=fetch)
-        engines = tuple(
-            replace(_named(first, model.role, before + slot, folder), cores=rollout.cores, device=rollout.device)
-            for slot, rollout in enumerate(rollouts)
-        )
-        planned.append(ServedModel(engines, model.sources))
+        first = sum(len(earlier.engines) for earlier in planned if earlier.role == model.role)
+        spec = _scorer(model, models, rollouts[0], config, fetch=fetch)
+        planned.append(ServedModel(_on_slots(spec, model.role, slots, folder, first=first), model.sources))
     return planned
 
 
@@ -223,12 +222,18 @@ def model_length(requested: int | None, model_config: Mapping[str, Any], *, opti
     return requested
 
 
-def _named(spec: EngineSpec, role: str, number: int, folder: RunFolder) -> EngineSpec:
-    name = f"{role.replace('_', '-')}-{number}"
-    return replace(spec, role=role, name=name, socket=folder.socket(name))
+def _on_slots(
+    spec: EngineSpec, role: str, slots: Sequence[Slot], folder: RunFolder, *, first: int = 0
+) -> tuple[EngineSpec, ...]:
+    """One engine of a model on every slot, named after its role: `judge-2`, `judge-3`."""
+    names = [f"{role.replace('_', '-')}-{number}" for number in range(first, first + len(slots))]
+    return tuple(
+        replace(spec, role=role, name=name, socket=folder.socket(name), cores=slot.cores, device=slot.device)
+        for name, slot in zip(names, slots, strict=True)
+    )
 
 
-def _slots(count: int | Literal["auto"], machine: Machine, *, least: int) -> list[Machine]:
+def _slots(count: int | Literal["auto"], machine: Machine, *, least: int) -> list[Slot]:
     """The machine in `count` parts: a device each, or even shares of the cores. Slot k is rank k's."""
     if count != "auto" and count < least:
         raise ConfigError(f"engine.count {count} is less than the {least} ranks here, which need one each; raise it")
@@ -238,8 +243,8 @@ def _slots(count: int | Literal["auto"], machine: Machine, *, least: int) -> lis
     if number > len(parts):
         raise ConfigError(f"engine.count {number} is more than the {len(parts)} {kind} here; lower it")
     if machine.devices:
-        return [Machine(cores=(), devices=(device,)) for device in machine.devices[:number]]
-    return [Machine(cores=cores, devices=()) for cores in machine.split_cores(number)]
+        return [Slot(None, device) for device in machine.devices[:number]]
+    return [Slot(cores, None) for cores in machine.split_cores(number)]
 
 
 def _rollout_seqs(config: RunConfig, num_engines: int) -> int:
@@ -256,10 +261,9 @@ def _memory_gib(engine: EngineSpec, model_config: Mapping[str, Any], new_tokens:
     return kv_cache_gib(model_config, max(tokens, engine.max_model_len), bytes_per_value=_BYTES[engine.dtype])
 
 
-def _describe(slots: Sequence[Machine]) -> str:
+def _describe(slots: Sequence[Slot]) -> str:
     engines = "1 engine" if len(slots) == 1 else f"{len(slots)} engines"
-    if slots[0].devices:
-        devices = ", ".join(slot.devices[0] for slot in slots)
-        return f"{engines} on device{'s' if len(slots) > 1 else ''} {devices}"
-    num_cores = len(slots[0].cores)
+    if slots[0].device is not None:
+        return f"{engines} on device{'s' if len(slots) > 1 else ''} {', '.join(str(slot.device) for slot in slots)}"
+    num_cores = len(slots[0].cores or ())
     return f"{engines} on {num_cores} CPU core{'s' if num_cores > 1 else ''}{' each' if len(slots) > 1 else ''}"

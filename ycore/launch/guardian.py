@@ -139,42 +139,31 @@ def guarded(folder: RunFolder, held: Claim) -> Iterator[None]:
         held: the claim on the run's folder; the guardian keeps it until everything is cleared away.
     """
     kill_run(folder.run_id)  # what is left of a run whose guardian was killed too
-    guardian = _start(folder, held)
-    try:
-        yield
-    finally:
-        _end(guardian, folder)
-
-
-def _start(folder: RunFolder, held: Claim) -> "subprocess.Popen[bytes]":
-    log = os.open(folder.log("guardian"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-    try:
-        return subprocess.Popen(
+    log = folder.log("guardian")
+    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:
+        guardian = subprocess.Popen(
             [sys.executable, "-m", "ycore.launch.guardian", str(folder.root.resolve())],
             stdin=subprocess.PIPE,
-            stdout=log,
+            stdout=output,
             stderr=subprocess.STDOUT,
             env={name: value for name, value in os.environ.items() if name != RUN_MARKER},
             start_new_session=True,
             pass_fds=(held.descriptor,),
         )
-    finally:
-        os.close(log)
-
-
-def _end(guardian: "subprocess.Popen[bytes]", folder: RunFolder) -> None:
-    """Close the pipe and wait; clear up here when the guardian has failed."""
-    assert guardian.stdin is not None
-    guardian.stdin.close()
     try:
-        has_cleared = guardian.wait(_CLEARS_WITHIN_S) == 0
-    except subprocess.TimeoutExpired:
-        guardian.kill()
-        guardian.wait()
-        has_cleared = False
-    if not has_cleared:
-        kill_run(folder.run_id)
-        remove_leftovers(folder)
+        yield
+    finally:
+        assert guardian.stdin is not None
+        guardian.stdin.close()
+        try:
+            has_cleared = guardian.wait(_CLEARS_WITHIN_S) == 0
+        except subprocess.TimeoutExpired:
+            guardian.kill()
+            guardian.wait()
+            has_cleared = False
+        if not has_cleared:
+            kill_run(folder.run_id)
+            remove_leftovers(folder)
 
 
 def guard(folder: RunFolder) -> None:

@@ -64,18 +64,15 @@ class ManagedProcess:
             log: output is appended to it; a new file is readable by its owner only.
             cores: keep the process, its threads and children on these cores (Linux).
         """
-        descriptor = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
-        try:
+        with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:
             popen = subprocess.Popen(
                 list(command),
                 env={**environment, RUN_MARKER: run_id},
                 stdin=subprocess.DEVNULL,
-                stdout=descriptor,
+                stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
-        finally:
-            os.close(descriptor)
         if cores is not None and sys.platform == "linux":
             # It may have ended, which the caller notices; or the container forbids it, which only costs speed.
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):

@@ -6,7 +6,7 @@ declare are fields of TRL's config, by TRL's name with dashes or underscores.
 
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
 
 import typer
 
@@ -15,146 +15,119 @@ from ycore.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from ycore.config.schema import AnyConfig
 
-Model = Annotated[
-    str | None,
-    typer.Option(help="Hub id, folder or GGUF file; e.g. Qwen/Qwen2.5-0.5B-Instruct, or smollm2-135m."),
-]
-Dataset = Annotated[
-    str | None,
-    typer.Option(
-        help="Hub id, JSONL, CSV or Parquet file, or a generated task; e.g. openai/gsm8k:main, task:addition?digits=2."
-    ),
-]
-Reward = Annotated[
-    list[str] | None,
-    typer.Option(
-        metavar="NAME",
-        help="Built-in name, file.py:function, judge:FILE.yaml or rm:MODEL; may be repeated; e.g. exact_answer.",
-    ),
-]
-PromptColumn = Annotated[str | None, typer.Option(help="Column that holds the prompt; e.g. question.")]
-AnswerColumn = Annotated[str | None, typer.Option(help="Column that rewards get as `answer`; e.g. solution.")]
-SystemPrompt = Annotated[str | None, typer.Option(help="System prompt of every chat; e.g. 'Answer with a number.'")]
-TrustRemoteCode = Annotated[
-    bool | None,
-    typer.Option("--trust-remote-code", help="Run Python code that the model brings along."),
-]
-PromptsPerStep = Annotated[str | None, typer.Option(metavar="N", help="Prompts in one optimizer step; e.g. 8.")]
-GroupSize = Annotated[str | None, typer.Option(metavar="N", help="Completions of each prompt; e.g. 8.")]
-MaxTokens = Annotated[str | None, typer.Option(metavar="N", help="Longest completion, in tokens; e.g. 256.")]
-Steps = Annotated[str | None, typer.Option(metavar="N", help="Optimizer steps; e.g. 100.")]
-Lora = Annotated[
-    bool | None,
-    typer.Option("--lora/--full", help="Train low-rank adapters (the default), or every weight."),
-]
-EngineKind = Annotated[
-    str | None,
-    typer.Option("--engine", metavar="KIND", help="What generates the completions: auto, vllm or transformers."),
-]
-Merge = Annotated[
-    bool | None,
-    typer.Option("--merge", help="Also save the model with its adapters merged in."),
-]
-DynamicSampling = Annotated[
-    bool | None,
-    typer.Option(
-        "--dynamic-sampling/--no-dynamic-sampling",
-        help="Replace groups whose rewards are all equal (the default), or train on all groups.",
-    ),
-]
-Preset = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="A paper's settings, under your own; e.g. dapo; see docs/algorithms.md."),
-]
-Advantage = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="How rewards become advantages; e.g. rloo; see docs/algorithms.md."),
-]
-Divergence = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Distance to the reference that --beta weighs: reverse-kl, forward-kl or js."),
-]
-Restarts = Annotated[
-    str | None,
-    typer.Option(metavar="N", help="How often a trainer that dies is started again; 0 by default; e.g. 3."),
-]
-Processes = Annotated[
-    str | None,
-    typer.Option(metavar="N", help="Training processes on this machine, one a GPU or an even share of cores; e.g. 2."),
-]
-Accelerate = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME|FILE",
-        help="How they share the work: ddp, zero1, zero2, zero3, fsdp2 or an accelerate config; see docs/parallel.md.",
-    ),
-]
-WandbProject = Annotated[
-    str | None,
-    typer.Option(metavar="NAME", help="Also log to Weights & Biases, in this project; e.g. sums."),
-]
-Placement = Annotated[
-    str | None,
-    typer.Option(
-        metavar="HOW",
-        help="How rollouts and judges share the slots: dynamic, colocated or split:3:1; see docs/placement.md.",
-    ),
-]
-Seed = Annotated[str | None, typer.Option(metavar="N", help="Fixes the data's order and the sampling; e.g. 0.")]
+Text: TypeAlias = str | None
+Texts: TypeAlias = list[str] | None
+Flag: TypeAlias = bool | None
+
+
+def _option(help: str, *names: str, metavar: str | None = None) -> Any:
+    return typer.Option(*names, metavar=metavar, help=help)
+
+
+def _number(help: str) -> Any:
+    return typer.Option(metavar="N", help=help)
+
+
+Model = Annotated[Text, _option("Hub id, folder or GGUF file; e.g. Qwen/Qwen2.5-0.5B-Instruct, or smollm2-135m.")]
+Output = Annotated[Text, _option("Folder that the run writes; e.g. runs/first.")]
+Recipe = Annotated[Text, _option("Start from a recipe, by name or YAML file; e.g. quickstart.")]
+TrustRemoteCode = Annotated[Flag, _option("Run Python code that the model brings along.", "--trust-remote-code")]
 Set = Annotated[
-    list[str] | None,
-    typer.Option(
+    Texts,
+    _option(
+        "Any key of a run or recipe; may be repeated; e.g. engine.count=2, rewards.0.weight=0.5.",
         "--set",
         metavar="KEY=VALUE",
-        help="Any key of a run or recipe; may be repeated; e.g. engine.count=2, rewards.0.weight=0.5.",
     ),
 ]
-Recipe = Annotated[
-    str | None,
-    typer.Option(help="Start from a recipe, by name or YAML file; e.g. quickstart."),
+Seed = Annotated[Text, _number("Fixes the data's order and the sampling; e.g. 0.")]
+DryRun = Annotated[bool, _option("Check everything, show the plan, start nothing.", "--dry-run")]
+Json = Annotated[bool, _option("One JSON object on standard output, the rest on standard error.", "--json")]
+
+# Prompts and rewards
+Dataset = Annotated[
+    Text,
+    _option("Hub id, JSONL, CSV or Parquet file, or a generated task; e.g. openai/gsm8k:main, task:addition?digits=2."),
 ]
-Output = Annotated[str | None, typer.Option(help="Folder that the run writes; e.g. runs/first.")]
+Reward = Annotated[
+    Texts,
+    _option(
+        "Built-in name, file.py:function, judge:FILE.yaml or rm:MODEL; may be repeated; e.g. exact_answer.",
+        metavar="NAME",
+    ),
+]
+PromptColumn = Annotated[Text, _option("Column that holds the prompt; e.g. question.")]
+AnswerColumn = Annotated[Text, _option("Column that rewards get as `answer`; e.g. solution.")]
+SystemPrompt = Annotated[Text, _option("System prompt of every chat; e.g. 'Answer with a number.'")]
+Limit = Annotated[Text, _number("Rows to take from the dataset; e.g. 200.")]
+Split = Annotated[Text, _option("Split of the dataset; e.g. test.")]
+
+# Rollouts
+PromptsPerStep = Annotated[Text, _number("Prompts in one optimizer step; e.g. 8.")]
+GroupSize = Annotated[Text, _number("Completions of each prompt; e.g. 8.")]
+NumSamples = Annotated[Text, _number("Completions of each prompt; e.g. 4.")]
+MaxTokens = Annotated[Text, _number("Longest completion, in tokens; e.g. 256.")]
+EngineKind = Annotated[
+    Text, _option("What generates the completions: auto, vllm or transformers.", "--engine", metavar="KIND")
+]
+DynamicSampling = Annotated[
+    Flag,
+    _option(
+        "Replace groups whose rewards are all equal (the default), or train on all groups.",
+        "--dynamic-sampling/--no-dynamic-sampling",
+    ),
+]
+Placement = Annotated[
+    Text,
+    _option(
+        "How rollouts and judges share the slots: dynamic, colocated or split:3:1; see docs/placement.md.",
+        metavar="HOW",
+    ),
+]
+KeepJournal = Annotated[Flag, _option("Keep every round on disk, so that it can be replayed.", "--keep-journal")]
+Replay = Annotated[Text, _option("Train on the rounds of a run with a kept journal, without engines.", metavar="RUN")]
+
+# The algorithm
+Preset = Annotated[
+    Text, _option("A paper's settings, under your own; e.g. dapo; see docs/algorithms.md.", metavar="NAME")
+]
+Advantage = Annotated[
+    Text, _option("How rewards become advantages; e.g. rloo; see docs/algorithms.md.", metavar="NAME")
+]
+Divergence = Annotated[
+    Text, _option("Distance to the reference that --beta weighs: reverse-kl, forward-kl or js.", metavar="NAME")
+]
 Preflight = Annotated[
-    bool,
-    typer.Option("--preflight", help="First check whether this run can learn (ycore preflight); train only if so."),
+    bool, _option("First check whether this run can learn (ycore preflight); train only if so.", "--preflight")
 ]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Check everything, show the plan, start nothing.")]
-Resume = Annotated[bool, typer.Option("--resume", help="Go on from the newest whole checkpoint in --output.")]
-ResumeFrom = Annotated[
-    str | None,
-    typer.Option(metavar="STEP|PATH", help="Go on from this checkpoint; 0 is the beginning; e.g. 40."),
+
+# Given examples
+Examples = Annotated[Text, _option("Hub id, or JSONL, CSV or Parquet file, with the columns named above.", "--dataset")]
+EvalDataset = Annotated[Text, _option("Held-out rows; a hub id or file like --dataset.")]
+EvalSplit = Annotated[Text, _option("Split of the held-out rows; e.g. test.")]
+HeldOut = Annotated[Text, _number("Rows kept apart to measure on; by default a tenth, 256 at most; e.g. 200.")]
+BatchSize = Annotated[Text, _number("Rows in one optimizer step; e.g. 16.")]
+Epochs = Annotated[Text, _number("Passes over the rows, where --steps is not given.")]
+
+# Training
+Steps = Annotated[Text, _number("Optimizer steps; e.g. 100.")]
+Lora = Annotated[Flag, _option("Train low-rank adapters (the default), or every weight.", "--lora/--full")]
+Merge = Annotated[Flag, _option("Also save the model with its adapters merged in.", "--merge")]
+Processes = Annotated[Text, _number("Training processes on this machine, one a GPU or an even share of cores; e.g. 2.")]
+Accelerate = Annotated[
+    Text,
+    _option(
+        "How they share the work: ddp, zero1, zero2, zero3, fsdp2 or an accelerate config; see docs/parallel.md.",
+        metavar="NAME|FILE",
+    ),
 ]
+WandbProject = Annotated[Text, _option("Also log to Weights & Biases, in this project; e.g. sums.", metavar="NAME")]
+Restarts = Annotated[Text, _number("How often a trainer that dies is started again; 0 by default; e.g. 3.")]
+Resume = Annotated[bool, _option("Go on from the newest whole checkpoint in --output.", "--resume")]
+ResumeFrom = Annotated[Text, _option("Go on from this checkpoint; 0 is the beginning; e.g. 40.", metavar="STEP|PATH")]
 AcceptChanges = Annotated[
-    bool,
-    typer.Option("--accept-changes", help="Go on even though settings, dataset, model or rewards have changed."),
+    bool, _option("Go on even though settings, dataset, model or rewards have changed.", "--accept-changes")
 ]
-KeepJournal = Annotated[
-    bool | None,
-    typer.Option("--keep-journal", help="Keep every round on disk, so that it can be replayed."),
-]
-Replay = Annotated[
-    str | None,
-    typer.Option(metavar="RUN", help="Train on the rounds of a run with a kept journal, without engines."),
-]
-Json = Annotated[
-    bool,
-    typer.Option("--json", help="One JSON object on standard output, the rest on standard error."),
-]
-NumSamples = Annotated[str | None, typer.Option(metavar="N", help="Completions of each prompt; e.g. 4.")]
-Limit = Annotated[str | None, typer.Option(metavar="N", help="Rows to take from the dataset; e.g. 200.")]
-Split = Annotated[str | None, typer.Option(help="Split of the dataset; e.g. test.")]
-Examples = Annotated[
-    str | None,
-    typer.Option("--dataset", help="Hub id, or JSONL, CSV or Parquet file, with the columns named above."),
-]
-EvalDataset = Annotated[str | None, typer.Option(help="Held-out rows; a hub id or file like --dataset.")]
-EvalSplit = Annotated[str | None, typer.Option(help="Split of the held-out rows; e.g. test.")]
-HeldOut = Annotated[
-    str | None,
-    typer.Option(metavar="N", help="Rows kept apart to measure on; by default a tenth, 256 at most; e.g. 200."),
-]
-BatchSize = Annotated[str | None, typer.Option(metavar="N", help="Rows in one optimizer step; e.g. 16.")]
-Epochs = Annotated[str | None, typer.Option(metavar="N", help="Passes over the rows, where --steps is not given.")]
 
 _TEXTS = (
     "model", "dataset", "output", "merge", "system_prompt", "prompt_column", "answer_column", "trust_remote_code",
@@ -163,7 +136,7 @@ _TEXTS = (
 )  # fmt: skip
 _NUMBERS = (
     "prompts_per_step", "group_size", "max_tokens", "steps", "seed", "num_samples", "limit", "processes", "restarts",
-    "batch_size", "held_out",
+    "batch_size", "held_out", "epochs",
 )  # fmt: skip
 
 # What other trainers call things, for those who come from them.
@@ -228,9 +201,7 @@ def typed_keys(context: typer.Context, *, algorithm: str, arguments: Sequence[st
 def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a config that the declared options set; options that were not given set none."""
     keys = {name: params[name] for name in _TEXTS if params.get(name) is not None}
-    keys |= {name: _whole_number(name, params[name]) for name in _NUMBERS if params.get(name) is not None}
-    if params.get("epochs") is not None:
-        keys["epochs"] = _number("epochs", params["epochs"])
+    keys |= {name: _parse_number(name, params[name]) for name in _NUMBERS if params.get(name) is not None}
     if params.get("reward"):
         keys["rewards"] = list(params["reward"])
     if params.get("wandb_project") is not None:
@@ -304,19 +275,12 @@ def _stored(options: Mapping[str, Any], *, resume: bool) -> dict[str, Any]:
     return {}
 
 
-def _whole_number(name: str, text: str) -> int:
+def _parse_number(name: str, text: str) -> float:
     try:
-        return int(text)
+        return float(text) if name == "epochs" else int(text)
     except ValueError:
-        option = "--" + name.replace("_", "-")
-        raise ConfigError(f"{option} takes a whole number; it is {text!r}; e.g. {option} 8") from None
-
-
-def _number(name: str, text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        raise ConfigError(f"--{name} takes a number; it is {text!r}; e.g. --{name} 3") from None
+        option, kind = "--" + name.replace("_", "-"), "a number" if name == "epochs" else "a whole number"
+        raise ConfigError(f"{option} takes {kind}; it is {text!r}; e.g. {option} 8") from None
 
 
 def _unknown(option: str, known: Sequence[str]) -> ConfigError:

@@ -5,7 +5,7 @@ import os
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 from ycore_cli import options as o
@@ -17,8 +17,31 @@ if TYPE_CHECKING:
     from ycore.run.claim import Resume
 
 
+_ROLLOUTS = {
+    "dataset": o.Dataset, "reward": o.Reward, "prompt_column": o.PromptColumn, "answer_column": o.AnswerColumn,
+    "system_prompt": o.SystemPrompt, "prompts_per_step": o.PromptsPerStep, "group_size": o.GroupSize,
+    "max_tokens": o.MaxTokens, "engine": o.EngineKind, "dynamic_sampling": o.DynamicSampling,
+    "placement": o.Placement, "preset": o.Preset, "advantage": o.Advantage, "divergence": o.Divergence,
+    "keep_journal": o.KeepJournal, "replay": o.Replay, "restarts": o.Restarts, "wandb_project": o.WandbProject,
+    "preflight": o.Preflight,
+}  # fmt: skip
+_EXAMPLES = {
+    "dataset": o.Examples, "split": o.Split, "limit": o.Limit, "eval_dataset": o.EvalDataset,
+    "eval_split": o.EvalSplit, "held_out": o.HeldOut, "batch_size": o.BatchSize, "epochs": o.Epochs,
+}  # fmt: skip
+_HOW = {
+    "dry_run": o.DryRun, "resume": o.Resume, "resume_from": o.ResumeFrom, "accept_changes": o.AcceptChanges,
+    "json": o.Json,
+}  # fmt: skip
+_TRAINING = {
+    "steps": o.Steps, "lora": o.Lora, "merge": o.Merge, "processes": o.Processes, "accelerate": o.Accelerate,
+    "trust_remote_code": o.TrustRemoteCode, "seed": o.Seed, "set_": o.Set, "recipe": o.Recipe, "output": o.Output,
+    **_HOW,
+}  # fmt: skip
+
+
 def training_command(algorithm: Algorithm) -> Callable[..., None]:
-    """The command of an algorithm: its `--help` is in the table, its options follow from what it learns from."""
+    """The command of an algorithm, as Typer takes it."""
 
     def command(context: typer.Context, **options: Any) -> None:
         resume = options["resume"] or options["resume_from"] is not None
@@ -29,88 +52,26 @@ def training_command(algorithm: Algorithm) -> Callable[..., None]:
             from ycore.config.resolve import require_rollouts
 
             fly_first(require_rollouts(config))
-        train(config, resume=resume, **{name: options[name] for name in _HOW})
+        train(config, **{name: options[name] for name in _HOW} | {"resume": resume})
 
-    declared = _rollout_options if algorithm.learns_from == "rollouts" else _example_options
-    signature = inspect.signature(declared)
+    own = _ROLLOUTS if algorithm.learns_from == "rollouts" else _EXAMPLES
     hidden = () if algorithm.preset is None else ("preset", "advantage")
-    parameters = [parameter for name, parameter in signature.parameters.items() if name not in hidden]
-    command.__dict__["__signature__"] = signature.replace(parameters=parameters)  # Typer reads the options from it
+    declared = {name: option for name, option in ({"model": o.Model} | own | _TRAINING).items() if name not in hidden}
+    command.__dict__["__signature__"] = _signature(declared)
     examples = "\n".join(f"ycore {algorithm.name} {example}" for example in algorithm.examples)
     command.__doc__ = f"{algorithm.summary}\n\n\b\n{algorithm.help}\n\n\b\n{examples}"
     return command
 
 
-_HOW = ("resume_from", "accept_changes", "dry_run", "json")
-
-
-def _rollout_options(
-    context: typer.Context,
-    model: o.Model = None,
-    dataset: o.Dataset = None,
-    reward: o.Reward = None,
-    prompt_column: o.PromptColumn = None,
-    answer_column: o.AnswerColumn = None,
-    system_prompt: o.SystemPrompt = None,
-    trust_remote_code: o.TrustRemoteCode = None,
-    prompts_per_step: o.PromptsPerStep = None,
-    group_size: o.GroupSize = None,
-    max_tokens: o.MaxTokens = None,
-    steps: o.Steps = None,
-    lora: o.Lora = None,
-    preset: o.Preset = None,
-    advantage: o.Advantage = None,
-    divergence: o.Divergence = None,
-    engine: o.EngineKind = None,
-    dynamic_sampling: o.DynamicSampling = None,
-    placement: o.Placement = None,
-    processes: o.Processes = None,
-    accelerate: o.Accelerate = None,
-    merge: o.Merge = None,
-    wandb_project: o.WandbProject = None,
-    seed: o.Seed = None,
-    set_: o.Set = None,
-    recipe: o.Recipe = None,
-    output: o.Output = None,
-    preflight: o.Preflight = False,
-    dry_run: o.DryRun = False,
-    resume: o.Resume = False,
-    resume_from: o.ResumeFrom = None,
-    restarts: o.Restarts = None,
-    accept_changes: o.AcceptChanges = False,
-    keep_journal: o.KeepJournal = None,
-    replay: o.Replay = None,
-    json: o.Json = False,
-) -> None: ...
-
-
-def _example_options(
-    context: typer.Context,
-    model: o.Model = None,
-    dataset: o.Examples = None,
-    split: o.Split = None,
-    eval_dataset: o.EvalDataset = None,
-    eval_split: o.EvalSplit = None,
-    held_out: o.HeldOut = None,
-    limit: o.Limit = None,
-    trust_remote_code: o.TrustRemoteCode = None,
-    batch_size: o.BatchSize = None,
-    epochs: o.Epochs = None,
-    steps: o.Steps = None,
-    lora: o.Lora = None,
-    processes: o.Processes = None,
-    accelerate: o.Accelerate = None,
-    merge: o.Merge = None,
-    seed: o.Seed = None,
-    set_: o.Set = None,
-    recipe: o.Recipe = None,
-    output: o.Output = None,
-    dry_run: o.DryRun = False,
-    resume: o.Resume = False,
-    resume_from: o.ResumeFrom = None,
-    accept_changes: o.AcceptChanges = False,
-    json: o.Json = False,
-) -> None: ...
+def _signature(options: Mapping[str, Any]) -> inspect.Signature:
+    """The parameters from which Typer reads a command's options."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
+    parameters = [
+        inspect.Parameter(name, kind, annotation=option, default=False if get_args(option)[0] is bool else None)
+        for name, option in options.items()
+    ]
+    return inspect.Signature([context, *parameters])
 
 
 def resume(

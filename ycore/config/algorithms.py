@@ -5,7 +5,7 @@ A new algorithm costs one file in `ycore/trl` and one row here. This file import
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Literal
 
@@ -71,41 +71,32 @@ class Algorithm:
         return RunConfig if self.learns_from == "rollouts" else TuneConfig
 
 
-_ROWS = (
-    Algorithm(
-        name="grpo",
-        summary="Train a model on a reward with GRPO.",
-        help="Any field of TRL's GRPOConfig is an option too, e.g. --learning-rate 1e-5; see docs/options.md.",
-        examples=(
-            "--recipe quickstart",
-            "--model Qwen/Qwen2.5-0.5B-Instruct --dataset train.jsonl \\\n"
-            "           --reward rewards.py:score --output runs/first --steps 200",
-        ),
-        learns_from="rollouts",
-        trl_config="GRPOConfig",
-        module="ycore.trl.grpo",
-        dataset="'task:addition?digits=1'",
-        learning_rate=1e-6,
-        lora_learning_rate=2e-5,
+_GRPO = Algorithm(
+    name="grpo",
+    summary="Train a model on a reward with GRPO.",
+    help="Any field of TRL's GRPOConfig is an option too, e.g. --learning-rate 1e-5; see docs/options.md.",
+    examples=(
+        "--recipe quickstart",
+        "--model Qwen/Qwen2.5-0.5B-Instruct --dataset train.jsonl \\\n"
+        "           --reward rewards.py:score --output runs/first --steps 200",
     ),
-    Algorithm(
+    learns_from="rollouts",
+    trl_config="GRPOConfig",
+    module="ycore.trl.grpo",
+    dataset="'task:addition?digits=1'",
+    learning_rate=1e-6,
+    lora_learning_rate=2e-5,
+)
+_ROWS = (
+    _GRPO,
+    replace(
+        _GRPO,
         name="rloo",
         summary="Train a model on a reward with RLOO.",
         help=(
             "It is `ycore grpo --preset rloo`, and takes every field of TRL's GRPOConfig; what differs from\n"
             "`trl rloo` is in docs/algorithms.md."
         ),
-        examples=(
-            "--recipe quickstart",
-            "--model Qwen/Qwen2.5-0.5B-Instruct --dataset train.jsonl \\\n"
-            "           --reward rewards.py:score --output runs/first --steps 200",
-        ),
-        learns_from="rollouts",
-        trl_config="GRPOConfig",
-        module="ycore.trl.grpo",
-        dataset="'task:addition?digits=1'",
-        learning_rate=1e-6,
-        lora_learning_rate=2e-5,
         preset="rloo",
     ),
     Algorithm(

@@ -15,7 +15,7 @@ from ycore.placement.allocator import Allocator
 from ycore.placement.load import Usage
 from ycore.placement.placement import ROLLOUT, SlotPool, Start, Swap
 from ycore.round.peers import AddUp
-from ycore.run.trace import IN_FLIGHT, ROUND, SWAP, WAITING, Levels, Mark, NullTrace, Span
+from ycore.run.trace import IN_FLIGHT, ROUND, SWAP, WAITING, Levels, Mark, Span, TraceWriter
 
 __all__ = ["ROLLOUT", "Sleeper", "Slots", "Turn", "usage_metrics"]
 
@@ -52,14 +52,14 @@ class Slots:
         *,
         allocator: Allocator | None = None,
         sleepers: Mapping[str, Sequence[Sleeper]] | None = None,
-        trace: NullTrace | None = None,
+        trace: TraceWriter | None = None,
         rank: int = 0,
     ) -> None:
         """`sleepers[role][slot]`: the engines that share a device in time. Without them all engines stay awake."""
         self.allocator = allocator or Allocator(SlotPool(num_slots))
         self._roles = self.allocator.pool.roles
         self._sleepers = sleepers
-        self._trace = trace or NullTrace()
+        self._trace = trace or TraceWriter(None)
         self._rank = rank
         self._depths = Depths(self.allocator, self._trace, rank)
         self._numbers = itertools.count()
@@ -204,7 +204,7 @@ class Slots:
 class Depths:
     """Queue depths in the trace: requests that wait, by role, and requests in flight, by role and slot."""
 
-    def __init__(self, allocator: Allocator, trace: NullTrace, rank: int) -> None:
+    def __init__(self, allocator: Allocator, trace: TraceWriter, rank: int) -> None:
         self._allocator, self._trace, self._rank = allocator, trace, rank
         self._due: asyncio.TimerHandle | None = None
 

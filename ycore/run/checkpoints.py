@@ -60,7 +60,8 @@ def publish(folder: Path, step: int, extra: dict[str, Any]) -> Path:
     files = _files(staged)
     for path in files:
         sync(path)
-    listed = dict(zip(map(str, (path.relative_to(staged) for path in files)), _fingerprints(files), strict=True))
+    names = [str(path.relative_to(staged)) for path in files]
+    listed = dict(zip(names, _fingerprints(files), strict=True))
     write_json_atomic(staged / _MANIFEST, {"schema": SCHEMA, "step": step, **extra, "files": listed})
     for inner in {path.parent for path in files} | {staged}:
         sync(inner)

@@ -182,8 +182,8 @@ def summarise(
         metrics: The rows of metrics.jsonl.
         status: How the run ended.
         wall_s: Seconds that it took.
-        measure: `loss` for a run without rollouts. The mean of its first and of its last five steps are in the
-            summary; a run without rollouts may be short, so there the two never share a step.
+        measure: What the summary has the means of, over the first and the last five steps. Of a loss, which short runs
+            have too, it is half of the steps at most.
         error: What ended a run that failed.
     """
     names = REWARD if measure == "reward" else ("loss",)

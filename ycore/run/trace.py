@@ -66,40 +66,32 @@ class Mark:
 Event = Span | Levels | Mark
 
 
-class NullTrace:
-    """For runs and tests that keep none."""
-
-    is_kept = False
-
-    def add(self, event: Event) -> None:
-        """Forget it."""
-
-    def flush(self) -> None:
-        """Nothing to bring to disk."""
-
-
-class TraceWriter(NullTrace):
+class TraceWriter:
     """Appends events; they reach the disk with `flush`, or some hundred at a time.
 
     Args:
-        path: trace.json, which other ranks may write to as well.
+        path: trace.json, which other ranks may write to as well; None keeps no trace.
         max_bytes: The size from which on events are dropped.
     """
 
-    is_kept = True
-
-    def __init__(self, path: Path, *, max_bytes: int = _MAX_BYTES) -> None:
+    def __init__(self, path: Path | None, *, max_bytes: int = _MAX_BYTES) -> None:
         self._path = path
         self._max_bytes = max_bytes
         self._lines: list[str] = []
 
+    @property
+    def is_kept(self) -> bool:
+        return self._path is not None
+
     def add(self, event: Event) -> None:
+        if self._path is None:
+            return
         self._lines.append(json.dumps(_to_json(event)))
         if len(self._lines) >= _FLUSH_EVERY:
             self.flush()
 
     def flush(self) -> None:
-        if not self._lines:
+        if self._path is None or not self._lines:
             return
         lines, self._lines = self._lines, []
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)

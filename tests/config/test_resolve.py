@@ -258,11 +258,6 @@ def test_rloo_is_a_preset_of_the_group_algorithms() -> None:
     assert resolve(recipe=config.model_dump()) == config, "a resumed run is the same run"
 
 
-def test_an_unknown_algorithm_names_the_nearest() -> None:
-    with pytest.raises(ConfigError, match=r"one of grpo, .*, eval; it is 'gpro'; did you mean 'grpo'"):
-        _resolve(algorithm="gpro")
-
-
 # -- what the settings need from this machine ----------------------------------------------------------------------
 
 

@@ -12,6 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ycore.config.algorithms import find_algorithm
 from ycore.config.schema import TuneConfig
 from ycore.data.source import read_table
 from ycore.data.table import QUESTION_COLUMNS, Table, TableRow
@@ -114,7 +115,7 @@ def _read_examples(config: TuneConfig, name: str, split: str, *, as_chat: bool) 
     examples = [example for example in made if not isinstance(example, str)]
     if not examples:
         raise DataError(f"no row of {table.name} can be learned from ({', '.join(left_out)}); give another dataset")
-    if config.algorithm == "kto":
+    if find_algorithm(config.algorithm).rows == "labelled":
         examples = _labelled(table, examples)
     # TRL decides by the first row whether all of them are chats.
     kinds = {frozenset((key, type(value)) for key, value in row.items() if key != "margin") for row in examples}
@@ -142,11 +143,12 @@ ToExample = Callable[[TableRow], Example | str]
 
 def _converter(config: TuneConfig, table: Table, as_chat: bool) -> ToExample:
     question = next((name for name in QUESTION_COLUMNS if name in table.columns), None)
-    if config.algorithm == "sft":
+    rows = find_algorithm(config.algorithm).rows
+    if rows == "answers":
         whole = bool(config.trl.get("assistant_only_loss")) or config.trl.get("completion_only_loss") is False
         return _sft_converter(table, question, as_chat=as_chat, whole=whole)
     has_pairs = {"chosen", "rejected"} <= set(table.columns)
-    if config.algorithm == "kto" and ("label" in table.columns or not has_pairs):
+    if rows == "labelled" and ("label" in table.columns or not has_pairs):
         _require_columns(table, ("prompt", "completion", "label"), "or the columns of pairs")
         return lambda row: _labelled_example(row, as_chat=as_chat)
     _require_columns(table, ("chosen", "rejected"), "with or without prompt")

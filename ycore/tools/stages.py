@@ -30,7 +30,7 @@ PAIRS = "pairs"
 
 PAIRS_FILE = "pairs.jsonl"
 COMMANDS: tuple[str, ...] = (*ALGORITHMS, "eval", PAIRS)
-TRAINS_A_POLICY = frozenset(COMMANDS) - {"reward", "eval", PAIRS}
+TRAINS_A_POLICY = frozenset(row.name for row in ALGORITHMS.values() if not row.trains_reward_model)
 
 Compare = Literal["best-worst", "all"]
 
@@ -82,7 +82,7 @@ class Step:
         made = {"output": str(self.folder)}
         if self.command == PAIRS:
             made["dataset"] = str(self.folder / PAIRS_FILE)
-        elif self.command in TRAINS_A_POLICY or self.command == "reward":
+        elif self.command in ALGORITHMS:
             made["model"] = str(RunFolder(self.folder).model)
         return made
 

@@ -238,7 +238,7 @@ def test_a_group_of_one_has_nothing_to_agree_with() -> None:
 
 
 def test_similarity_wants_n_of_at_least_one() -> None:
-    with pytest.raises(ValueError, match="n must be 1 or more: 0"):
+    with pytest.raises(ValueError, match="n must be above 0: 0"):
         similarity([""] * 2, ["a", "b"], n=0)
 
 

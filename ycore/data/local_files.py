@@ -20,7 +20,6 @@ from ycore.data.table import Table, columns_of
 from ycore.errors import DataError, nearest
 
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz")
-_MAX_CSV_FIELD = 1 << 30  # characters
 
 
 def file_suffix(path: Path) -> str | None:
@@ -89,8 +88,7 @@ class JsonLines(Sequence[Mapping[str, Any]]):
     def __init__(self, path: Path, data: bytes | mmap.mmap) -> None:
         self._path, self._data = path, data
         self.lines, self._starts = array("Q"), array("Q")
-        start = len(codecs.BOM_UTF8) if data[:3] == codecs.BOM_UTF8 else 0
-        number = 1
+        number, start = 1, len(codecs.BOM_UTF8) if data[:3] == codecs.BOM_UTF8 else 0
         while start < len(data):
             end = self._end(start)
             if data[start:end].strip():
@@ -130,7 +128,7 @@ def _json_object(place: str, entry: Any) -> dict[str, Any]:
 
 
 def _parse_csv(path: Path, text: str) -> Table:
-    csv.field_size_limit(_MAX_CSV_FIELD)
+    csv.field_size_limit(1 << 30)  # characters; 2**17 by default
     records = _csv_records(path, text)
     _, header = next(records, (1, []))
     if len(set(header)) != len(header) or "" in header:

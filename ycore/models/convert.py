@@ -1,9 +1,8 @@
 """Whole model folders from GGUF files and LoRA adapters: `python -m ycore.models.convert gguf|adapter SOURCE FOLDER`.
 
-A process of its own, because it loads torch, transformers and a whole model. A GGUF file is converted as transformers
-reads it, but for two things that it gets wrong and no later step would notice: the end-of-text token, and how a
-byte-pair tokenizer splits text before it merges. The file's metadata is read here in a fraction of a second, without
-any of that: the `gguf` package takes 20 s for a vocabulary of 128,000 tokens.
+It is a process because it loads torch, transformers and a whole model. Of a GGUF file, transformers reads two things
+wrong that no later step would notice: the end-of-text token, and how a byte-pair tokenizer splits text before it
+merges. `read_header` takes a fraction of a second, where the `gguf` package takes 20 s for 128,000 tokens.
 """
 
 import os
@@ -21,14 +20,12 @@ ADAPTER_CONFIG = "adapter_config.json"
 _MAGIC = b"GGUF"
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9
-_MAX_STRING = 1 << 26
-_MAX_ITEMS = 1 << 24
+_MAX_STRING, _MAX_ITEMS = 1 << 26, 1 << 24  # bytes; values of an array
 
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_GPT2_RULE = "gpt-2"
-_DIGITS_RULE = "smollm"
+_GPT2_RULE, _DIGITS_RULE = "gpt-2", "smollm"
 _SPLITTING: dict[str, str | None] = {
     _GPT2_RULE: None,
     _DIGITS_RULE: None,

@@ -9,12 +9,11 @@ import tempfile
 import zipfile
 from pathlib import Path
 from subprocess import DEVNULL, STDOUT
-from typing import Literal
 
 from ycore.errors import ModelError
 from ycore.models.folder import inspect_folder
 from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, build_once, first_line
-from ycore.models.names import BUILTIN, BuiltinModel, ModelPlan
+from ycore.models.names import BUILTIN, BuiltinModel, Kind, ModelPlan
 
 _CONVERT_WITHIN_S = 3600
 _DOWNLOAD_WITHIN_S = 1800
@@ -40,13 +39,11 @@ def fetch_model(plan: ModelPlan, *, log: Path | None = None) -> Path:
     assert plan.folder is not None, "only a hub model's folder is unknown before it is fetched"
     if plan.kind == "builtin":
         return _fetch_builtin(BUILTIN[plan.name], plan.folder, log)
-    source, kind = Path(os.path.expanduser(plan.name)), "adapter" if plan.kind == "adapter" else "gguf"
-    return build_once(
-        plan.folder, lambda folder: convert("adapter" if kind == "adapter" else "gguf", source, folder, log=log)
-    )
+    source = Path(os.path.expanduser(plan.name))
+    return build_once(plan.folder, lambda folder: convert(plan.kind, source, folder, log=log))
 
 
-def convert(kind: Literal["gguf", "adapter"], source: Path, folder: Path, *, log: Path | None = None) -> None:
+def convert(kind: Kind, source: Path, folder: Path, *, log: Path | None = None) -> None:
     """Write a whole model into `folder`, in a child process, so that its memory and modules do not stay here."""
     command = [sys.executable, "-m", "ycore.models.convert", kind, str(source.absolute()), str(folder.absolute())]
     with tempfile.TemporaryFile() if log is None else log.open("ab+") as output:

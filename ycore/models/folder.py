@@ -14,18 +14,7 @@ _CONTEXT_KEYS = ("max_position_embeddings", "n_positions", "max_seq_len", "seq_l
 
 
 def inspect_folder(folder: Path, *, trust_remote_code: bool) -> dict[str, Any]:
-    """Check a folder that transformers is to load.
-
-    Args:
-        folder: must hold config.json, a tokenizer and whole safetensors files.
-        trust_remote_code: accept configs that ask to run Python code of the model's.
-
-    Returns:
-        The content of config.json.
-
-    Raises:
-        ModelError: the first thing that is missing or damaged, with the way out.
-    """
+    """The folder's config.json, once every check has passed; ModelError with the first thing missing or damaged."""
     if not (folder / "config.json").is_file():
         ggufs = sorted(folder.glob("*.gguf"))
         raise ModelError(
@@ -88,23 +77,20 @@ def read_json(path: Path) -> dict[str, Any]:
 def _check_weights(folder: Path) -> None:
     index = read_json(folder / "model.safetensors.index.json")
     named = set(index.get("weight_map", {}).values())
-    absent = sorted(name for name in named if not (folder / name).is_file())
+    absent = ", ".join(sorted(name for name in named if not (folder / name).is_file()))
     if absent:
-        raise ModelError(
-            f"the model folder {folder} lacks {', '.join(absent)}, which its index names; download it again"
-        )
+        raise ModelError(f"the model folder {folder} lacks {absent}, which its index names; download it again")
     weights = sorted(folder.glob("*.safetensors"))
     for path in weights:
         try:
             with safe_open(path, framework="np"):
                 pass  # it compares the file's length with its header, so that a partial download is found at once
         except SafetensorError as problem:
+            reason = f"is not a whole safetensors file ({problem}); download or save it again"
             with path.open("rb") as file:
                 if file.read(8) == b"version ":
-                    raise ModelError(
-                        f"{path} is a Git LFS pointer, not weights; run `git lfs pull` in its folder"
-                    ) from None
-            raise ModelError(f"{path} is not a whole safetensors file ({problem}); download or save it again") from None
+                    reason = "is a Git LFS pointer, not weights; run `git lfs pull` in its folder"
+            raise ModelError(f"{path} {reason}") from None
     if weights:
         return
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))

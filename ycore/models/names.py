@@ -84,9 +84,8 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelPlan:
     if os.path.isfile(path):
         raise ModelError(f"--model {name} is a file; give the folder that holds it, or a .gguf file")
     if _is_path(name, path):
-        siblings = (
-            [entry.name for entry in path.parent.iterdir() if entry.is_dir()] if os.path.isdir(path.parent) else []
-        )
+        parent = path.parent
+        siblings = [entry.name for entry in parent.iterdir() if entry.is_dir()] if os.path.isdir(parent) else []
         way_out = nearest(path.name, siblings) or "; give an existing folder, a hub id, or `smollm2-135m`"
         raise ModelError(f"no such model folder: {name} (looked in {path.absolute()}){way_out}")
     return _hub_plan(name, trust_remote_code)
@@ -155,8 +154,7 @@ def _adapter_plan(name: str, path: Path, trust_remote_code: bool) -> ModelPlan:
 def _content_id(path: Path) -> str:
     """A name for what the file holds now: another path, size or time counts as another content."""
     status = path.stat()
-    identity = f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}"
-    return hashlib.sha256(os.fsencode(identity)).hexdigest()[:24]
+    return hashlib.sha256(os.fsencode(f"{path.resolve()}\0{status.st_size}\0{status.st_mtime_ns}")).hexdigest()[:24]
 
 
 def _hub_plan(name: str, trust_remote_code: bool) -> ModelPlan:
@@ -182,8 +180,8 @@ def _undownloaded_plan(name: str, info: Any, trust_remote_code: bool) -> ModelPl
     if files and not any(file.endswith(".safetensors") for file in files):
         raise ModelError(f"the hub model {name} has no weights in safetensors; take another model, or convert it first")
     template = (config.get("tokenizer_config") or {}).get("chat_template") or "chat_template.jinja" in files
-    note, trusts = "will be downloaded from the hub", trust_remote_code
-    return ModelPlan("hub", name, None, False, note, None, True if template else None, trust_remote_code=trusts)
+    plan = ModelPlan("hub", name, folder=None, ready=False, note="will be downloaded from the hub")
+    return replace(plan, has_chat_template=True if template else None, trust_remote_code=trust_remote_code)
 
 
 def _whole_snapshot(hub_id: str) -> Path | None:

@@ -12,15 +12,11 @@ _TEMPLATE = (
 
 
 def write_tiny_model(folder: Path, *, seed: int = 0, chat: bool = True) -> Path:
-    """Write a two-layer Llama with one token per character.
+    """Write a two-layer Llama with one token per character into `folder`, and return `folder`.
 
     Args:
-        folder: where model and tokenizer are saved.
         seed: decides the weights.
         chat: give the tokenizer a chat template.
-
-    Returns:
-        `folder`.
     """
     tokenizer = _tokenizer(chat)
     _model(seed, tokenizer).save_pretrained(folder)

@@ -193,15 +193,13 @@ def similarity(prompts: Contents, completions: Contents, *, n: int = 1, **_colum
     The similarity of two is the F1 of the word `n`-grams of their answers, counted with repetition, without regard to
     case. It rewards agreement within a group, as Con-RAG's PS-GRPO does (with BLEU over paraphrases).
     """
-    if n < 1:
-        raise ValueError(f"n must be 1 or more: {n}")
+    _require_positive("n", n)
     if len(completions) < 2:
         return [None] * len(completions)
     words = [answer_text(completion).casefold().split() for completion in completions]
     grams = [Counter(_ngrams(mine, min(n, len(mine)) or 1)) for mine in words]  # a shorter answer is one gram
-    others = len(completions) - 1
     return [
-        sum(_f1(mine, theirs) for other, theirs in enumerate(grams) if other != index) / others
+        sum(_f1(mine, theirs) for other, theirs in enumerate(grams) if other != index) / (len(grams) - 1)
         for index, mine in enumerate(grams)
     ]
 

@@ -20,6 +20,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
+WORKER = (sys.executable, "-P", "-m", "ycore.rewards.worker")
+"""The command that starts a reward's process."""
+
 _ALLOWED = frozenset(
     {"PATH", "HOME", "LANG", "TZ", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONHASHSEED", "SSL_CERT_FILE"}
 )

@@ -1,6 +1,4 @@
-"""From a reward's name to its function, with arguments bound and checked: a built-in name, `file.py:function` or
-`package.module:function`.
-"""
+"""From a reward's name to its function, with its arguments bound and checked, and its parameters read."""
 
 import functools
 import importlib
@@ -20,7 +18,7 @@ from typing import Any
 from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError, nearest
 from ycore.rewards.builtin import BUILTIN, LIBRARIES, REFERENCE, Reward, is_reference, reference_of
-from ycore.rewards.child import reward_environment
+from ycore.rewards.child import WORKER, reward_environment
 from ycore.run.process_tree import kill_tree
 
 SUPPLIED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -46,11 +44,7 @@ class Inputs:
 
 
 def load_reward(spec: RewardConfig) -> Reward:
-    """The function of a reward with its `args` bound. Imports the user's code into this process.
-
-    Raises:
-        RewardError: there is no such function, or an argument does not fit it.
-    """
+    """The function of a reward with its `args` bound, imported here; RewardError where one does not fit the other."""
     return _bind_custom(spec, import_function(spec.reward)) if ":" in spec.reward else _bind_builtin(spec)
 
 
@@ -231,9 +225,9 @@ def _require_columns(reward: str, required: Iterable[str], columns: Iterable[str
 def _check_apart(spec: RewardConfig, columns: list[str], deadline_s: float) -> None:
     """Check the reward in a child process, and end it with all that the imported code started."""
     request = json.dumps({"check": spec.model_dump(mode="json"), "columns": columns})
-    command, environment = [sys.executable, "-P", "-m", "ycore.rewards.worker"], reward_environment("check")
+    environment = reward_environment("check")
     process = subprocess.Popen(
-        command, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True, env=environment, start_new_session=True
+        WORKER, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True, env=environment, start_new_session=True
     )
     try:
         reply, _ = process.communicate(request, timeout=deadline_s)

@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-import sys
 from asyncio.subprocess import PIPE, Process
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
@@ -13,7 +12,7 @@ from typing import Any, Self, TypeVar
 
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.errors import RewardError
-from ycore.rewards.child import reward_environment
+from ycore.rewards.child import WORKER, reward_environment
 from ycore.rewards.loading import Inputs, reward_names
 from ycore.run.process_tree import kill_tree
 from ycore.types import Content, Score
@@ -63,9 +62,8 @@ class RewardPool:
 
         Args:
             specs: the rewards; each worker loads all of them.
-            settings: how many workers, one call's deadline in seconds, and whether workers give up root.
             log: takes what the workers and the rewards print.
-            run_id: marks the workers' environment, and chooses their user where root is given up.
+            run_id: marks the workers' environment, and decides their user where they give up root.
         """
         self.problems: Counter[str] = Counter()
         self._names = reward_names(specs)
@@ -95,9 +93,7 @@ class RewardPool:
         """Score completions together; a call that fails is repeated item by item, so that only the guilty are masked.
 
         Args:
-            prompts: the prompt of each completion.
-            completions: texts or chat turns.
-            completion_ids: their token ids.
+            prompts: the prompt of each completion, as text or chat turns.
             columns: the dataset's columns by name, one value per completion.
             step: the training step, which rewards see as `trainer_state.global_step`.
 
@@ -200,16 +196,11 @@ class _Worker:
     async def _launch(self) -> list[Inputs]:
         await self._reap()
         self._log.parent.mkdir(parents=True, exist_ok=True)
+        environment = reward_environment(self._run_id)
         with self._log.open("ab") as log:
             self._require_open()
             process = self._process = await asyncio.create_subprocess_exec(
-                *(sys.executable, "-P", "-m", "ycore.rewards.worker"),
-                stdin=PIPE,
-                stdout=PIPE,
-                stderr=log,
-                env=reward_environment(self._run_id),
-                start_new_session=True,
-                limit=_MAX_LINE,
+                *WORKER, stdin=PIPE, stdout=PIPE, stderr=log, env=environment, start_new_session=True, limit=_MAX_LINE
             )
         self._require_open()  # it may have been closed while the process was being made
         reply = await self._exchange(process, self._first, _START_TIMEOUT_S)

@@ -52,7 +52,6 @@ def publish(folder: Path, step: int, extra: dict[str, Any]) -> Path:
     A checkpoint of the same step is replaced: the run went back behind it and came here again.
 
     Args:
-        folder: The run's checkpoints folder.
         step: The step after which it was saved, whose `staging` holds its files.
         extra: More keys for the manifest, such as `world`, the number of ranks.
     """
@@ -111,9 +110,7 @@ def problem_of(checkpoint: Path) -> str | None:
 def newest_whole(folder: Path, *, say: Say) -> Path | None:
     """The latest checkpoint that verifies; None where no checkpoint was ever saved.
 
-    Args:
-        folder: The run's checkpoints folder.
-        say: Takes a line for each damaged checkpoint, which is moved aside and passed over.
+    Each damaged one is named in a line, moved aside and passed over.
 
     Raises:
         RunFolderError: every checkpoint is damaged.

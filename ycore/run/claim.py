@@ -86,11 +86,6 @@ AS_IT_WAS = Resume()
 def claim(folder: RunFolder, config: BaseModel, *, resume: bool) -> Claim:
     """Make the folder this run's: its sub-folders, no stale sockets, and run.json.
 
-    Args:
-        folder: The run's folder, which need not exist.
-        config: The run's settings.
-        resume: Whether a run that began there is to go on.
-
     Raises:
         RunFolderError: the folder holds something else, another run, or this one while it is running.
     """
@@ -110,11 +105,7 @@ def claim(folder: RunFolder, config: BaseModel, *, resume: bool) -> Claim:
 
 
 def check_claim(folder: RunFolder, config: BaseModel, *, resume: bool, how: Resume = AS_IT_WAS) -> None:
-    """Raise what `claim` would raise, short of waiting for the lock; nothing is written.
-
-    Args:
-        how: Where the run is to go on from, and whether other settings than before are accepted.
-    """
+    """Raise what `claim` would raise, but write nothing and wait for no lock."""
     check_secrets(config.model_dump(mode="json"))
     root = folder.root
     if not os.path.lexists(root):

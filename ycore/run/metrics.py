@@ -31,10 +31,9 @@ def number(row: Row, *names: str) -> float | None:
 
 
 class MetricsWriter:
-    """Appends rows; each is flushed, so that a reader or a crash finds all rows whole but at most the last one.
+    """Appends rows to a file, each flushed: a reader, or a crash, finds all rows whole but at most the last one.
 
-    Args:
-        path: metrics.jsonl; rows that are there stay, and a last line that a kill cut off is dropped.
+    The rows that are there stay; a last row that a kill cut off is dropped.
     """
 
     def __init__(self, path: Path) -> None:
@@ -83,7 +82,6 @@ def read_metrics(path: Path, *, say: Say = warn) -> list[dict[str, Any]]:
     A last line that is not whole is normal: the file is growing, or its writer was killed.
 
     Args:
-        path: metrics.jsonl.
         say: Takes a sentence for every other line that is damaged, and so left out.
     """
     if not path.is_file():
@@ -101,7 +99,6 @@ class MetricsFollower:
     that are new in it come.
 
     Args:
-        path: metrics.jsonl, which may be missing yet.
         from_the_start: Read the rows that are there already too.
         say: As in `read_metrics`.
     """
@@ -176,15 +173,10 @@ def summarise(
     measure: Literal["reward", "loss"] = "reward",
     error: str | None = None,
 ) -> dict[str, Any]:
-    """The content of summary.json.
+    """The content of summary.json: among it the means of the reward over the first and the last five steps.
 
     Args:
-        metrics: The rows of metrics.jsonl.
-        status: How the run ended.
-        wall_s: Seconds that it took.
-        measure: What the summary has the means of, over the first and the last five steps. Of a loss, which short runs
-            have too, it is half of the steps at most.
-        error: What ended a run that failed.
+        measure: `loss` for a run without rollouts. Such runs may be short: a mean is of half the steps at most.
     """
     names = REWARD if measure == "reward" else ("loss",)
     values = [value for row in metrics if (value := number(row, *names)) is not None]

@@ -9,11 +9,7 @@ _MAX_SOCKET_PATH = 100  # the kernel's limit on a unix socket's path is 108 byte
 
 
 class RunFolder:
-    """The files of a run: `RunFolder(Path("runs/quickstart")).metrics` is `runs/quickstart/metrics.jsonl`.
-
-    Args:
-        root: The folder that `--output` names.
-    """
+    """The files of a run: `RunFolder(Path("runs/quickstart")).metrics` is `runs/quickstart/metrics.jsonl`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

@@ -36,13 +36,7 @@ def round_file(journal: Path, step: int, rank: int) -> Path:
 
 
 def write_round(path: Path, label: Mapping[str, int], content: Mapping[str, Any]) -> None:
-    """Write a rank's part of a round.
-
-    Args:
-        path: Its `round_file`.
-        label: More keys for the header: its step, rank, world and seed.
-        content: The round, as JSON values.
-    """
+    """Write a rank's part of a round to its `round_file`; `label` is what the header says besides."""
     body = json.dumps(content).encode()
     head = {"schema": _ROUND_SCHEMA, **label, "sha256": hashlib.sha256(body).hexdigest()}
     write_bytes_atomic(path, json.dumps(head).encode() + b"\n" + body + b"\n")
@@ -137,14 +131,8 @@ def settle(folder: RunFolder, config: BaseModel, how: Resume, *, say: Say) -> No
     Checkpoints of later steps than `how` names are moved aside. Later rounds stay, and are trained on again as they
     were; where changed settings are accepted they are another run's, and are dropped.
 
-    Args:
-        folder: The folder of the run, which must not be running.
-        config: The settings that it goes on with.
-        how: The step, and whether changes are accepted.
-        say: Takes a line for whatever is done.
-
     Raises:
-        RunFolderError: the run cannot go on like this.
+        RunFolderError: the run is running, or cannot go on like this.
     """
     held = Claim(folder)
     try:

@@ -43,12 +43,7 @@ _MAX_LANES = 64
 
 
 def draw_curve(metrics: Sequence[Row], path: Path, title: str) -> bool:
-    """Draw a run's steps as 1200 x 700 pixels: its reward, or its loss where it has no reward.
-
-    Args:
-        metrics: The rows of metrics.jsonl.
-        path: The PNG file to write.
-        title: Stands above the picture.
+    """Draw a run's steps to a PNG of 1200 x 700 pixels: its reward, or its loss where it has no reward.
 
     Returns:
         False, and no file is written, where no step has either yet.
@@ -176,12 +171,7 @@ def finish_trace_and_draw(folder: RunFolder, title: str) -> None:
 
 
 def draw_panels(panels: Sequence[tuple[str, Sequence[Span]]], path: Path) -> None:
-    """Draw panels of lanes, one under the other, on one scale of seconds.
-
-    Args:
-        panels: Of each its title and its spans.
-        path: The PNG file to write.
-    """
+    """Draw panels of lanes, each `(title, spans)`, one under the other on one scale of seconds; `path` is a PNG."""
     lanes = [sorted({(span.rank, span.slot) for span in spans})[:_MAX_LANES] for _, spans in panels]
     heights = [0.9 + 0.28 * max(1, len(own)) for own in lanes]
     figure = new_figure(12, max(2.5, sum(heights)))

@@ -129,7 +129,6 @@ def watch(root: Path, *, stream: TextIO | None = None, once: bool = False) -> No
     """Show every step of the run in `root`, from its first, until it has ended.
 
     Args:
-        root: The run's folder.
         stream: Standard output by default.
         once: Show the steps that are there, and return.
 

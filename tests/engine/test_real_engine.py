@@ -243,7 +243,8 @@ def make_trainer(model: Path, output: Path, *, lora: bool) -> Any:
     from transformers import AutoTokenizer
     from trl import GRPOConfig
 
-    from ycore.trl.seam import SeamGRPOTrainer, placeholder_rewards
+    from ycore.trl.build import placeholder_rewards
+    from ycore.trl.seam import SeamGRPOTrainer
 
     return SeamGRPOTrainer(
         model=str(model),

@@ -14,9 +14,10 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 from trl import GRPOConfig
 
 from ycore.models.tiny import write_tiny_model
+from ycore.trl.build import placeholder_rewards
 from ycore.trl.divergence import DIVERGENCES, divergence
 from ycore.trl.grpo import TrainerOfGMPO
-from ycore.trl.seam import SeamGRPOTrainer, placeholder_rewards
+from ycore.trl.seam import SeamGRPOTrainer
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
 BETA = 0.5

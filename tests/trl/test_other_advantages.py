@@ -16,8 +16,9 @@ from trl import GRPOConfig
 
 from ycore.models.tiny import write_tiny_model
 from ycore.trl.advantages import estimator
+from ycore.trl.build import placeholder_rewards
 from ycore.trl.grpo import TrainerOfGMPO
-from ycore.trl.seam import SeamGRPOTrainer, placeholder_rewards
+from ycore.trl.seam import SeamGRPOTrainer
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
 NAN = float("nan")

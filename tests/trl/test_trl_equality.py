@@ -31,7 +31,8 @@ from transformers.utils import logging as transformers_logging
 from trl import GRPOConfig, GRPOTrainer
 
 from ycore.models.tiny import write_tiny_model
-from ycore.trl.seam import SeamGRPOTrainer, placeholder_rewards
+from ycore.trl.build import placeholder_rewards
+from ycore.trl.seam import SeamGRPOTrainer
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
 GROUPS, GROUP_SIZE, MAX_TOKENS = 4, 4, 9

@@ -1,9 +1,10 @@
 """What happens around a step besides training: marks, times, rows of metrics, trackers, stopping in order."""
 
+import importlib
 import json
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -101,14 +102,8 @@ class TrackerPage(TrainerCallback):
         if not state.is_world_process_zero:
             return
         description = read_json(self._folder.config)
-        if "wandb" in args.report_to:
-            import wandb
-
-            wandb.config.update(_prefixed(description), allow_val_change=True)
-        if "trackio" in args.report_to:
-            import trackio
-
-            trackio.config.update(_prefixed(description), allow_val_change=True)
+        for tracker in _trackers(args):  # prefixed, since TRL's arguments and the model's config are there too
+            tracker.config.update({f"ycore/{key}": description[key] for key in description}, allow_val_change=True)
         for callback in self._handler.callbacks:
             if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
                 callback.tb_writer.add_text("ycore", f"```\n{json.dumps(description, indent=2)}\n```")
@@ -119,26 +114,17 @@ class TrackerPage(TrainerCallback):
             return
         curve = self._folder.root / ".curve-for-trackers.png"
         if draw_curve(read_metrics(self._folder.metrics), curve, self._folder.root.name):
-            self._show(curve, args.report_to, state.global_step)
+            for tracker in _trackers(args):
+                tracker.log({"ycore/curve": tracker.Image(str(curve))})
+            if self._events is not None:
+                from matplotlib.image import imread
+                from torch.utils.tensorboard import SummaryWriter
+
+                with SummaryWriter(self._events, filename_suffix=".curve") as writer:  # TRL has closed its own
+                    writer.add_image("ycore/curve", imread(curve), state.global_step, dataformats="HWC")
             curve.unlink()
 
-    def _show(self, curve: Path, trackers: Sequence[str], step: int) -> None:
-        if "wandb" in trackers:
-            import wandb
 
-            wandb.log({"ycore/curve": wandb.Image(str(curve))})
-        if "trackio" in trackers:
-            import trackio
-
-            trackio.log({"ycore/curve": trackio.Image(str(curve))})
-        if self._events is not None:
-            from matplotlib.image import imread
-            from torch.utils.tensorboard import SummaryWriter
-
-            with SummaryWriter(self._events, filename_suffix=".curve") as writer:  # the tracker's own is closed by now
-                writer.add_image("ycore/curve", imread(curve), step, dataformats="HWC")
-
-
-def _prefixed(description: Mapping[str, Any]) -> dict[str, Any]:
-    """Names that do not collide with what the trackers take from TRL's arguments and the model's config."""
-    return {f"ycore/{key}": value for key, value in description.items()}
+def _trackers(args: TrainingArguments) -> list[Any]:
+    """The modules of the run's trackers that share wandb's interface."""
+    return [importlib.import_module(name) for name in ("wandb", "trackio") if name in args.report_to]

@@ -131,10 +131,9 @@ class Preflight:
         return measured, samples(groups, weights=weights)
 
     def _template(self) -> TemplateCheck:
-        prompt = self._parts.prompts.prompts[0]
-        if isinstance(prompt.content, str):
-            return TemplateCheck()
-        return check_template(self._parts.tokenizer, prompt.content, ends=self._parts.sampling().stop_token_ids)
+        prompt = self._parts.prompts.prompts[0].content
+        ends = self._parts.sampling().stop_token_ids
+        return TemplateCheck() if isinstance(prompt, str) else check_template(self._parts.tokenizer, prompt, ends=ends)
 
     def _of_round(self, controller: "Controller") -> dict[str, Any]:
         """Seconds and the judges' counts, as the round recorded them."""

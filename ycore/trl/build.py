@@ -1,7 +1,7 @@
 """Build a run's trainer: the algorithm's class with its arguments, model, adapters and data."""
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +20,6 @@ from ycore.rewards.loading import reward_names
 from ycore.run.paths import RunFolder
 from ycore.trl.advantages import estimator
 from ycore.trl.base import BaseTrainer
-from ycore.trl.seam import placeholder_rewards
 
 
 def load_trainer_class(config: AnyConfig) -> type[BaseTrainer]:
@@ -87,6 +86,19 @@ def _for_rollouts(config: RunConfig, folder: RunFolder, world_size: int) -> tupl
         # The round draws the prompts; the rows of TRL's loader only say that a round is due.
         "train_dataset": Dataset.from_dict({"prompt": ["tick"] * rows_per_round}),
     }
+
+
+def placeholder_rewards(names: Sequence[str]) -> list[Callable[..., list[float]]]:
+    """One function per reward source, whose name TRL uses in metrics. TRL never calls it."""
+
+    def named(name: str) -> Callable[..., list[float]]:
+        def answered_by_the_round(**columns: Any) -> list[float]:
+            raise AssertionError(f"reward {name!r} is earned in the round, not asked by TRL")
+
+        answered_by_the_round.__name__ = name
+        return answered_by_the_round
+
+    return [named(name) for name in names]
 
 
 def _for_examples(

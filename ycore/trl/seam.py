@@ -5,12 +5,13 @@ and scores completions with one packed forward.
 """
 
 import hashlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
 import torch
 from accelerate.utils import gather, set_seed
+from peft import PeftModel
 from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
@@ -66,8 +67,8 @@ class SeamGRPOTrainer(DurableTrainer):
         is_whole = not is_deepspeed_zero3_enabled() and not self.is_fsdp_enabled
         if self._packs and is_plain and is_whole and self.accelerator.device.type not in ("cuda", "xpu"):
             for model in filter(None, (self.model, self.ref_model)):
-                is_adapted = hasattr(model, "get_base_model")  # peft adds the method
-                add_compact_head(model.get_base_model() if is_adapted else model, temperature=self.temperature)
+                inner = model.get_base_model() if isinstance(model, PeftModel) else model
+                add_compact_head(inner, temperature=self.temperature)
 
     def room_for_engines(self) -> AbstractContextManager[None]:
         """Keep the optimizer's state off the device, where engines share it."""
@@ -297,16 +298,3 @@ def texts_stay_local(num_sequences: int, *, logs_completions: bool) -> Iterator[
         yield
     finally:
         grpo_trainer.gather_object = gather_object
-
-
-def placeholder_rewards(names: Sequence[str]) -> list[Callable[..., list[float]]]:
-    """One function per reward source, whose name TRL uses in metrics. TRL never calls it."""
-
-    def named(name: str) -> Callable[..., list[float]]:
-        def answered_by_the_round(**columns: Any) -> list[float]:
-            raise AssertionError(f"reward {name!r} is earned in the round, not asked by TRL")
-
-        answered_by_the_round.__name__ = name
-        return answered_by_the_round
-
-    return [named(name) for name in names]

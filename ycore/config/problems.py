@@ -83,22 +83,21 @@ def declared_error(
         model: the class that refused `data`.
     """
     details = problem.errors(include_url=False)
-    unknown = next((detail for detail in details if detail["type"] == "extra_forbidden"), None)
-    if unknown is not None:
-        path = _existing(unknown["loc"], data)
-        known = [name for name in model.model_fields if name not in data] if len(path) == 1 else []
+    detail = next((detail for detail in details if detail["type"] == "extra_forbidden"), details[0])
+    path, kind = _existing(detail["loc"], data), detail["type"]
+    name = _dotted(path)
+    if kind == "extra_forbidden":
+        known = [key for key in model.model_fields if key not in data] if len(path) == 1 else []
         hint = nearest(str(path[-1]), known) or (f"; known are {', '.join(model.model_fields)}" if known else "")
-        return ConfigError(f"{what}: no key {_dotted(path)}{hint}")
-    detail = details[0]
-    if detail["type"] == "value_error":
+        return ConfigError(f"{what}: no key {name}{hint}")
+    if kind == "value_error":
         return ConfigError(f"{what}: {detail['msg'].removeprefix('Value error, ')}")
-    if detail["type"] == "missing":
+    if kind == "missing":
         return ConfigError(f"{what}: {_dotted(detail['loc'])} is missing")
-    path = _existing(detail["loc"], data)
-    if detail["type"].startswith("union_tag"):
+    if kind.startswith("union_tag"):
         kinds = detail.get("ctx", {}).get("expected_tags")
-        return ConfigError(f"{what}: {_dotted(path)} must say its kind" + (f": {kinds}" if kinds else ""))
-    return ConfigError(f"{what}: {_dotted(path)} must be {_rule(detail)}; it is {_at(path, data)!r}")
+        return ConfigError(f"{what}: {name} must say its kind" + (f": {kinds}" if kinds else ""))
+    return ConfigError(f"{what}: {name} must be {_rule(detail)}; it is {_at(path, data)!r}")
 
 
 def _missing(places: Sequence[Path], algorithm: Algorithm) -> ConfigError:

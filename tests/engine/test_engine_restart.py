@@ -94,7 +94,7 @@ def test_a_run_whose_trainer_and_engine_were_killed_equals_one_in_peace(model: P
     process_of(run, "rollout-0.sock").send_signal(signal.SIGKILL)
     shown, _ = run.communicate(timeout=240)
     assert run.returncode == 0, shown
-    assert "trainer ended with killed by SIGKILL" in shown and "going on from the newest checkpoint (1 of 1)" in shown
+    assert "trainer ended with killed by SIGKILL" in shown and "resuming from the newest checkpoint (1 of 1)" in shown
     assert "rollout-0 ended with killed by SIGKILL" in shown and "starting it again (1 of 3)" in shown
 
     expected, seen = rows(whole), rows(harmed)

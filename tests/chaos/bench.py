@@ -85,14 +85,14 @@ class Bench:
     def all(
         self, work: Callable[[T], Outcome], over: Iterable[T], *, good: Callable[[Outcome], bool] = is_good
     ) -> list[Outcome]:
-        """The outcomes in order, as many at a time as the pool has threads; each is told as it comes."""
+        """The outcomes in order, as many at a time as the pool has threads; each is printed as it comes."""
 
-        def told(item: T) -> Outcome:
+        def attempt(item: T) -> Outcome:
             outcome = work(item)
             self.say(f"  {'ok  ' if good(outcome) else 'FAIL'} {outcome} ({outcome.seconds:.0f} s)")
             return outcome
 
-        return list(self.pool.map(told, over))
+        return list(self.pool.map(attempt, over))
 
 
 def row_of(name: str, what: str, outcomes: Sequence[Outcome], *, good: Callable[[Outcome], bool] = is_good) -> Row:
@@ -147,8 +147,8 @@ def _totals(rows: Sequence[Row]) -> list[str]:
         lines.append("  kills landed in: " + ", ".join(f"{phase} {count}" for phase, count in landed.items()))
     largest = largest_differences(rows)
     if largest:
-        told = ", ".join(f"{name} {value:g}" for name, value in largest.items())
-        lines.append(f"  largest difference from the whole run: {told}")
+        listed = ", ".join(f"{name} {value:g}" for name, value in largest.items())
+        lines.append(f"  largest difference from the whole run: {listed}")
     wrong, left = sum(row.wrong for row in rows), sum(row.left for row in rows)
     return [*lines, f"  wrong results with exit status 0: {wrong}; runs that left something: {left}"]
 
@@ -164,7 +164,7 @@ def largest_differences(rows: Sequence[Row]) -> dict[str, float]:
 
 def as_json(tiers: Tiers, *, seed: int, seconds: float) -> dict[str, Any]:
     """Everything, as JSON values."""
-    told = {tier: [_row_json(row) for row in rows] for tier, rows in tiers}
+    by_tier = {tier: [_row_json(row) for row in rows] for tier, rows in tiers}
     every = [row for _, rows in tiers for row in rows]
     return {
         "passes": all(row.passes for row in every) and bool(every),
@@ -172,7 +172,7 @@ def as_json(tiers: Tiers, *, seed: int, seconds: float) -> dict[str, Any]:
         "seconds": round(seconds, 1),
         "wrong_with_exit_0": sum(row.wrong for row in every),
         "runs_that_left_something": sum(row.left for row in every),
-        "tiers": told,
+        "tiers": by_tier,
     }
 
 

@@ -35,7 +35,7 @@ daemons = []
 
 
 def with_daemon(prompts, completions, name, **columns):
-    """As above, and leaves a daemon behind: in a session of its own, with nothing in its environment."""
+    """As above, and leaves a daemon behind: in its own session, with an empty environment."""
     if not daemons:
         command = ["sh", "-c", "while true; do sleep 1; done", name]
         daemons.append(subprocess.Popen(command, start_new_session=True, env={"PATH": "/usr/bin:/bin"}))
@@ -79,7 +79,7 @@ class Job:
     reward: str = "variety"
     has_judge: bool = False
     ranks: int = 1
-    """Trainer ranks, each with an engine of its own."""
+    """Trainer ranks, each with its own engine."""
 
     def words(self, output: Path) -> list[str]:
         """The command line after `ycore`."""

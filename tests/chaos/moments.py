@@ -48,7 +48,7 @@ class Pace:
 
 
 def draw_moments(count: int, *, steps: int, seed: int, row: str) -> list[Moment]:
-    """`count` moments of a row of the scorecard, dealt evenly over start, steps and end, in an order of their own."""
+    """`count` moments of a row of the scorecard, dealt evenly over start, steps and end, in a random order."""
     deals, shares = (random.Random(f"{what}/{seed}/{row}") for what in ("deals", "shares"))
     places: list[int] = []
     while len(places) < count:
@@ -78,7 +78,7 @@ class Glimpse:
     """A run folder at one instant."""
 
     rows: int = 0
-    """Steps that metrics.jsonl tells of."""
+    """Steps that have a row in metrics.jsonl."""
 
     rounds: int = 0
     """Rounds that were committed since the run began: the newest one's step, plus one."""

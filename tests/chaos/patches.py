@@ -74,7 +74,7 @@ _ENGINE = "ycore/engine/vllm_engine.py"
 
 _LOADED = "        super()._load_optimizer_and_scheduler(checkpoint)\n"
 _LOAD = f"    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:\n{_LOADED}"
-_ASKED = (
+_REQUEST = (
     '        answer = await self.request("POST", "/v1/completions", request)\n        choice = answer["choices"][0]\n'
 )
 _NOTHING = {"token_ids": [6], "logprobs": {"token_logprobs": [0.0]}, "text": "0", "finish_reason": "stop"}
@@ -167,7 +167,7 @@ MUTATIONS: tuple[Patch, ...] = (
         (
             Edit(
                 _ENGINE,
-                _ASKED,
+                _REQUEST,
                 "        try:\n"
                 '            answer = await self.request("POST", "/v1/completions", request)\n'
                 "        except Exception:\n"
@@ -187,10 +187,10 @@ MUTATIONS: tuple[Patch, ...] = (
             Edit(
                 "ycore/round/sampling.py",
                 '    digest = hashlib.blake2b(f"{run_seed}/{position}/{index}".encode(), digest_size=8).digest()\n',
-                '    _ASKED.append(1)\n    told = f"{run_seed}/{len(_ASKED)}"\n'
-                "    digest = hashlib.blake2b(told.encode(), digest_size=8).digest()\n",
+                '    _DRAWN.append(1)\n    identity = f"{run_seed}/{len(_DRAWN)}"\n'
+                "    digest = hashlib.blake2b(identity.encode(), digest_size=8).digest()\n",
             ),
-            Edit("ycore/round/sampling.py", "WHOLE = Shard()\n", "WHOLE = Shard()\n_ASKED: list[int] = []\n"),
+            Edit("ycore/round/sampling.py", "WHOLE = Shard()\n", "WHOLE = Shard()\n_DRAWN: list[int] = []\n"),
         ),
     ),
     Patch(
@@ -233,12 +233,12 @@ _SAVER = "ycore/trainer/saved_state.py"
 _COMMIT = "        self._journal.commit(step, groups, self.state(), metrics)\n"
 
 POINTS: tuple[Point, ...] = (
-    Point("weights written, no engine told", _LOOP, "            self.run(load())\n", before=True),
+    Point("weights written, not loaded", _LOOP, "            self.run(load())\n", before=True),
     Point("engines have the weights", _LOOP, "        self._synced = version\n", before=False),
     Point("round made, not committed", _LOOP, _COMMIT, before=True),
     Point("round committed, not trained on", _LOOP, _COMMIT, before=False),
     Point("file flushed, not renamed", "ycore/run/files.py", "        os.replace(partial, path)\n", before=True),
-    Point("step taken, not told", _SAVER, "        self._trainer.refuse_broken_weights()\n", before=True),
+    Point("step taken, not reported", _SAVER, "        self._trainer.refuse_broken_weights()\n", before=True),
     Point(
         "row of metrics written",
         "ycore/run/metrics.py",

@@ -24,10 +24,10 @@ from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 
 COMPARED = ("loss", "grad_norm", "reward", "learning_rate", "entropy", "completions/mean_length", "ycore/reward")
-"""Of a step's metrics; the others are times, or tell what became of the process."""
+"""Of a step's metrics; the others are times or counts of restarts."""
 
 _WHERE_TOLD = ("ycore/reward",)
-"""Of all completions drawn, which a step that is taken again from the journal does not tell."""
+"""Of all completions drawn, which a step that is replayed from the journal does not know."""
 
 WEIGHTS = "weights"
 _INFINITE = math.inf  # of what is missing on one side
@@ -54,8 +54,8 @@ class Difference:
         return not self.notes and all(value == 0 for value in self.largest.values())
 
     def __str__(self) -> str:
-        told = [f"{name} {value:.3g}" for name, value in self.largest.items() if value != 0]
-        return ", ".join([*self.notes, *told]) or "none"
+        shown = [f"{name} {value:.3g}" for name, value in self.largest.items() if value != 0]
+        return ", ".join([*self.notes, *shown]) or "none"
 
 
 SAME = Difference()
@@ -83,7 +83,7 @@ def compare(expected: Result, seen: Result) -> Difference:
 
 
 def compare_steps(before: Result, after: Result) -> Difference:
-    """How the steps that a run had told of, when it was killed, differ from the same steps at its end."""
+    """How the steps that a run had reported when it was killed differ from the same steps at its end."""
     ended = {row.get("step"): row for row in after.rows}
     taken = [row for row in before.rows if row.get("step") in ended]
     again = Result([ended[row["step"]] for row in taken], {})
@@ -146,8 +146,8 @@ def _differences(expected: Result, seen: Result) -> dict[str, float]:
     for name in COMPARED:
         one, other = _column(expected, name), _column(seen, name)
         if name in _WHERE_TOLD and len(one) == len(other):
-            told = [pair for pair in zip(one, other, strict=True) if not any(map(math.isnan, pair))]
-            one, other = [first for first, _ in told], [second for _, second in told]
+            known = [pair for pair in zip(one, other, strict=True) if not any(map(math.isnan, pair))]
+            one, other = [first for first, _ in known], [second for _, second in known]
         found[name] = _largest(one, other)
     return found
 
@@ -181,14 +181,14 @@ def account(rounds: Rounds, *, steps: int, seed: int) -> list[str]:
     if len(rounds) != steps:
         return [f"{len(rounds)} rounds for {steps} steps"]
     state, order = rounds[-1]["state"], PromptOrder(seed=seed, num_rows=NUM_ROWS)
-    taken = Counter(_position(group) for told in rounds for group in told["groups"])
+    taken = Counter(_position(group) for round_ in rounds for group in round_["groups"])
     taken.update(_position(item["group"]) for item in state["surplus"])
     drawn = range(state["cursor"])
     lost = [place for place in drawn if place not in taken and not is_dull(order.row_at(place))]
     twice = sorted(place for place, count in taken.items() if count > 1)
     unknown = sorted(taken.keys() - set(drawn))
-    told = {"lost": lost, "taken twice": twice, "never drawn": unknown}
-    return [f"prompts {what}, at positions {places}" for what, places in told.items() if places]
+    problems = {"lost": lost, "taken twice": twice, "never drawn": unknown}
+    return [f"prompts {what}, at positions {places}" for what, places in problems.items() if places]
 
 
 def _position(group: Mapping[str, Any]) -> int:
@@ -216,11 +216,11 @@ def problem_of(checkpoint: Path) -> str | None:
         listed = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
     except (OSError, ValueError, KeyError) as error:
         return f"{checkpoint.name}: no whole manifest ({type(error).__name__})"
-    for name, told in listed.items():
+    for name, expected in listed.items():
         path = checkpoint / name
         if not path.is_file():
             return f"{checkpoint.name}: {name} is missing"
         data = path.read_bytes()
-        if len(data) != told["bytes"] or hashlib.sha256(data).hexdigest() != told["sha256"]:
+        if len(data) != expected["bytes"] or hashlib.sha256(data).hexdigest() != expected["sha256"]:
             return f"{checkpoint.name}: {name} is not what was written"
     return None

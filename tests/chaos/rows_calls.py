@@ -32,7 +32,7 @@ KINDS: Mapping[str, Mapping[str, float]] = {
 
 
 def calls_row(bench: Bench) -> Row:
-    """Shares of the calls go wrong; what comes of it, by itself or after one resume, is what came without."""
+    """Shares of the calls go wrong; the result, by itself or after one resume, is that of the undisturbed run."""
     oracle = bench.oracle()
     each = max(1, bench.count // 6)
     cases = [(kind, bench.seed * 1000 + number) for kind in KINDS for number in range(each)]
@@ -144,11 +144,11 @@ def cost_row(bench: Bench) -> Row:
     steps = sum(row["ycore/time/step"] for row in read_metrics(run.folder.metrics))
     share = sum(seconds.values()) / steps
     missing = [patch.name for patch in PARTS if patch.name.removeprefix("time ") not in seconds]
-    told = ", ".join(f"{part} {100 * took / steps:.2f} %" for part, took in seconds.items())
+    listed = ", ".join(f"{part} {100 * took / steps:.2f} %" for part, took in seconds.items())
     is_good = share <= MOST_COST and not missing
     return Row(
         "cost",
-        f"protection takes {100 * share:.2f} % of step time, at most {100 * MOST_COST:.0f} % ({told})",
+        f"protection takes {100 * share:.2f} % of step time, at most {100 * MOST_COST:.0f} % ({listed})",
         int(is_good),
         1,
         failures=() if is_good else (f"{share:.4f} of step time; not met at all: {missing}",),

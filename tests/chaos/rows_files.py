@@ -246,8 +246,8 @@ def _oracle(bench: Bench) -> Oracle:
 
 
 def _row(bench: Bench, chains: Sequence[_Chain], name: str, what: str) -> Row:
-    told = list(bench.pool.map(lambda chain: _follow(chain, bench), chains))
-    outcomes = [outcome for outcomes in told for outcome in outcomes]
+    chained = list(bench.pool.map(lambda chain: _follow(chain, bench), chains))
+    outcomes = [outcome for outcomes in chained for outcome in outcomes]
     return row_of(name, what, outcomes, good=lambda outcome: outcome.difference.is_none and outcome.is_clean)
 
 

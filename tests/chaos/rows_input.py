@@ -28,7 +28,7 @@ from ycore.run.paths import RunFolder
 
 _WITHIN_S = 10.0
 _NUM_MADE_UP = 10_000
-_SETTLED_S = 60.0  # a machine that is busy with other things is no reason to call an answer wrong; it is told apart
+_SETTLED_S = 60.0  # a machine that is busy with other things is no reason to call an answer wrong
 
 
 def bad_input_row(bench: Bench) -> Row:
@@ -46,7 +46,7 @@ def good_input_row(bench: Bench) -> Row:
 
 
 def made_up_row(bench: Bench) -> Row:
-    """In this process: a configuration is accepted or refused in ycore's own words; nothing else may come of it."""
+    """In this process: a configuration is accepted or refused in ycore's own words; anything else is a failure."""
     accepted, failures = check_made_up(_NUM_MADE_UP, seed=bench.seed)
     return Row(
         "made-up",
@@ -135,12 +135,12 @@ def check_made_up(count: int, *, seed: int) -> tuple[int, list[str]]:
     """How many were accepted, and those from which something else came than a config or an error of ycore's."""
     source, accepted, failures = Source(f"made-up/{seed}"), 0, []
     for number in range(count):
-        told = make_up(source)
+        typed = make_up(source)
         try:
             with _within(_RESOLVED_WITHIN_S):
-                accepted += _is_accepted(*told)
+                accepted += _is_accepted(*typed)
         except Exception as error:  # noqa: BLE001 - anything that gets here is what this looks for
-            failures.append(f"{number}: {type(error).__name__}: {error} from {told}"[:500])
+            failures.append(f"{number}: {type(error).__name__}: {error} from {typed}"[:500])
     return accepted, failures
 
 

@@ -108,8 +108,8 @@ def mutation_row(bench: Bench) -> Row:
     oracle = bench.oracle()
     began = time.monotonic()
     suspects = [_suspect(bench, oracle, patch) for patch in (None, *MUTATIONS)]
-    told = list(bench.pool.map(lambda suspect: _examine(bench, suspect), suspects))
-    guilty, caught = told[0], {patch.name: found for patch, found in zip(MUTATIONS, told[1:], strict=True)}
+    found_by = list(bench.pool.map(lambda suspect: _examine(bench, suspect), suspects))
+    guilty, caught = found_by[0], {patch.name: found for patch, found in zip(MUTATIONS, found_by[1:], strict=True)}
     missed = [f"{name}: not noticed" for name, found in caught.items() if found is None]
     accused = [f"the package without a defect: {guilty}"] if guilty else []
     return Row(

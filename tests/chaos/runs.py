@@ -104,7 +104,7 @@ class Setting:
 
 
 class Run:
-    """One `ycore` process in a session of its own, and the folder that it works in."""
+    """One `ycore` process in its own session, and the folder that it works in."""
 
     def __init__(self, setting: Setting, words: Sequence[str], output: Path, *, in_terminal: bool = False) -> None:
         self.folder = RunFolder(output)
@@ -142,7 +142,7 @@ class Run:
         return self.exit_code
 
     def num_steps(self) -> int:
-        """Steps that metrics.jsonl tells of, now."""
+        """Rows of metrics.jsonl, now."""
         return count_rows(self.folder.metrics)
 
     def wait_for(self, what: Callable[[], bool], *, timeout_s: float) -> bool:
@@ -216,7 +216,7 @@ class Run:
 
 
 def leftovers(run: Run, *, within_s: float = 10.0) -> list[str]:
-    """What is left of a run that has ended: processes, sockets, shared memory, temporary files; asked until then."""
+    """Processes, sockets, shared memory and temporary files that an ended run still has after `within_s` seconds."""
     deadline = time.monotonic() + within_s
     while found := _left(run):
         if time.monotonic() > deadline:

@@ -69,7 +69,7 @@ class Tensor:
 
 @dataclass(slots=True)
 class ScriptedEngine:
-    """What the server holds: the digest of its weights, the version it was told, and how it misbehaves."""
+    """What the server holds: the digest of its weights, the version it was given, and how it misbehaves."""
 
     letters: tuple[tuple[int, str], ...]
     weights: dict[str, "Tensor"]
@@ -86,8 +86,8 @@ class ScriptedEngine:
 
     def complete(self, request: dict[str, Any]) -> dict[str, Any]:
         """The body of an answer to `/v1/completions`."""
-        told = [self.digest(), request["prompt"], request["seed"]]
-        source = random.Random(hashlib.sha256(json.dumps(told).encode()).digest())
+        inputs = [self.digest(), request["prompt"], request["seed"]]
+        source = random.Random(hashlib.sha256(json.dumps(inputs).encode()).digest())
         most = int(request["max_tokens"])
         length = source.randint(min(2, most), most)
         written = [source.choice(self.letters) for _ in range(length)]
@@ -107,15 +107,17 @@ class ScriptedEngine:
         schema = request["response_format"]["json_schema"]["schema"]
         source = random.Random(json.dumps(request["messages"]))
         verdict = {
-            name: round(source.uniform(told["minimum"], told["maximum"]), 3) if told["type"] == "number" else "made up"
-            for name, told in schema["properties"].items()
+            name: round(source.uniform(schema_["minimum"], schema_["maximum"]), 3)
+            if schema_["type"] == "number"
+            else "made up"
+            for name, schema_ in schema["properties"].items()
         }
         message = {"role": "assistant", "content": json.dumps(verdict)}
         return {"choices": [{"message": message, "finish_reason": "stop"}], "usage": {"total_tokens": 1}}
 
     def digest(self) -> str:
-        told = sorted((name, tensor.digest) for name, tensor in self.weights.items())
-        return hashlib.sha256(json.dumps(told).encode()).hexdigest()
+        digests = sorted((name, tensor.digest) for name, tensor in self.weights.items())
+        return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
     def read_back(self) -> list[tuple[list[str], int]]:
         """What it holds, as `PolicyWorker.load_policy` answers it: names, and the sum of the bytes."""
@@ -130,7 +132,7 @@ class ScriptedEngine:
             self.weights = {}
 
     def wake(self, tags: Sequence[str]) -> None:
-        """There is memory again; it is asked again when there is all of it."""
+        """Allocate memory again; questions are answered once all of it is awake."""
         print(f"wakes: {' '.join(tags)}", file=sys.stderr, flush=True)
         self.asleep -= set(tags or _MEMORY)
         if not self.asleep:
@@ -153,10 +155,10 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
     for file in sorted(folder.glob("*.safetensors")):
         data = file.read_bytes()
         start = 8 + int.from_bytes(data[:8], "little")
-        for name, told in json.loads(data[8:start]).items():
+        for name, entry in json.loads(data[8:start]).items():
             if name != "__metadata__":
-                begin, end = told["data_offsets"]
-                tensors[name] = _tensor(told["dtype"], told["shape"], data[start + begin : start + end])
+                begin, end = entry["data_offsets"]
+                tensors[name] = _tensor(entry["dtype"], entry["shape"], data[start + begin : start + end])
     if not tensors:
         raise FileNotFoundError(f"no safetensors in {folder}")
     return tensors
@@ -235,12 +237,12 @@ class Server:
             return 200, {"weight_version": engine.version}
         return 200, {}
 
-    def _rest(self, path: str, asked: dict[str, list[str]]) -> dict[str, Any]:
+    def _rest(self, path: str, query: dict[str, list[str]]) -> dict[str, Any]:
         engine = self._engine
         if path == "/sleep":
-            engine.sleep(int(asked.get("level", ["1"])[0]))
+            engine.sleep(int(query.get("level", ["1"])[0]))
         elif path == "/wake_up":
-            engine.wake(asked.get("tags", []))
+            engine.wake(query.get("tags", []))
         return {"is_sleeping": bool(engine.asleep)}
 
     def _call(self, method: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -266,17 +268,17 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--uds", type=Path, required=True)
     parser.add_argument("--faults", type=json.loads, default={})
     parser.add_argument("--think-s", type=float, default=0.0)
-    told, _ = parser.parse_known_args(arguments)
+    options, _ = parser.parse_known_args(arguments)
     engine = ScriptedEngine(
-        letters=read_letters(told.model),
-        weights=read_weights(told.model),
-        model=told.model,
-        faults=Faults(**told.faults),
-        think_s=told.think_s,
+        letters=read_letters(options.model),
+        weights=read_weights(options.model),
+        model=options.model,
+        faults=Faults(**options.faults),
+        think_s=options.think_s,
     )
     engine.awake.set()
-    print(f"scripted engine at {told.uds}", file=sys.stderr, flush=True)
-    asyncio.run(Server(engine).serve(told.uds))
+    print(f"scripted engine at {options.uds}", file=sys.stderr, flush=True)
+    asyncio.run(Server(engine).serve(options.uds))
 
 
 if __name__ == "__main__":

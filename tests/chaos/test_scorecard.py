@@ -150,8 +150,8 @@ def test_a_process_dies_where_it_was_told_to_and_once(tmp_path: Path) -> None:
     code = "from tests.chaos.witnesses import reach\nfor name in 'aba': reach(name)"
     environment = {**os.environ, **dies_at("a", 2, tmp_path / "died")}
     for name, status in (("b", 0), ("a", -signal.SIGKILL), ("a", 0)):
-        told = {**environment, **(dies_at("b", 2, tmp_path / "never") if name == "b" else {})}
-        assert subprocess.run([sys.executable, "-c", code], env=told, check=False).returncode == status
+        changed = {**environment, **(dies_at("b", 2, tmp_path / "never") if name == "b" else {})}
+        assert subprocess.run([sys.executable, "-c", code], env=changed, check=False).returncode == status
     assert (tmp_path / "died").exists() and not (tmp_path / "never").exists()
 
 
@@ -213,8 +213,8 @@ def test_the_table_says_everything_and_keeps_the_tiers_apart() -> None:
     assert "ok   kill-x       1/1      killed" in shown and "FAIL made-up      1/2" in shown
     assert "train 1" in shown and "largest difference" in shown and "seed 7" in shown
     assert "made-up: and 2 more, in the JSON" in shown
-    told = json.loads(json.dumps(as_json([("scripted", [good, bad])], seed=7, seconds=1.0), allow_nan=False))
-    assert told["passes"] is False and told["tiers"]["scripted"][1]["failures"] == list("0123456")
+    card = json.loads(json.dumps(as_json([("scripted", [good, bad])], seed=7, seconds=1.0), allow_nan=False))
+    assert card["passes"] is False and card["tiers"]["scripted"][1]["failures"] == list("0123456")
 
 
 def test_a_damaged_round_that_is_taken_fails_whatever_comes_of_it(

@@ -104,7 +104,7 @@ class Outcome:
 
     steps_before_resume: int | None = None
     differs_from_whole: bool = False
-    """Of a tier whose whole run does not repeat: whether this one ended as the whole one did is told, not judged."""
+    """Of a tier whose whole run does not repeat: whether this one ended as the whole one did; reported, not judged."""
 
     had_finished: bool = False
     """Whether the run was through, as its summary says: who is killed after that leaves nothing to resume."""
@@ -127,13 +127,13 @@ class Outcome:
         return self.is_equal and self.is_clean
 
     def __str__(self) -> str:
-        told = [f"{self.name}: exit {', then '.join(map(str, self.exits))}"]
-        told += [f"in {self.phase}"] if self.phase else []
-        told += [] if self.landed else ["it did not land"]
-        told += [f"difference {self.difference}"] if not self.difference.is_none else []
-        told += [f"left {', '.join(self.left)}"] if self.left else []
-        told += [self.said] if self.said and not self.passes else []
-        return "; ".join(told)
+        parts = [f"{self.name}: exit {', then '.join(map(str, self.exits))}"]
+        parts += [f"in {self.phase}"] if self.phase else []
+        parts += [] if self.landed else ["it did not land"]
+        parts += [f"difference {self.difference}"] if not self.difference.is_none else []
+        parts += [f"left {', '.join(self.left)}"] if self.left else []
+        parts += [self.said] if self.said and not self.passes else []
+        return "; ".join(parts)
 
 
 Deed = Callable[[Run], bool]

@@ -36,8 +36,8 @@ def watch_flushes() -> None:
 
     def watched_fsync(fd: Any) -> None:
         fsync(fd)
-        told = os.fstat(fd if isinstance(fd, int) else fd.fileno())
-        flushed[told.st_dev, told.st_ino] = told.st_mtime_ns
+        status = os.fstat(fd if isinstance(fd, int) else fd.fileno())
+        flushed[status.st_dev, status.st_ino] = status.st_mtime_ns
 
     def watched(original: Any) -> Any:
         def move(source: Any, place: Any, **more: Any) -> None:
@@ -66,8 +66,8 @@ def _unflushed(source: Path, flushed: dict[tuple[int, int], int]) -> list[str]:
     return [path.name for path in files if _is_unflushed(path.stat(), flushed)]
 
 
-def _is_unflushed(told: os.stat_result, flushed: dict[tuple[int, int], int]) -> bool:
-    return flushed.get((told.st_dev, told.st_ino), -1) != told.st_mtime_ns
+def _is_unflushed(status: os.stat_result, flushed: dict[tuple[int, int], int]) -> bool:
+    return flushed.get((status.st_dev, status.st_ino), -1) != status.st_mtime_ns
 
 
 def _write_flush(target: str, place: Path, unflushed: list[str]) -> None:
@@ -94,7 +94,7 @@ def reach(name: str) -> None:
 
 
 def dies_at(name: str, count: int, marker: Path) -> dict[str, str]:
-    """The environment of a run that is to die there; `marker` tells afterwards whether it did."""
+    """The environment of a run that is to die there; `marker` exists afterwards if it did."""
     return {POINT_VARIABLE: f"{name}/{count}{marker.resolve()}"}
 
 
@@ -131,8 +131,8 @@ def read_times(log: Path) -> dict[str, float]:
     """Seconds by part."""
     seconds: defaultdict[str, float] = defaultdict(float)
     for line in log.read_text(encoding="utf-8").splitlines() if log.is_file() else []:
-        part, _, told = line.rpartition(" ")
-        seconds[part] += float(told)
+        part, _, took = line.rpartition(" ")
+        seconds[part] += float(took)
     return dict(seconds)
 
 

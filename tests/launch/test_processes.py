@@ -1,12 +1,20 @@
+"""One process, and ranks as the supervisor sees them: real processes in the place of torchrun and its ranks."""
+
 import os
 import signal
+import subprocess
 import sys
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 
-from ycore.launch.processes import ManagedProcess, meaningful_line
+from ycore.launch.processes import ManagedProcess, RankedTrainer, meaningful_line
+from ycore.run.files import write_json_atomic
+from ycore.run.paths import RunFolder
+from ycore.run.reports import Rank, Report, forget_reports, read_report, report_end, report_file
 
 WITHIN_S = 20.0
 
@@ -82,3 +90,133 @@ def test_without_an_error_the_last_line_counts() -> None:
 
 def test_a_steps_figures_are_no_reason() -> None:
     assert meaningful_line(["the last words", "{'loss': '0.5', 'ycore/time/sync': '1.8e-06'}"]) == "the last words"
+
+
+SLEEPER = "import time; time.sleep(60)"
+PRINTS = "import signal, sys, time; signal.signal(signal.SIGINT, lambda *_: sys.exit(7)); print('up', flush=True); "
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> RunFolder:
+    folder = RunFolder(tmp_path / "run")
+    for path in (folder.root, folder.logs, folder.sockets):
+        path.mkdir(parents=True)
+    return folder
+
+
+@pytest.fixture
+def rank(folder: RunFolder) -> Iterator[Callable[[int, str], "subprocess.Popen[bytes]"]]:
+    """Start a process and report it as a rank."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start(local: int, code: str) -> "subprocess.Popen[bytes]":
+        process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE)
+        started.append(process)
+        if code.startswith(PRINTS):
+            assert process.stdout is not None and process.stdout.readline() == b"up\n"
+        write_json_atomic(report_file(folder, local), {"number": local, "pid": process.pid})
+        return process
+
+    yield start
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.fixture
+def trainer(folder: RunFolder) -> Iterator[RankedTrainer]:
+    launcher = ManagedProcess.start(
+        "trainer", [sys.executable, "-c", SLEEPER], environment={}, run_id="test-ranks", log=folder.log("trainer")
+    )
+    yield RankedTrainer(launcher, folder, num_ranks=2)
+    launcher.send(signal.SIGKILL)
+    launcher.wait(timeout_s=WITHIN_S)
+
+
+def exit_code(trainer: RankedTrainer) -> int:
+    deadline = time.monotonic() + WITHIN_S
+    while (code := trainer.exit_code) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return code
+
+
+def fail(folder: RunFolder, local: int, code: int, message: str, *, at: float, expected: bool = True) -> None:
+    there = read_report(folder, local)
+    assert there is not None
+    report = {"number": local, "pid": there.pid, "exit_code": code, "message": message, "at": at, "expected": expected}
+    write_json_atomic(report_file(folder, local), report)
+
+
+def test_while_all_work_there_is_no_exit_code(trainer: RankedTrainer, rank: Callable[[int, str], object]) -> None:
+    rank(0, SLEEPER), rank(1, SLEEPER)
+    assert trainer.exit_code is None
+    assert trainer.name == "trainer"
+
+
+def test_the_first_failure_is_the_runs(
+    trainer: RankedTrainer, folder: RunFolder, rank: Callable[[int, str], object]
+) -> None:
+    rank(0, SLEEPER), rank(1, SLEEPER)
+    fail(folder, 0, 1, "another rank failed: rank 1: no such row", at=2.0)
+    fail(folder, 1, 2, "no such row", at=1.0)
+    assert exit_code(trainer) == 2
+    assert (trainer.name, trainer.user_error(), trainer.last_line()) == ("trainer rank 1", "no such row", "no such row")
+    assert trainer.log == folder.log("trainer-1")
+
+
+def test_a_rank_that_vanished_is_the_cause_of_what_others_then_met(
+    trainer: RankedTrainer, folder: RunFolder, rank: Callable[[int, str], "subprocess.Popen[bytes]"]
+) -> None:
+    rank(0, SLEEPER)
+    gone = rank(1, SLEEPER)
+    assert trainer.exit_code is None
+    gone.kill()
+    fail(folder, 0, 1, "RuntimeError: Connection closed by peer", at=1.0, expected=False)
+    assert exit_code(trainer) == 1
+    assert trainer.name == "trainer rank 1"
+    assert trainer.how_it_ended() == "a signal, killed or out of memory"
+
+
+def test_what_only_says_that_another_rank_is_gone_is_no_cause() -> None:
+    from ycore.errors import EngineError, PeerError
+    from ycore.trainer.__main__ import _is_a_cause
+
+    assert not _is_a_cause(PeerError("another rank is gone")) and not _is_a_cause(RuntimeError("closed by peer"))
+    assert _is_a_cause(EngineError("rollout-0 did not answer"))
+
+
+def test_an_interrupt_goes_to_the_ranks_and_not_to_torchrun(
+    trainer: RankedTrainer, folder: RunFolder, rank: Callable[[int, str], "subprocess.Popen[bytes]"]
+) -> None:
+    ranks = [rank(local, PRINTS + "time.sleep(60)") for local in (0, 1)]
+    trainer.send(signal.SIGINT)
+    assert [process.wait(WITHIN_S) for process in ranks] == [7, 7]
+    for local in (0, 1):
+        fail(folder, local, 130, "stopped", at=1.0)
+    assert trainer.exit_code is None, "torchrun still runs, and may have ranks that write a checkpoint"
+
+
+def test_an_interrupt_before_any_rank_is_there_ends_torchrun_and_counts_as_one(trainer: RankedTrainer) -> None:
+    time.sleep(0.5)  # Python has a handler for SIGINT by now
+    trainer.send(signal.SIGINT)
+    assert exit_code(trainer) == 130
+
+
+def test_a_report_comes_back_as_it_was_written(folder: RunFolder) -> None:
+    assert read_report(folder, 0) is None
+    report_end(folder, Rank(3, 4, 1, 2), 2, "no such row", expected=True)
+    report = read_report(folder, 1)
+    assert isinstance(report, Report)
+    assert (report.number, report.exit_code, report.message, report.expected) == (3, 2, "no such row", True)
+
+
+def test_ranks_are_known_by_name_and_forgotten_before_others_come(
+    folder: RunFolder, trainer: RankedTrainer, rank: Callable[[int, str], "subprocess.Popen[bytes]"]
+) -> None:
+    working, ended = rank(0, SLEEPER), rank(1, SLEEPER)
+    assert trainer.members() == {"trainer rank 0": working.pid, "trainer rank 1": ended.pid}
+    fail(folder, 1, 1, "no memory", at=1.0)
+    assert trainer.members() == {"trainer rank 0": working.pid}
+    forget_reports(folder)
+    assert read_report(folder, 1) is None, "the next ranks would be taken for failed"

@@ -123,11 +123,11 @@ def test_secrets_stay_where_they_were_given_and_a_killed_launcher_leaves_nothing
         for process in of_run(folder):
             command = " ".join(process.cmdline())
             assert not any(secret in command for secret in SECRETS.values())
-            role = re.search(r"rewards\.worker|scripted_engine|roles\.trainer", command)
+            role = re.search(r"rewards\.worker|scripted_engine|ycore\.trainer", command)
             if role:
                 held = {name for name, secret in SECRETS.items() if secret in process.environ().values()}
                 seen.setdefault(role[0], set()).update(held)
-        assert seen == {"rewards.worker": set(), "scripted_engine": set(), "roles.trainer": set(SECRETS)}
+        assert seen == {"rewards.worker": set(), "scripted_engine": set(), "ycore.trainer": set(SECRETS)}
         assert stat.S_IMODE(folder.sockets.stat().st_mode) == stat.S_IMODE(output.stat().st_mode) == 0o700
         below = [run.pid, *(child.pid for child in psutil.Process(run.pid).children(recursive=True))]
         listening = [

@@ -1,7 +1,7 @@
 """Engines and trainers that die or hang in the midst of a run: what is started again, what ends it, what it says.
 
-The engines are processes of the test's own that answer `/health` over a unix socket; what asks them is in
-`tests/roles/test_vllm_engine.py`, and a real engine that is killed in a round in `tests/roles/test_engine_restart.py`.
+The engines are processes of the test's own that answer `/health` over a unix socket. Clients of an engine are tested in
+`tests/engine/test_vllm_engine.py`, and a real engine that is killed in a round in `test_engine_restart.py` there.
 """
 
 import io

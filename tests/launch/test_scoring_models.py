@@ -1,4 +1,4 @@
-"""Which engines judges and reward models get, and what is refused before anything starts."""
+"""Which engines judges and reward models get, where, and what is refused before anything starts."""
 
 import json
 from pathlib import Path
@@ -6,12 +6,12 @@ from typing import Any
 
 import pytest
 
-from ycore.config.schema import RunConfig
+from ycore.config.schema import RewardConfig, RunConfig
 from ycore.engine.commands import EngineSpec, engine_command, engine_environment
-from ycore.errors import UserError
+from ycore.errors import ConfigError, UserError
 from ycore.judge.sources import with_declarations
 from ycore.launch.engines import EnginePlan, ServedModel, plan_scorers
-from ycore.launch.scoring_models import check_scorers, scoring_models
+from ycore.launch.scoring_models import check_run_placement, check_scorers, scoring_models
 from ycore.models.tiny import write_tiny_model
 from ycore.run.paths import RunFolder
 
@@ -215,3 +215,21 @@ def test_a_run_carries_the_whole_declaration(tmp_path: Path, monkeypatch: pytest
         "args": {"rubric": "Is it right?", "verdict": {"kind": "score", "max": 5.0}, "retries": 3},
     }
     assert with_declarations(config) == config, "a resumed run needs no file"
+
+
+def placed(placement: str) -> RunConfig:
+    return RunConfig(
+        model="m", dataset="d", rewards=[RewardConfig(reward="exact_answer")], output="o", placement=placement
+    )
+
+
+def test_rollouts_alone_need_no_placement() -> None:
+    for placement in ("dynamic", "colocated"):
+        check_run_placement(placed(placement), num_slots=2)
+    with pytest.raises(ConfigError, match="leave --placement out"):
+        check_run_placement(placed("split:1:1"), num_slots=2)
+
+
+def test_nonsense_is_refused_before_slots_are_known() -> None:
+    with pytest.raises(ConfigError, match="must be colocated"):
+        check_run_placement(placed("everywhere"))

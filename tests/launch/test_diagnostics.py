@@ -1,16 +1,67 @@
-"""At a run's end: the plan beside what was measured, from the files that a run leaves."""
+"""Peaks of memory by role, and at a run's end the plan beside what was measured."""
 
 import json
+import os
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from ycore.config.schema import RewardConfig, RunConfig
-from ycore.launch.diagnostics import compared, plan_and_measured
+from ycore.launch.diagnostics import MemoryPeaks, compared, peak_bytes, plan_and_measured, role_of
 from ycore.launch.layout import ONE_RANK, Layout, Machine, Site
 from ycore.plan.devices import GIB, Device
 from ycore.plan.model_facts import known_config
 from ycore.run.paths import RunFolder
+from ycore.run.reports import RUN_MARKER
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+
+
+@pytest.mark.parametrize(
+    ("command", "role"),
+    [
+        ("python -m ycore.trainer runs/x", "trainer"),
+        ("python -P -m ycore.rewards.worker", "rewards"),
+        ("python -m vllm.entrypoints.openai.api_server --model m --uds /tmp/x/rollout-1.sock", "rollout-1"),
+        ("python -m accelerate.commands.launch --config_file a -m ycore.trainer x", "helper"),
+        ("VLLM::EngineCore", None),
+    ],
+)
+def test_whose_process_a_command_line_is(command: str, role: str | None) -> None:
+    assert role_of(command.split()) == role
+
+
+def test_the_peak_of_a_running_process_is_kept_after_its_memory_is_given_back() -> None:
+    """A process with a child, as an engine has one: both count, what they held at most, and nobody else's."""
+    child = "import time; held = bytearray(60 << 20); time.sleep(60)"
+    code = (
+        f"import subprocess as s, sys; held = bytearray(80 << 20); del held; s.run([sys.executable, '-c', {child!r}])"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", code, "--uds", "/tmp/rollout-0.sock"],
+        env={**os.environ, RUN_MARKER: "peaks-test"},
+        start_new_session=True,
+    )
+    try:
+        memory, deadline = MemoryPeaks("peaks-test"), time.monotonic() + 30
+        while time.monotonic() < deadline and memory.peaks.get("rollout-0", 0) < 140 << 20:
+            memory.look()
+            time.sleep(0.1)
+    finally:
+        os.killpg(process.pid, 9)
+        process.wait()
+    assert set(memory.peaks) == {"rollout-0"}
+    assert 140 << 20 <= memory.peaks["rollout-0"] <= 250 << 20
+
+
+def test_a_process_that_is_gone_has_no_peak() -> None:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    assert peak_bytes(process.pid) is None
+
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
 METRICS = [{"step": step, "ycore/time/step": 3.0, "completions/mean_length": 40.0} for step in (1, 2)]

@@ -48,18 +48,13 @@ class Load:
     """
 
     num_requests: float
-    size: float
-    """The mean."""
-
+    size: float  # the mean
     deviation: float
     longest: float
     speed: Speed
     num_late: float = 0.0
-    num_times_late: float = math.inf
-    """Moments of a round at which late requests were started."""
-
-    late_at: float = 0.5
-    """Mean share of the verdicts that were in at these moments, 0 to 1."""
+    num_times_late: float = math.inf  # moments of a round at which late requests were started
+    late_at: float = 0.5  # mean share of the verdicts that were in at these moments, 0 to 1
 
     def engine_s(self, depth: float) -> float:
         """Seconds of a slot that one request costs when `depth` are in flight there."""

@@ -26,15 +26,9 @@ class Device:
 
     name: str
     memory_bytes: float
-    flops: float
-    """Operations a second in bfloat16."""
-
-    bandwidth: float
-    """Bytes a second from its memory."""
-
-    link: float
-    """Bytes a second to the other devices, one way."""
-
+    flops: float  # operations a second in bfloat16
+    bandwidth: float  # bytes a second from its memory
+    link: float  # bytes a second to the other devices, one way
     source: str
     on_cpu: bool = False
 

@@ -21,23 +21,13 @@ class Job:
     prompts_per_step: int = 8
     group_size: int = 8
     prompt_tokens: int = 256
-    completion_tokens: int = 256
-    """Mean length of a completion."""
-
+    completion_tokens: int = 256  # mean length of a completion
     max_tokens: int = 256
     max_model_len: int = 4096
-    lora_rank: int | None = 16
-    """None trains every weight."""
-
-    bytes_per_value: int = 2
-    """2 computes in bfloat16, 4 in float32."""
-
-    draws: float = 1.0
-    """Groups generated for each one trained on (dynamic sampling)."""
-
-    has_reference: bool = False
-    """A frozen copy for the KL term. With LoRA it costs nothing: the policy without adapters is the reference."""
-
+    lora_rank: int | None = 16  # None trains every weight
+    bytes_per_value: int = 2  # 2 computes in bfloat16, 4 in float32
+    draws: float = 1.0  # groups generated for each one trained on (dynamic sampling)
+    has_reference: bool = False  # for the KL term; with LoRA, the policy without adapters, so it costs nothing
     judge: ModelFacts | None = None
     judge_prompt_tokens: int = 256
     judge_tokens: int = 128
@@ -58,23 +48,14 @@ class Way:
     """One way to run a job. On GPUs every device is a rank of the trainer and also serves engines."""
 
     ranks: int
-    slots: int
-    """Engines that can work at the same time, whatever their role."""
-
+    slots: int  # engines that can work at the same time, whatever their role
     sharding: Sharding = "ddp"
-    micro_batch: int = 8
-    """Completions in one forward pass of a rank."""
-
+    micro_batch: int = 8  # completions in one forward pass of a rank
     checkpointing: bool = False
-    tensor_parallel: int = 1
-    """Devices that one engine spans."""
-
+    tensor_parallel: int = 1  # devices that one engine spans
     kind: Kind = "colocated"
-    judge_slots: int = 0
-    """Slots of the judge in a split."""
-
-    sleeps: bool = False
-    """Engines free their memory while the trainer trains; otherwise everything is in memory at once."""
+    judge_slots: int = 0  # slots of the judge in a split
+    sleeps: bool = False  # engines free their memory while the trainer trains
 
     @property
     def shards_weights(self) -> bool:

@@ -38,14 +38,9 @@ class Footing:
 
     trainer: float
     engine: float
-    asleep: float
-    """An engine that sleeps."""
-
-    zero: float
-    """What DeepSpeed adds to a rank of the trainer."""
-
-    slack: float
-    """What an allocator holds beyond what is in use, as a share of that."""
+    asleep: float  # an engine that sleeps
+    zero: float  # what DeepSpeed adds to a rank of the trainer
+    slack: float  # what an allocator holds beyond what is in use, as a share of that
 
 
 ON_GPU = Footing(trainer=1.2 * GIB, engine=1.5 * GIB, asleep=1.2 * GIB, zero=0.0, slack=0.10)
@@ -61,21 +56,11 @@ class Engine:
     kv_cache: float
     workspace: float
     footing: float
-    at_once: int
-    """Sequences whose keys and values fit together."""
+    at_once: int  # sequences whose keys and values fit together
 
     @property
     def awake(self) -> float:
         return self.weights + self.kv_cache + self.workspace + self.footing
-
-
-@dataclass(frozen=True, slots=True)
-class StepMemory:
-    """`trainer`: one rank at its peak. `phases`: bytes by phase and role, on the device that has most in it."""
-
-    trainer: Parts
-    engines: Mapping[str, Engine]
-    phases: Mapping[str, Parts]
 
 
 def capacity_of(fleet: Fleet) -> float:
@@ -83,8 +68,12 @@ def capacity_of(fleet: Fleet) -> float:
     return fleet.device.memory_bytes * (_HOST_SHARE if fleet.device.on_cpu else _DEVICE_SHARE)
 
 
-def step_memory(job: Job, way: Way, fleet: Fleet) -> StepMemory:
-    """Memory of one way, whether it fits or not."""
+def step_memory(job: Job, way: Way, fleet: Fleet) -> tuple[Parts, Mapping[str, Engine], Mapping[str, Parts]]:
+    """Memory of one way, whether it fits or not.
+
+    Returns:
+        One rank's trainer at its peak; the engines by role; the bytes by phase and role, on the fullest device.
+    """
     footing = _footing(fleet.device)
     libraries = footing.trainer + (footing.zero if way.sharding.startswith("zero") else 0.0)
     parts, states = trainer_peak(job, way), trainer_states(job, way)
@@ -95,12 +84,12 @@ def step_memory(job: Job, way: Way, fleet: Fleet) -> StepMemory:
     others = footing.asleep * (0 if way.kind == "split" or job.judge is None else 1)
     engines = _engines(job, way, fleet, beside=syncing + others if way.sleeps else peak)
     if not fleet.device.on_cpu:
-        return StepMemory(trainer, engines, _gpu_phases(way, footing, engines, peak, resident, syncing))
+        return trainer, engines, _gpu_phases(way, footing, engines, peak, resident, syncing)
     policy_bytes = float(job.policy.num_params * job.bytes_per_value)
     peak = max(peak, syncing + min(_SYNC_FILE_BYTES, policy_bytes))
     slots = {"rollout": way.slots - way.judge_slots, "judge": way.judge_slots or way.slots}
     processes = {role: engine.awake * slots[role] for role, engine in engines.items()}
-    return StepMemory(trainer, engines, {"all at once": {"trainer": peak * way.ranks, **processes}})
+    return trainer, engines, {"all at once": {"trainer": peak * way.ranks, **processes}}
 
 
 def _footing(device: Device) -> Footing:
@@ -124,9 +113,6 @@ def _gpu_phases(
         "generate": working("rollout", resident),
     }
     return phases | ({"judge": working("judge", resident)} if "judge" in engines else {})
-
-
-# -- the trainer -------------------------------------------------------------------------------------------------------
 
 
 def trainer_states(job: Job, way: Way) -> Parts:
@@ -203,9 +189,6 @@ def trainer_peak(job: Job, way: Way) -> Parts:
 def largest_weight(facts: ModelFacts) -> float:
     """Bytes of the largest weight in float32: a sync gathers one weight at a time."""
     return 4.0 * max(facts.head_params, facts.expert_params / 3, facts.hidden_size * facts.query_size)
-
-
-# -- the engines -------------------------------------------------------------------------------------------------------
 
 
 def _engines(job: Job, way: Way, fleet: Fleet, *, beside: float) -> Mapping[str, Engine]:

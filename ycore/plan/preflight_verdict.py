@@ -25,8 +25,7 @@ class JudgeCount:
 
     calls: int
     unreadable: int
-    seconds: float = 0.0
-    """Mean of one call."""
+    seconds: float = 0.0  # mean of one call
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,11 +35,8 @@ class PromptCount:
     rows: int
     longest: int
     longest_row: int
-    too_long: int
-    """Prompts that leave no room for a completion."""
-
-    room: int
-    """Tokens that a prompt may have: the engine's context minus the longest completion."""
+    too_long: int  # prompts that leave no room for a completion
+    room: int  # tokens that a prompt may have: the engine's context minus the longest completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,28 +57,16 @@ class Measurements:
     group_size: int
     max_tokens: int
     context: int
-    truncated: float
-    """Share of completions cut off at `max_tokens`."""
-
-    equal: float
-    """Share of groups whose rewards are all equal."""
-
-    rewards: tuple[float, ...]
-    """Of every scored completion: the weighted sum of its sources."""
-
-    masked: float
-    """Share of completions that no source could score."""
-
-    problems: Mapping[str, int] = field(default_factory=dict)
-    """How often each problem kept a source from scoring."""
-
+    truncated: float  # share of completions cut off at `max_tokens`
+    equal: float  # share of groups whose rewards are all equal
+    rewards: tuple[float, ...]  # of every scored completion: the weighted sum of its sources
+    masked: float  # share of completions that no source could score
+    problems: Mapping[str, int] = field(default_factory=dict)  # how often each problem kept a source from scoring
     means: Mapping[str, float | None] = field(default_factory=dict)
     """Mean of each reward source; None where it scored nothing."""
 
     generate_s: float = 0.0
-    reward_s: float = 0.0
-    """Seconds from the last completion of the round until all were scored."""
-
+    reward_s: float = 0.0  # seconds from the last completion of the round until all were scored
     mean_tokens: float = 0.0
     prompts: PromptCount | None = None
     template: TemplateCheck = TemplateCheck()
@@ -148,8 +132,6 @@ def histogram(rewards: tuple[float, ...], *, bins: int = 10) -> list[tuple[float
         counts[min(bins - 1, int((reward - low) / width))] += 1
     return [(low + k * width, low + (k + 1) * width, count) for k, count in enumerate(counts)]
 
-
-# -- the rules ---------------------------------------------------------------------------------------------------------
 
 _Rule = tuple[Level | None, str, str]
 """A finding's level, what was found, and what to change; None where the measurement is fine."""

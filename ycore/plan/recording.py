@@ -100,8 +100,6 @@ def _sizes(rollout: Request, scorers: Sequence[Request]) -> dict[str, float]:
     return sizes
 
 
-# -- an engine's measured steps ----------------------------------------------------------------------------------------
-
 _EDGES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
 _ENOUGH = 3
 """Requests that make a point of the curve; fewer join the next point."""

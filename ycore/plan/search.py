@@ -113,9 +113,6 @@ def _fleet(devices: str, core: Device | None) -> Fleet:
     return parse_devices(devices, core=core or unused, num_cores=num_cores())
 
 
-# -- which ways fit ----------------------------------------------------------------------------------------------------
-
-
 def ways(job: Job, fleet: Fleet, *, micro_batch: int, shardings: Iterable[str] | None = None) -> list[Way]:
     """Every way worth a forecast: how training is sharded, how many devices an engine spans, who has which slots.
 
@@ -193,8 +190,6 @@ def why_not(one: Forecast) -> str:
         f"{roles[role] / GIB:.1f} GiB, and of that {part}"
     )
 
-
-# -- what would fit ----------------------------------------------------------------------------------------------------
 
 _Settings = tuple[Job, Fleet, int]
 """Job, devices and micro-batch."""

@@ -160,8 +160,7 @@ class Outcome:
     usage: Usage
     lanes: list[Lane]
     drawn: int
-    written_s: float
-    """When the last completion was written."""
+    written_s: float  # when the last completion was written
 
 
 @dataclass(slots=True)

@@ -21,21 +21,12 @@ class Forecast:
     """What one way of running a job is expected to take."""
 
     way: Way
-    trainer: Parts
-    """One rank's trainer at its peak."""
-
+    trainer: Parts  # one rank's trainer at its peak
     engines: Mapping[str, Engine]
-    phases: Mapping[str, Parts]
-    """Bytes by phase and role, on the device that has most in it."""
-
-    capacity: float
-    """Bytes that a plan may use of a device, or of the machine for a CPU."""
-
-    seconds: Mapping[str, float]
-    """See `timing.step_seconds`."""
-
-    tokens_per_step: float
-    """Of the completions that are trained on."""
+    phases: Mapping[str, Parts]  # bytes by phase and role, on the device that has most in it
+    capacity: float  # bytes that a plan may use of a device, or of the machine for a CPU
+    seconds: Mapping[str, float]  # see `timing.step_seconds`
+    tokens_per_step: float  # of the completions that are trained on
 
     @property
     def peak(self) -> tuple[str, float]:
@@ -63,9 +54,8 @@ class Forecast:
 
 def forecast(job: Job, way: Way, fleet: Fleet) -> Forecast:
     """Memory and seconds of one way, whether it fits or not."""
-    held = memory.step_memory(job, way, fleet)
     tokens = float(job.completions * job.completion_tokens)
-    one = Forecast(way, held.trainer, held.engines, held.phases, memory.capacity_of(fleet), {}, tokens)
+    one = Forecast(way, *memory.step_memory(job, way, fleet), memory.capacity_of(fleet), {}, tokens)
     return replace(one, seconds=timing.step_seconds(job, way, fleet, at_once=one.at_once))
 
 
@@ -115,8 +105,6 @@ def _speed(job: Job, way: Way, device: Device, facts: ModelFacts, *, context: in
     each = max(1e-9, (full_s - one_s) / (full - 1))
     return Speed(max(1e-9, one_s - each), each)
 
-
-# -- a run's own figures -----------------------------------------------------------------------------------------------
 
 PHASES = ("sync", "round", "train", "step")
 

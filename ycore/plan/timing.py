@@ -19,41 +19,18 @@ _LENGTH_CLASSES = 8
 class Pace:
     """What software reaches of a device, and its own costs."""
 
-    training: float
-    """Share of the device's operations a second in the trainer's multiplications."""
-
-    serving: float
-    """The same in an engine's."""
-
-    memory: float
-    """Share of the memory's bandwidth."""
-
-    passes: float
-    """How often a training step moves what a layer keeps: write, read, and the same for its gradient."""
-
-    decode_s: float
-    """Seconds of a decoding step whatever is in it: scheduling, launching kernels."""
-
-    sequence_s: float
-    """Seconds of a sequence in a decoding step: sampling, answering."""
-
-    sync_s: float
-    """Seconds of a weight sync whatever the model."""
-
-    sync_bandwidth: float
-    """Bytes of weights a second from trainer to engine."""
-
-    swap_s: float
-    """Seconds of an engine's sleep and wake whatever the model."""
-
-    swap_bandwidth: float
-    """Bytes of weights a second in it. vllm-project/vllm#48337: 1.9 s for 0.6B and 6.8 s for 8B at level 2."""
-
-    micro_batch_s: float
-    """Seconds of a micro-batch whatever is in it."""
-
-    request_s: float = 0.0
-    """Seconds of a request to an engine: parsing, scheduling, answering."""
+    training: float  # share of the device's operations a second in the trainer's multiplications
+    serving: float  # the same in an engine's
+    memory: float  # share of the memory's bandwidth
+    passes: float  # how often a training step moves what a layer keeps: write, read, and the same for its gradient
+    decode_s: float  # seconds of a decoding step whatever is in it: scheduling, launching kernels
+    sequence_s: float  # seconds of a sequence in a decoding step: sampling, answering
+    sync_s: float  # seconds of a weight sync whatever the model
+    sync_bandwidth: float  # bytes of weights a second from trainer to engine
+    swap_s: float  # seconds of an engine's sleep and wake whatever the model
+    swap_bandwidth: float  # bytes of weights a second in it (vllm-project/vllm#48337: 1.9 s for 0.6B, 6.8 s for 8B)
+    micro_batch_s: float  # seconds of a micro-batch whatever is in it
+    request_s: float = 0.0  # seconds of a request to an engine: parsing, scheduling, answering
 
 
 ON_GPU = Pace(
@@ -101,9 +78,6 @@ def step_seconds(job: Job, way: Way, fleet: Fleet, *, at_once: Mapping[str, int]
     return times | {"step": sync + round_s + train}
 
 
-# -- the trainer -------------------------------------------------------------------------------------------------------
-
-
 def train_s(job: Job, way: Way, device: Device, *, cores: int = 1) -> float:
     """One optimizer step of one rank over its share of the completions.
 
@@ -149,9 +123,6 @@ def _filled(job: Job) -> float:
     """Mean over longest tokens of a micro-batch: completions are packed, so short ones cost less."""
     prompt = job.prompt_tokens / job.group_size
     return (prompt + job.completion_tokens) / (prompt + job.max_tokens)
-
-
-# -- the engines -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)

@@ -61,7 +61,7 @@ def _requests(lanes: list, first: int, *, tokens: bool) -> list[Request]:  # typ
 
 
 def _later(one: Request, seconds: float) -> Request:
-    return replace(one, asked=one.asked + seconds, began=one.began + seconds, ended=one.ended + seconds)
+    return replace(one, queued=one.queued + seconds, began=one.began + seconds, ended=one.ended + seconds)
 
 
 def test_speeds_are_found_again() -> None:
@@ -139,5 +139,5 @@ def test_the_trace_of_live_slots_is_read_back(tmp_path: Path) -> None:
     ((rollout, verdict),) = requests_of(read_trace(trace))
     assert (rollout.role, rollout.slot, rollout.tokens) == (ROLLOUT, 0, 5)
     assert (verdict.role, verdict.slot, verdict.tokens) == (JUDGE, 1, 0)
-    assert rollout.asked <= rollout.began < rollout.ended <= verdict.ended
+    assert rollout.queued <= rollout.began < rollout.ended <= verdict.ended
     assert [group.completions for group in recorded([[rollout, verdict]], group_size=1).rounds[0]]

@@ -50,7 +50,7 @@ class Allocator:
         self._seconds = 0.0
         self._swaps = 0
         self._has_verdict = self._has_news = False
-        self._asked = dict.fromkeys(roles, 0)
+        self._requested = dict.fromkeys(roles, 0)
         self._sums: dict[str, Sums] = {role: Sums(rounds=1.0) for role in roles}
         self._awake = [role for role, count in self.division.items() for _ in range(count)]
         speeds = {role: self.loads[role].speed if role in self.loads else UNKNOWN for role in roles}
@@ -69,10 +69,10 @@ class Allocator:
             request: a number that no other request of the run has.
         """
         self._waiting[role].append(request)
-        self._asked[role] += 1
+        self._requested[role] += 1
         if role == ROLLOUT and self._has_verdict:
             verdicts = sum(self._sums[other].num for other in self.pool.roles[1:]) / (len(self.pool.roles) - 1)
-            self._sums[ROLLOUT].observe_late(verdicts / self._asked[ROLLOUT], is_first=self._has_news)
+            self._sums[ROLLOUT].observe_late(verdicts / self._requested[ROLLOUT], is_first=self._has_news)
             self._has_news = False
 
     def withdraw(self, request: int, role: str, now: float) -> None:
@@ -234,7 +234,7 @@ class Allocator:
         depth = self._learned.depth[role]
         if not self._waking[role]:
             return depth
-        unfinished = self._asked[role] - self._sums[role].num
+        unfinished = self._requested[role] - self._sums[role].num
         soon = sum(self._soon_free(other) for other in self.pool.roles if other != role)
         return min(depth, max(1, math.ceil(unfinished / (self._num_slots[role] + soon))))
 
@@ -243,7 +243,7 @@ class Allocator:
         load = self.loads.get(role)
         if self._waiting[role] or load is None:
             return 0.0
-        expected = self._asked[role] + self._coming(role, load)
+        expected = self._requested[role] + self._coming(role, load)
         return self._num_slots[role] * self._sums[role].num / expected if expected else 0.0
 
     def _move_spare(self, now: float, actions: list[Action]) -> None:
@@ -270,7 +270,7 @@ class Allocator:
         if role == ROLLOUT:
             return max(0.0, load.num_late - self._sums[ROLLOUT].late)
         rollout = self.loads.get(ROLLOUT)
-        under_way = self._asked[ROLLOUT] - self._sums[ROLLOUT].num
+        under_way = self._requested[ROLLOUT] - self._sums[ROLLOUT].num
         return under_way * load.num_requests / rollout.num_requests if rollout else 0.0
 
     def _late_s(self, role: str) -> float:

@@ -21,9 +21,7 @@ from ycore.placement.load import Load
 from ycore.placement.placement import ROLLOUT, Division, SlotPool
 
 COHORTS = 12
-_LEAST = 0.5
-"""With fewer late requests than this, there is no second wave."""
-
+_LEAST = 0.5  # with fewer late requests than this, there is no second wave
 _QUANTILES = [NormalDist().inv_cdf((index + 0.5) / COHORTS) for index in range(COHORTS)]
 _ORDER = [index * 5 % COHORTS for index in range(COHORTS)]
 """The second wave draws its lengths anew: its cohorts take them in another order."""

@@ -13,9 +13,7 @@ from ycore.placement.load import Load, Sums, as_late_as, faded, from_numbers
 from ycore.placement.moves import next_schedule
 from ycore.placement.placement import MODES, ROLLOUT, Mode, Placement, Schedule, SlotPool
 
-KEEP, DROP = 1, 2
-"""vLLM's sleep levels: 1 keeps an engine's weights in host memory, 2 drops them."""
-
+KEEP, DROP = 1, 2  # vLLM's sleep levels: 1 keeps an engine's weights in host memory, 2 drops them
 _AVERAGE_MEMORY = 0.5
 
 
@@ -42,8 +40,7 @@ class SleepLevels:
 _CALIBRATION_MEMORY = 0.97
 """Weight that a round keeps when the next one comes, whatever its mode: about the last 33 count."""
 
-_LEAST, _MOST = 0.6, 1.5
-"""Measured over forecast is clipped to this: beyond it, something else disturbed the round."""
+_LEAST, _MOST = 0.6, 1.5  # measured over forecast is clipped to this: beyond it, something else disturbed the round
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,14 +10,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, fields, replace
 from typing import NamedTuple
 
-MEMORY = 0.7
-"""Weight that earlier rounds keep when a new one is added: about the last three count."""
-
-_GOOD_DEPTH = 4.0
-"""In units of base / each: there an engine reaches four fifths of its highest throughput."""
-
-_HIGH = 16
-"""A sum of 16th powers is nearly the 16th power of the largest, so sums alone give the longest size."""
+MEMORY = 0.7  # weight that earlier rounds keep when a new one is added: about the last three count
+_GOOD_DEPTH = 4.0  # in units of base / each: there an engine reaches four fifths of its highest throughput
+_HIGH = 16  # a sum of 16th powers is nearly the 16th power of the largest, so sums alone give the longest size
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +31,7 @@ class Speed:
         return _GOOD_DEPTH * self.base / self.each if self.each > 0 else math.inf
 
 
-UNKNOWN = Speed(1.0, 0.0)
-"""Before anything is measured: all steps take equally long."""
+UNKNOWN = Speed(1.0, 0.0)  # before anything is measured: all steps take equally long
 
 
 @dataclass(frozen=True, slots=True)

@@ -73,17 +73,10 @@ def gain_s(here: Backlog, there: Backlog, *, swap_s: float, late_s: float = 0.0)
     return stay_s - together_s - late_s
 
 
-MARGIN = 0.03
-"""Share of a round that a new schedule must save, beside its swaps."""
-
-HORIZON = 10
-"""Rounds over which the swaps of a new schedule are spread."""
-
-AS_GOOD = 1.02
-"""Forecasts within this factor count as equal."""
-
-_MOST = 24
-"""Divisions to forecast."""
+MARGIN = 0.03  # share of a round that a new schedule must save, beside its swaps
+HORIZON = 10  # rounds over which the swaps of a new schedule are spread
+AS_GOOD = 1.02  # forecasts within this factor count as equal
+_MOST = 24  # divisions to forecast
 
 
 def next_schedule(

@@ -8,9 +8,7 @@ from ycore.errors import ConfigError, nearest
 
 ROLLOUT, JUDGE, REWARD_MODEL = "rollout", "judge", "reward_model"
 
-ROLES = (ROLLOUT, JUDGE, REWARD_MODEL)
-"""In the order in which a split gives their slots."""
-
+ROLES = (ROLLOUT, JUDGE, REWARD_MODEL)  # in the order in which a split gives their slots
 Division = Mapping[str, int]
 """Slots per role. Which slots does not matter, since all are alike."""
 

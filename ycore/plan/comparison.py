@@ -11,15 +11,11 @@ from ycore.plan.recording import Request, recorded
 from ycore.plan.simulation import Demand, GroupAt, Lengths, Machine, Outcome, SimulatedGroup, SimulatedRound, Workload
 from ycore.round.sampling import Yield
 
-APART = 10**6
+_APART = 10**6
 """Positions between the first groups of two rounds: each placement gets the same groups, however many it draws."""
 
-GOOD_ENOUGH = 1.02
-"""`dynamic` is recommended within this factor of the shortest."""
-
-CAPACITY = 256
-"""Requests that a slot holds of a role at most: vLLM's own limit."""
-
+GOOD_ENOUGH = 1.02  # `dynamic` is recommended within this factor of the shortest
+CAPACITY = 256  # requests that a slot holds of a role at most: vLLM's own limit
 _SIGMA = 0.8
 _TEACH_SHARE = 0.7
 
@@ -69,17 +65,16 @@ def simulate(
     Args:
         groups_of_round: a round's groups, which may drift from round to round.
         num_rounds: counted rounds, after `warm_up` rounds that only teach.
-        position_of: a round's first position; by default each round begins where the last one ended.
+        position_of: a round's first position; by default the rounds are far apart.
         yields: the share of groups that teach; learned by default.
     """
     allocator, yields = Allocator(pool, placement), yields or Yield()
-    outcomes, position = [], 0
+    outcomes = []
     for number in range(warm_up + num_rounds):
-        start = position if position_of is None else position_of(number)
-        one = SimulatedRound(allocator, machine, groups_of_round(number), demand, position=start, yields=yields)
+        position = _APART * number if position_of is None else position_of(number)
+        one = SimulatedRound(allocator, machine, groups_of_round(number), demand, position=position, yields=yields)
         outcomes.append(one.run())
         allocator.learn(allocator.numbers())
-        position = one.position
     return Result(placement, tuple(outcomes[warm_up:]))
 
 
@@ -134,7 +129,6 @@ def compare_assumed(scenario: Scenario) -> Comparison:
             Demand(scenario.need, scenario.dynamic, scenario.max_tries),
             num_rounds=scenario.num_rounds,
             warm_up=scenario.warm_up,
-            position_of=lambda number: number * APART,
         )
         for placement in candidates(roles, scenario.num_slots)
     ]

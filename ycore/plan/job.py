@@ -78,9 +78,7 @@ class Way:
         return ", ".join(words)
 
 
-PROMPT_TOKENS = 256
-"""The length of a prompt where none is given."""
-
+PROMPT_TOKENS = 256  # the length of a prompt where none is given
 _LONGEST = 4096
 _VERDICT_TOKENS = 128
 _DYNAMIC_DRAWS = 1.5

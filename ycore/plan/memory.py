@@ -14,22 +14,15 @@ from ycore.plan.model_facts import ModelFacts
 Parts = Mapping[str, float]
 """Bytes by what they are for."""
 
-HEAD_TILE = 512
-"""Positions whose logits exist at a time (`TILE` in ycore/trl/lm_head.py)."""
-
-_LOGIT_BYTES = 14
-"""One logit of a tile: in bfloat16, in float32, its log-softmax and its softmax."""
-
-_PREFILL_TOKENS = 8192
-"""Prompt tokens that vLLM takes into one step at most, by default."""
-
+HEAD_TILE = 512  # positions whose logits exist at a time (`TILE` in ycore/trl/lm_head.py)
+_LOGIT_BYTES = 14  # one logit of a tile: in bfloat16, in float32, its log-softmax and its softmax
+_PREFILL_TOKENS = 8192  # prompt tokens that vLLM takes into one step at most, by default
 _SYNC_FILE_BYTES = 2 * GIB
 """What the writing rank holds of the policy at a time (`FILE_BYTES` in ycore/engine/weights.py)."""
 
 _MOST_SEQUENCES = 256
 _CPU_CACHE_STEP = GIB  # on a CPU, vLLM's cache is whole GiB
-_DEVICE_SHARE, _HOST_SHARE = 0.95, 0.9
-"""Share of a GPU's and of the host's memory that a plan may use."""
+_DEVICE_SHARE, _HOST_SHARE = 0.95, 0.9  # share of a GPU's and of the host's memory that a plan may use
 
 
 @dataclass(frozen=True, slots=True)

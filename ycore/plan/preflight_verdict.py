@@ -8,9 +8,7 @@ from pydantic import TypeAdapter
 
 Level = Literal["stops", "warns"]
 
-NUM_PROMPTS = 16
-"""Prompts of a preflight, each for a whole group of completions."""
-
+NUM_PROMPTS = 16  # prompts of a preflight, each for a whole group of completions
 TRUNCATED_STOPS, TRUNCATED_WARNS = 0.9, 0.25
 EQUAL_WARNS = 0.75
 UNREADABLE_STOPS, UNREADABLE_WARNS = 0.9, 0.1

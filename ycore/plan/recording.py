@@ -24,7 +24,7 @@ class Request:
     number: int
     role: str
     slot: int
-    asked: float
+    queued: float
     began: float
     ended: float
     tokens: float = 0.0
@@ -38,7 +38,7 @@ def requests_of(spans: Sequence[Span]) -> list[list[Request]]:
             number=span.details["request"],
             role=span.name,
             slot=span.slot,
-            asked=span.began - span.details["waited_s"],
+            queued=span.began - span.details["waited_s"],
             began=span.began,
             ended=span.began + span.seconds,
             tokens=span.details["tokens"],
@@ -70,7 +70,7 @@ def recorded(rounds: Sequence[Sequence[Request]], *, group_size: int) -> Recordi
         for one, (seconds, depth) in zip(flat, met, strict=True)
     )
     groups = tuple(tuple(_groups(list(islice(sized, len(requests))), group_size)) for requests in rounds)
-    seconds = [max(one.ended for one in requests) - min(one.asked for one in requests) for requests in rounds]
+    seconds = [max(one.ended for one in requests) - min(one.queued for one in requests) for requests in rounds]
     return Recording(speeds, groups, tuple(seconds))
 
 
@@ -80,14 +80,14 @@ def _groups(requests: Sequence[Request], group_size: int) -> list[SimulatedGroup
     ended = sorted(rollouts, key=lambda one: one.ended)
     scored: dict[int, list[Request]] = {one.number: [] for one in rollouts}
     for role in {one.role for one in requests} - {ROLLOUT}:
-        asked = sorted((one for one in requests if one.role == role), key=lambda one: one.number)
-        for place, one in enumerate(asked):
-            scored[ended[place * len(ended) // len(asked)].number].append(one)
+        scorers = sorted((one for one in requests if one.role == role), key=lambda one: one.number)
+        for place, one in enumerate(scorers):
+            scored[ended[place * len(ended) // len(scorers)].number].append(one)
     chunks = [rollouts[first : first + group_size] for first in range(0, len(rollouts), group_size)]
     ends = [max(one.ended for own in chunk for one in (own, *scored[own.number])) for chunk in chunks]
     return [
         SimulatedGroup(
-            tuple(_sizes(own, scored[own.number]) for own in chunk), after=sum(end <= chunk[0].asked for end in ends)
+            tuple(_sizes(own, scored[own.number]) for own in chunk), after=sum(end <= chunk[0].queued for end in ends)
         )
         for chunk in chunks
     ]
@@ -101,9 +101,7 @@ def _sizes(rollout: Request, scorers: Sequence[Request]) -> dict[str, float]:
 
 
 _EDGES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
-_ENOUGH = 3
-"""Requests that make a point of the curve; fewer join the next point."""
-
+_ENOUGH = 3  # requests that make a point of the curve; fewer join the next point
 _PASSES = 3
 
 

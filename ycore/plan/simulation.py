@@ -63,7 +63,6 @@ class Workload:
 
 @dataclass(slots=True)
 class _Engine:
-    role: str
     speed: Speed
     reading_s: float
     tokens: float = 0.0
@@ -75,27 +74,14 @@ class VirtualSlot:
     """The engines of all roles on one slot, with continuous batching. Engines that have work share the slot evenly."""
 
     def __init__(self, speeds: Mapping[str, Speed], reading_s: Mapping[str, float] | None = None) -> None:
-        reading_s = reading_s or {}
-        self._engines = {role: _Engine(role, speed, reading_s.get(role, 0.0)) for role, speed in speeds.items()}
-        self._busy: list[_Engine] = []
+        self._engines = {role: _Engine(speed, (reading_s or {}).get(role, 0.0)) for role, speed in speeds.items()}
         self._now = 0.0
 
     def start(self, request: int, role: str, size: float, now: float) -> None:
         self._advance(now)
         engine = self._engines[role]
-        if not engine.ends:
-            self._busy.append(engine)
         engine.to_read_s += engine.reading_s
         heapq.heappush(engine.ends, (engine.tokens + size, request))
-
-    def next_end(self) -> tuple[float, int, str] | None:
-        """(time, request, role) of the request that ends first if no other starts."""
-        ends = []
-        for engine in self._busy:
-            tokens, request = engine.ends[0]
-            seconds = engine.to_read_s * len(self._busy) + (tokens - engine.tokens) * self._step_s(engine)
-            ends.append((self._now + seconds, request, engine.role))
-        return min(ends, default=None)
 
     def end(self, role: str, now: float) -> None:
         """Remove the request that `next_end` named."""
@@ -103,21 +89,27 @@ class VirtualSlot:
         engine = self._engines[role]
         engine.tokens, _ = heapq.heappop(engine.ends)  # exactly there, whatever the rounding
         engine.to_read_s = 0.0
-        if not engine.ends:
-            self._busy.remove(engine)
+
+    def next_end(self) -> tuple[float, int, str] | None:
+        """(time, request, role) of the request that ends first if no other starts."""
+        busy, ends = self._busy(), []
+        for role, engine in busy.items():
+            tokens, request = engine.ends[0]
+            step_s = engine.speed.step_s(len(engine.ends)) * len(busy)
+            seconds = engine.to_read_s * len(busy) + (tokens - engine.tokens) * step_s
+            ends.append((self._now + seconds, request, role))
+        return min(ends, default=None)
 
     def _advance(self, now: float) -> None:
         passed, self._now = now - self._now, now
-        for engine in self._busy if passed else ():
-            written = passed
-            if engine.to_read_s:
-                read = min(engine.to_read_s, passed / len(self._busy))
-                engine.to_read_s -= read
-                written -= read * len(self._busy)
-            engine.tokens += written / self._step_s(engine)
+        busy = self._busy() if passed else {}
+        for engine in busy.values():
+            read = min(engine.to_read_s, passed / len(busy))
+            engine.to_read_s -= read
+            engine.tokens += (passed - read * len(busy)) / (engine.speed.step_s(len(engine.ends)) * len(busy))
 
-    def _step_s(self, engine: _Engine) -> float:
-        return engine.speed.step_s(len(engine.ends)) * len(self._busy)
+    def _busy(self) -> dict[str, _Engine]:
+        return {role: engine for role, engine in self._engines.items() if engine.ends}
 
 
 @dataclass(frozen=True, slots=True)

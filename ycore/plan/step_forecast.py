@@ -8,7 +8,7 @@ from typing import Any
 from ycore.placement.load import Speed
 from ycore.placement.placement import JUDGE, ROLLOUT, Placement, SlotPool
 from ycore.plan import memory, timing
-from ycore.plan.comparison import APART, simulate
+from ycore.plan.comparison import simulate
 from ycore.plan.devices import GIB, Device, Fleet
 from ycore.plan.job import Job, Way
 from ycore.plan.memory import Engine, Parts
@@ -67,8 +67,7 @@ def simulated(job: Job, one: Forecast, fleet: Fleet) -> Forecast:
     return replace(one, seconds={**kept, "round": round_s, "step": step_s})
 
 
-_SIGMA = 0.5
-"""Spread of the lognormal completion lengths."""
+_SIGMA = 0.5  # spread of the lognormal completion lengths
 
 
 def _simulated_round_s(job: Job, way: Way, device: Device, at_once: Mapping[str, int]) -> float:
@@ -93,7 +92,6 @@ def _simulated_round_s(job: Job, way: Way, device: Device, at_once: Mapping[str,
         Demand(job.prompts_per_step, dynamic=job.draws > 1.0),
         num_rounds=1,
         warm_up=1,
-        position_of=lambda number: number * APART,
     ).seconds
 
 

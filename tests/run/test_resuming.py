@@ -12,7 +12,7 @@ from ycore.run.checkpoints import checkpoint_of, checkpoints_in, publish, stagin
 from ycore.run.claim import Resume, claim
 from ycore.run.files import read_json, write_json_atomic
 from ycore.run.paths import RunFolder
-from ycore.run.resuming import parse_checkpoint, round_file, rounds_in, settle
+from ycore.run.resuming import parse_checkpoint, read_round, round_file, rounds_in, settle
 
 
 def config_for(folder: RunFolder, **changes: Any) -> RunConfig:
@@ -95,3 +95,16 @@ def test_a_checkpoint_that_is_not_there_is_refused(folder: RunFolder) -> None:
     with pytest.raises(RunFolderError, match=r"no checkpoint of step 3; there are checkpoints of step 2, 4, 6"):
         settled(folder, Resume(step=3))
     assert len(checkpoints_in(folder.checkpoints)) == 3
+
+
+def test_a_round_in_the_journal_of_an_earlier_version_is_read(tmp_path: Path) -> None:
+    """The very bytes, so that a run begun before a change of this code goes on after it."""
+    path = round_file(tmp_path, 3, 0)
+    path.write_bytes(
+        b'{"schema": 1, "step": 3, "rank": 0, "world": 1, "seed": 7, '
+        b'"sha256": "e766c7ee528a803d5ff81f12c547667e8c67a919680fd5a333ebd2d3709a33e5"}\n'
+        b'{"groups": [], "state": {"cursor": 4}, "metrics": {"ycore/reward": 0.5}}\n'
+    )
+    head, content = read_round(path)
+    assert path.name == "round-000003-rank-0.json" and (head["step"], head["seed"]) == (3, 7)
+    assert content == {"groups": [], "state": {"cursor": 4}, "metrics": {"ycore/reward": 0.5}}

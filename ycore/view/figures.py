@@ -8,7 +8,7 @@ from ycore.run.metrics import REWARD, STEP_SECONDS
 from ycore.view.pictures import Points, literal, new_figure, points, smooth, style
 from ycore.view.record import PARTS, RunRecord
 
-COLOURS = ("#2456a6", "#c2571a", "#3f8f5f", "#8a4fa3", "#b03a48", "#4a9aa8", "#77622a", "#5c6470")
+RUN_COLOURS = ("#2456a6", "#c2571a", "#3f8f5f", "#8a4fa3", "#b03a48", "#4a9aa8", "#77622a", "#5c6470")
 """Of runs, in their order; more runs begin again."""
 
 _PART_COLOURS = ("#2456a6", "#7da3d6", "#c9d3e0", "#8a4fa3", "#b03a48", "#e4e6ea", "#d9a441", "#3f8f5f", "#9aa0a8")
@@ -63,7 +63,7 @@ def over_seconds(runs: Sequence[RunRecord]) -> Any | None:
 
 
 def _draw_smoothed(axes: Any, series: Points, index: int, *, label: str = "") -> None:
-    colour, (at, values) = COLOURS[index % len(COLOURS)], series
+    colour, (at, values) = RUN_COLOURS[index % len(RUN_COLOURS)], series
     axes.plot(at, values, color=colour, linewidth=0.8, alpha=0.35)
     axes.plot(at, smooth(values, window=max(3, len(values) // 10)), color=colour, linewidth=2, label=label)
 

@@ -16,7 +16,7 @@ MAX_LANES = 8
 MAX_CELLS = 60
 
 # Names of the terminal's own palette where it has a fit one: they are readable on a dark ground and on a light one.
-COLOURS: Mapping[str, str] = {"rollout": "bright_blue", "judge": "dark_orange", "reward_model": "green"}
+_COLOURS: Mapping[str, str] = {"rollout": "bright_blue", "judge": "dark_orange", "reward_model": "green"}
 _OTHER = "magenta"
 _HEIGHTS = "▁▂▃▄▅▆▇"
 _IDLE, _SWAP = "·", "┃"
@@ -130,9 +130,9 @@ def lane_names(places: Sequence[Place]) -> list[str]:
 
 def in_order(roles: Iterable[str]) -> list[str]:
     """The roles that have their own colour first."""
-    known = list(COLOURS)
+    known = list(_COLOURS)
     return sorted(set(roles), key=lambda role: (known.index(role) if role in known else len(known), role))
 
 
 def colour(role: str) -> str:
-    return COLOURS.get(role, _OTHER)
+    return _COLOURS.get(role, _OTHER)

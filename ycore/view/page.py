@@ -10,7 +10,7 @@ from typing import Any
 
 from ycore.run.files import write_json_atomic
 from ycore.run.text import as_duration, printable
-from ycore.view.figures import COLOURS, as_svg, curves, over_seconds, seconds_went
+from ycore.view.figures import RUN_COLOURS, as_svg, curves, over_seconds, seconds_went
 from ycore.view.pictures import points, save_png
 from ycore.view.record import PARTS, Reached, RunRecord, ScoredCompletion, as_text, at_equal_seconds
 
@@ -95,7 +95,7 @@ def as_page(report: Report) -> str:
     drawn, compared = curves(runs), over_seconds(runs) if len(runs) > 1 else None
     return environment.from_string(source).render(
         runs=runs,
-        colours=COLOURS,
+        colours=RUN_COLOURS,
         same_question=len({(run.config.get("model"), run.config.get("dataset")) for run in runs}) == 1,
         curves=None if drawn is None else as_svg(drawn),
         over_seconds=None if compared is None else as_svg(compared),

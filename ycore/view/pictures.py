@@ -18,7 +18,7 @@ Points = tuple[list[float], list[float]]
 """Steps, and the values at them."""
 
 BLUE, GREY, GREEN = "#2456a6", "#8a8f98", "#3f8f5f"
-COLOURS: Mapping[str, str] = {"rollout": BLUE, "judge": "#d9822b", "reward_model": GREEN, SWAP: "#c9342f"}
+ROLE_COLOURS: Mapping[str, str] = {"rollout": BLUE, "judge": "#d9822b", "reward_model": GREEN, SWAP: "#c9342f"}
 
 _PHASES = (
     ("ycore/time/sync", "sync", "#d9a441"),
@@ -199,7 +199,7 @@ def _draw_lanes(axes: Any, spans: Sequence[Span], lanes: Sequence[tuple[int, int
         for name in sorted({span.name for span in own}, key=lambda name: (name != SWAP, name), reverse=True):
             stretches = busy_stretches(span for span in own if span.name == name)
             bars = [(began - start, seconds) for began, seconds in stretches]
-            colour = COLOURS.get(name, GREY)
+            colour = ROLE_COLOURS.get(name, GREY)
             if name == SWAP:
                 axes.broken_barh(bars, (row - 0.4, 0.8), facecolor="white", edgecolor=colour, hatch="////", linewidth=1)
                 axes.vlines([began for began, _ in bars], row - 0.45, row + 0.45, color=colour, linewidth=1)
@@ -215,11 +215,11 @@ def _draw_lanes(axes: Any, spans: Sequence[Span], lanes: Sequence[tuple[int, int
 def _add_legend(figure: Any, names: set[str]) -> None:
     from matplotlib.patches import Patch
 
-    known = [name for name in (*COLOURS, *sorted(names - COLOURS.keys())) if name in names]
+    known = [name for name in (*ROLE_COLOURS, *sorted(names - ROLE_COLOURS.keys())) if name in names]
     patches = [
-        Patch(facecolor="white", edgecolor=COLOURS[SWAP], hatch="////", label="swap")
+        Patch(facecolor="white", edgecolor=ROLE_COLOURS[SWAP], hatch="////", label="swap")
         if name == SWAP
-        else Patch(color=COLOURS.get(name, GREY), label=name.replace("_", " "))
+        else Patch(color=ROLE_COLOURS.get(name, GREY), label=name.replace("_", " "))
         for name in known
     ]
     figure.legend(handles=patches, loc="outside upper right", ncols=len(patches), frameon=False, fontsize=10)

@@ -88,10 +88,10 @@ def env(json: o.Json = False) -> None:
 
 
 def doctor(engines: Engines = False, json: o.Json = False) -> None:
-    """Try out what a run needs, and say what mends it.
+    """Try out what a run needs, and how to mend what is broken.
 
     \b
-    Versions, devices, memory, disk, sockets, locks, and every role in a process of its own.
+    Versions, devices, memory, disk, sockets, locks, and every role in its own process.
     Exit status 1 where something is broken.
 
     \b
@@ -107,7 +107,7 @@ def doctor(engines: Engines = False, json: o.Json = False) -> None:
     _print_checks(report, json=json)
     if not json:
         broken = sum(not check["ok"] for check in report["checks"])
-        print("everything works" if report["ok"] else f"{broken} to mend; each line says how")
+        print("everything works" if report["ok"] else f"{broken} to mend; each line ends with how")
     if not report["ok"]:
         raise typer.Exit(1)
 

@@ -39,11 +39,11 @@ def preflight(
     dry_run: o.DryRun = False,
     json: o.Json = False,
 ) -> None:
-    """Will this run learn? Ask before it starts.
+    """Will this run learn? Find out before it starts.
 
     \b
-    Takes the options of `ycore grpo`, asks the run's own engines 16 prompts, scores them,
-    and says what would keep it from learning. Exit status 1 where something would.
+    Takes the options of `ycore grpo`, samples completions of 16 prompts with the run's own engines,
+    scores them, and lists what would keep it from learning. Exit status 1 where something would.
 
     \b
     ycore preflight --recipe quickstart
@@ -63,7 +63,7 @@ def preflight(
         print_json(result)
     elif dry_run:
         print_table(plan_rows(result))
-        print("Nothing was started; leave out --dry-run to ask.")
+        print("Nothing was started; leave out --dry-run to measure.")
     else:
         for line in _preflight_lines(result):
             print_line(line)
@@ -190,7 +190,7 @@ def _preflight_lines(result: Mapping[str, Any]) -> Iterator[str]:
 
 def _measured_rows(measured: "Measurements") -> Iterator[tuple[str, str]]:
     size = f"{measured.num_prompts} prompts x {measured.group_size} completions"
-    yield "asked", f"{size}, {measured.mean_tokens:.4g} tokens each on the mean"
+    yield "sampled", f"{size}, {measured.mean_tokens:.4g} tokens each on average"
     yield "cut off", f"{measured.truncated:.0%} of the completions, at {measured.max_tokens} tokens"
     yield "all equal", f"{measured.equal:.0%} of the groups, which teach nothing"
     yield "time", f"{measured.generate_s:.1f} s to generate, {measured.reward_s:.1f} s more to score"

@@ -84,7 +84,7 @@ def plan(
 
 
 def sizes_of(context: typer.Context, recipe: str | None, *, fill_in: Mapping[str, Any]) -> "RunConfig":
-    """The run whose sizes the options give; `fill_in` stands for what only a real run needs, such as its dataset."""
+    """The run whose sizes the options give; `fill_in` has what only a real run needs, such as its dataset."""
     from ycore.config.recipe_files import load_recipe
     from ycore.config.resolve import require_rollouts, resolve
 

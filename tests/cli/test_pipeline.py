@@ -53,7 +53,7 @@ def test_a_dry_run_shows_every_stages_plan(stages: Path, model: Path, capsys: py
     [
         (
             ["--set", "spt.steps=3"],
-            "--set spt.steps: say STAGE.KEY=VALUE, of a stage that there is; did you mean 'sft'?",
+            "--set spt.steps: say STAGE.KEY=VALUE, with a stage of the file; did you mean 'sft'?",
         ),
         (["--set", "sft.step=3"], "stage sft: no key step; did you mean 'steps'?"),
         (["--set", "pairs.num_samples=none"], "stage pairs-1: num_samples must be"),

@@ -113,7 +113,7 @@ def check(name: str, value: str, *, ok: bool = True, mend: str | None = None) ->
 
 
 def _needs(condition: bool, name: str, value: str, *, mend: str) -> Check:
-    """A check that is ok where the condition holds, and else says what mends it."""
+    """A check that is ok where the condition holds; `mend` is given where it does not."""
     return check(name, value, ok=condition, mend=None if condition else mend)
 
 
@@ -157,8 +157,8 @@ def machine_checks(folder: Path) -> list[Check]:
 
 def role_checks(*, engines: bool) -> Iterator[Check]:
     """Each role, in its own process."""
-    yield _role("trainer", _TRAINER, mend="pip install --force-reinstall ycore, in an environment of its own")
-    yield _role("rewards", _REWARD, mend="see what `ycore env` says of versions")
+    yield _role("trainer", _TRAINER, mend="pip install --force-reinstall ycore, in a new virtual environment")
+    yield _role("rewards", _REWARD, mend="compare versions with `ycore env`")
     if not is_vllm_installed():
         value = "no vLLM: transformers generates in the trainer's process, which is slower"
         yield check("rollout", value, ok=False, mend="pip install 'ycore[cpu]' (or 'ycore[gpu]')")
@@ -257,7 +257,7 @@ def _rollout() -> Check:
         try:
             evaluate(config, stream=nowhere)
         except YcoreError as error:
-            return check("rollout", f"fails: {error}", ok=False, mend="see what `ycore env` says of vllm and torch")
+            return check("rollout", f"fails: {error}", ok=False, mend="compare versions with `ycore env`")
     return check("rollout", f"an engine started and answered, {time.monotonic() - began:.0f} s in all")
 
 

@@ -1,4 +1,4 @@
-"""A pipeline as a file declares it, and the runs that come of it in order. Pure.
+"""A pipeline as a file declares it, and its runs in order. Pure.
 
     model: smollm2-135m                 the first stage starts from it
     stages:
@@ -134,7 +134,7 @@ def with_sets(declared: Mapping[str, Any], sets: Mapping[str, Any]) -> dict[str,
             set_key(holder, key.split("."), value)
         else:
             way_out = nearest(first, holders) or f"; the stages are {', '.join(holders)}"
-            raise ConfigError(f"--set {key}: say STAGE.KEY=VALUE, of a stage that there is{way_out}")
+            raise ConfigError(f"--set {key}: say STAGE.KEY=VALUE, with a stage of the file{way_out}")
     return merged
 
 

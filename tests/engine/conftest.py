@@ -1,8 +1,12 @@
 """Real engines for the tests of what is asked of them."""
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -21,6 +25,28 @@ Serve = Callable[[RunFolder, Sequence[EngineSpec]], AbstractContextManager[None]
 def serve() -> Serve:
     """`with serve(folder, engines):` all of them answer; after it nothing is left of them."""
     return _serving
+
+
+@pytest.fixture(scope="session")
+def cpu_engine() -> Callable[..., EngineSpec]:
+    """`cpu_engine(folder, model, max_model_len=64)`: a rollout engine in float32 on one core."""
+
+    def engine(folder: RunFolder, model: Path, **changes: Any) -> EngineSpec:
+        spec = EngineSpec(
+            name="rollout-0",
+            model=model,
+            socket=folder.socket("rollout-0"),
+            temporary=folder.temporary,
+            run_id=folder.run_id,
+            dtype="float32",
+            max_model_len=128,
+            max_num_seqs=16,
+            seed=0,
+            cores=(min(os.sched_getaffinity(0)),),
+        )
+        return replace(spec, **changes)
+
+    return engine
 
 
 @contextmanager

@@ -1,11 +1,11 @@
 """The command and environment of an engine, and one real engine from start to nothing left."""
 
-import os
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -97,22 +97,11 @@ def test_a_config_without_a_shape_names_the_way_out() -> None:
 
 @pytest.mark.engine
 @pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed")
-def test_a_real_engine_starts_answers_and_leaves_nothing(tmp_path: Path) -> None:
+def test_a_real_engine_starts_answers_and_leaves_nothing(tmp_path: Path, cpu_engine: Any) -> None:
     from ycore.models.tiny import write_tiny_model
 
     folder = RunFolder(tmp_path / "run")
-    engine = EngineSpec(
-        name="rollout-0",
-        model=write_tiny_model(tmp_path / "model"),
-        socket=folder.socket("rollout-0"),
-        temporary=folder.temporary,
-        run_id=folder.run_id,
-        dtype="float32",
-        max_model_len=128,
-        max_num_seqs=4,
-        seed=0,
-        cores=(min(os.sched_getaffinity(0)),),
-    )
+    engine = cpu_engine(folder, write_tiny_model(tmp_path / "model"), max_num_seqs=4)
     for path in (folder.sockets, engine.temporary):
         make_private(path)
     before = shared_memory_files()

@@ -1,7 +1,6 @@
 """One real vLLM server on CPU, in float32: its log-probabilities are the trainer's, before and after updates."""
 
 import asyncio
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +11,6 @@ from safetensors.torch import load_file, save_file
 
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.engine import Sampling
-from ycore.engine.commands import EngineSpec
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weights import byte_sum, write_manifest
 from ycore.errors import SyncError
@@ -52,21 +50,10 @@ def stored_in(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def server(model: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any) -> Iterator[Path]:
+def server(model: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any, cpu_engine: Any) -> Iterator[Path]:
     """The socket of a vLLM server with the tiny model in float32; killed in any case."""
     folder = RunFolder(tmp_path_factory.mktemp("run"))
-    engine = EngineSpec(
-        name="rollout-0",
-        model=model,
-        socket=folder.socket("rollout-0"),
-        temporary=folder.temporary,
-        run_id=folder.run_id,
-        dtype="float32",
-        max_model_len=64,
-        max_num_seqs=16,
-        seed=0,
-        cores=(min(os.sched_getaffinity(0)),),
-    )
+    engine = cpu_engine(folder, model, max_model_len=64)
     with serve(folder, [engine]):
         yield engine.socket
 

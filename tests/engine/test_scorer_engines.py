@@ -1,7 +1,6 @@
 """Two real vLLM servers on CPU, planned as a run plans them: a judge's, and a reward model's, against transformers."""
 
 import asyncio
-import os
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -9,7 +8,6 @@ from typing import Any, TypeVar
 import pytest
 
 from ycore.config.schema import RunConfig
-from ycore.engine.commands import EngineSpec
 from ycore.engine.judge_engine import Refused, VllmJudge
 from ycore.engine.vllm_engine import VllmRewardModel
 from ycore.judge.question import Questioner
@@ -58,21 +56,12 @@ def config_of(model: Path, classifier: Path) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def servers(model: Path, classifier: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any) -> Iterator[RunFolder]:
+def servers(
+    model: Path, classifier: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any, cpu_engine: Any
+) -> Iterator[RunFolder]:
     """The folder of a run whose judge and reward model answer; its rollout engine is planned and not started."""
     folder = RunFolder(tmp_path_factory.mktemp("run"))
-    slot = EngineSpec(
-        name="rollout-0",
-        model=model,
-        socket=folder.socket("rollout-0"),
-        temporary=folder.temporary,
-        run_id=folder.run_id,
-        dtype="float32",
-        max_model_len=256,
-        max_num_seqs=16,
-        seed=0,
-        cores=(min(os.sched_getaffinity(0)),),
-    )
+    slot = cpu_engine(folder, model, max_model_len=256)
     plans = plan_scorers(config_of(model, classifier), folder, [slot], fetch=Path)
     planned = [engine for plan in plans for engine in plan.engines]
     assert [(one.name, one.role) for one in planned] == [("judge-0", "judge"), ("reward-model-0", "reward_model")]

@@ -118,7 +118,7 @@ class Judge(Strict):
     messages: list[TemplateMessage] = Field(default=[], min_length=1)  # by default the mode's own
 
     scale: tuple[float, float] = (0.0, 1.0)  # the rewards of the verdict's min and max, or of no win and all wins
-    against: Literal["sibling", "reference"] = "sibling"  # pairwise: the opponent, of the group or the row's reference
+    against: Literal["sibling", "reference"] = "sibling"  # pairwise: who it is compared with
     opponents: Positive = 1  # pairwise: siblings on each side in a ring
     orders: Positive = 2  # groupwise: orders in which a group is shown; the ranks are averaged
     reference_column: str = "answer"  # the dataset's column for `{reference}`

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 from ycore.config.resolve import resolve
 from ycore.data.examples import ExampleSet, hold_out, load_examples
-from ycore.data.table import is_dialogue, to_messages
 from ycore.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
@@ -175,11 +174,3 @@ def test_holding_out_loses_nothing(prompts: list[int], count: int, seed: int) ->
     train, apart = hold_out(rows, count, random.Random(seed))
     assert sorted(row["completion"] for row in train + apart) == sorted(row["completion"] for row in rows)
     assert len(apart) >= min(count, len(rows))
-
-
-def test_a_dialogue_is_taken_apart_turn_by_turn() -> None:
-    text = "\n\nHuman: one\n\ntwo\n\nAssistant: he said Human: x\n\nHuman: \n\nAssistant:"
-    assert is_dialogue(text) and not is_dialogue("Human beings: ...") and not is_dialogue("Say:\n\nHuman: hello")
-    assert [(turn["role"], turn["content"]) for turn in to_messages(text)] == [
-        ("user", "one\n\ntwo"), ("assistant", "he said Human: x"), ("user", ""), ("assistant", ""),
-    ]  # fmt: skip

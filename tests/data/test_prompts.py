@@ -275,10 +275,10 @@ def test_the_last_answer_of_a_conversation_is_dropped() -> None:
 
 
 @pytest.mark.parametrize(
-    "told", [[USER, ANSWER, USER, ANSWER], "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: hi\n\nAssistant: "]
+    "talk", [[USER, ANSWER, USER, ANSWER], "\n\nHuman: hi\n\nAssistant: hello\n\nHuman: hi\n\nAssistant: "]
 )
-def test_a_pair_of_conversations_asks_with_what_is_before_the_last_answer(told: Any) -> None:
-    (prompt,), names = prompts_of({"chosen": told, "rejected": told})
+def test_a_pair_of_conversations_asks_with_what_is_before_the_last_answer(talk: Any) -> None:
+    (prompt,), names = prompts_of({"chosen": talk, "rejected": talk})
     assert prompt.content == [USER, ANSWER, USER]
     assert names == ("rejected",)
 

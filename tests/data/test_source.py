@@ -143,4 +143,4 @@ def test_a_hub_that_never_answers(hub: str, tmp_path: Path) -> None:
         said = ask(tmp_path / "empty", endpoint, "some/data")
         assert ask(tmp_path / "filled", endpoint, "some/data").startswith("5|train 0?")
         assert time.monotonic() - begin < 30
-    assert said.startswith("error: no dataset file 'some/data', and the hub cannot be asked")
+    assert said.startswith("error: no dataset file 'some/data', and the hub cannot be reached")

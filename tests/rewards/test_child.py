@@ -18,7 +18,7 @@ import json, os, resource, signal, subprocess, sys
 from pathlib import Path
 from ycore.rewards.child import drop_root, python_files
 folder, drops, closed = Path(sys.argv[1]), sys.argv[2] == "drop", sys.argv[3] == "closed"
-told = drop_root("run-1", [folder / "private" / "secret"] if closed else []) if drops else "kept"
+outcome = drop_root("run-1", [folder / "private" / "secret"] if closed else []) if drops else "kept"
 
 def can(probe):
     try:
@@ -43,7 +43,7 @@ def forks():
 
 parent = os.getppid()
 print(json.dumps({
-    "told": told,
+    "outcome": outcome,
     "uid": os.getuid(),
     "read": can(lambda: (folder / "private" / "secret").read_text()),
     "write": can(lambda: (folder / "private" / "secret").write_text("mine")),
@@ -75,24 +75,24 @@ HARM = ("write", "make", "signal", "look", "root", "forks")
 
 @needs_root
 def test_without_the_drop_every_probe_succeeds(tmp_path: Path) -> None:
-    told = probe(tmp_path, "keep", "closed")
-    assert told["uid"] == 0 and all(told[name] for name in (*HARM, "read", "itself", "python"))
+    seen = probe(tmp_path, "keep", "closed")
+    assert seen["uid"] == 0 and all(seen[name] for name in (*HARM, "read", "itself", "python"))
 
 
 @needs_root
 def test_a_worker_whose_files_are_closed_keeps_only_reading(tmp_path: Path) -> None:
-    told = probe(tmp_path, "drop", "closed")
-    assert told["uid"] != 0 and not any(told[name] for name in HARM), told
-    assert told["read"] and told["itself"] and told["python"]
-    assert "it may still read every file" in str(told["told"])
+    seen = probe(tmp_path, "drop", "closed")
+    assert seen["uid"] != 0 and not any(seen[name] for name in HARM), seen
+    assert seen["read"] and seen["itself"] and seen["python"]
+    assert "it may still read every file" in str(seen["outcome"])
 
 
 @needs_root
 def test_a_worker_whose_files_are_open_keeps_nothing_of_roots(tmp_path: Path) -> None:
-    told = probe(tmp_path, "drop", "open")
-    assert told["uid"] != 0 and not any(told[name] for name in (*HARM, "read")), told
-    assert told["itself"]
-    assert str(told["told"]).endswith("without any right of root's")
+    seen = probe(tmp_path, "drop", "open")
+    assert seen["uid"] != 0 and not any(seen[name] for name in (*HARM, "read")), seen
+    assert seen["itself"]
+    assert str(seen["outcome"]).endswith("without any right of root's")
 
 
 def test_what_is_readable_by_all_is_found_by_every_folder_on_the_way(tmp_path: Path) -> None:

@@ -305,7 +305,7 @@ def score(completions, **columns):
 
 
 def test_a_daemon_that_left_every_group_ends_with_the_worker_and_with_the_check(tmp_path: Path) -> None:
-    seconds = str(100_000 + os.getpid())  # known again by what it was told
+    seconds = str(100_000 + os.getpid())  # recognised by its argument
     file = tmp_path / "daemon.py"
     file.write_text(DAEMON.format(seconds=seconds))
     spec = RewardConfig(reward=f"{file}:score")

@@ -117,7 +117,7 @@ class PromptRows(Sequence[Prompt]):
                 f"{self._table.row(0).place}, {kinds[1]} in {row.place}; make every prompt the same kind"
             )
         columns = {new: row.values.get(old) for new, old in self._passed.items()}
-        return Prompt(row=number, content=self._as_asked(content), columns=columns)
+        return Prompt(row=number, content=self._for_policy(content), columns=columns)
 
     def _content(self, row: TableRow) -> Content:
         """The prompt as the dataset has it."""
@@ -142,7 +142,7 @@ class PromptRows(Sequence[Prompt]):
                 raise DataError(f"turn {number} of {column!r} is empty in {row.place}; correct or remove the row")
         return content
 
-    def _as_asked(self, content: Content) -> Content:
+    def _for_policy(self, content: Content) -> Content:
         """The prompt as the policy gets it: as a chat and with the system prompt, where the run wants them."""
         if isinstance(content, str):
             if not self._as_chat:

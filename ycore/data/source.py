@@ -57,7 +57,7 @@ def _hub_table(text: str, *, split: str, limit: int | None) -> Table:
     is_offline = answer.state == "unreachable"
     if is_offline and not _is_cached(name):
         raise DataError(
-            f"no dataset file {name!r}, and the hub cannot be asked for a dataset of that name: "
+            f"no dataset file {name!r}, and the hub cannot be reached to look for one: "
             f"{answer.problem}; {_NO_HUB_NEEDED}"
         )
     rows = _load(name, config or None, split, offline=is_offline)
@@ -83,7 +83,7 @@ def _load(name: str, config: str | None, split: str, *, offline: bool) -> Any:
     from huggingface_hub import constants
 
     before = datasets.config.HF_HUB_OFFLINE, constants.HF_HUB_OFFLINE
-    if offline:  # else the library asks a hub that did not answer again, and waits far longer
+    if offline:  # else the library tries the hub again, and waits far longer
         datasets.config.HF_HUB_OFFLINE = constants.HF_HUB_OFFLINE = True
     try:
         return datasets.load_dataset(name, config, split=split)

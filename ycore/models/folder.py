@@ -36,7 +36,7 @@ def inspect_folder(folder: Path, *, trust_remote_code: bool) -> dict[str, Any]:
 
 
 def refuse_remote_code(what: str, settings: dict[str, Any], trusted: bool) -> None:
-    """ModelError where a model's settings ask to run Python code of its own, which the user has not trusted."""
+    """ModelError where a model's settings name Python code to run, and the user has not trusted the model."""
     if "auto_map" in settings and not trusted:
         raise ModelError(
             f"{what} asks to run Python code that comes with the model (`auto_map`); "

@@ -46,7 +46,7 @@ class ModelPlan:
     """Where a model is or will be.
 
     `folder` is None where the hub's own cache will choose it. `ready` says that it is there. `note` is for people.
-    `context_length` is in tokens. None stands for what is not known before the download.
+    `context_length` is in tokens. None is what is not known before the download.
     """
 
     kind: Kind
@@ -61,11 +61,11 @@ class ModelPlan:
 
 
 def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelPlan:
-    """What a model's name means. Loads and downloads nothing; asks the hub for three seconds at most.
+    """What a model's name means. Loads and downloads nothing; a question to the hub takes three seconds at most.
 
     Args:
         name: a built-in name, a folder (a whole model or a LoRA adapter), a GGUF file, or a hub id.
-        trust_remote_code: accept a model that comes with Python code of its own.
+        trust_remote_code: accept a model whose repository contains Python code to run.
 
     Raises:
         ModelError: there is no such model, or it cannot work.
@@ -165,7 +165,7 @@ def _hub_plan(name: str, trust_remote_code: bool) -> ModelPlan:
     if answer.state == "here":
         return _undownloaded_plan(name, answer.info, trust_remote_code)
     if answer.state == "unreachable":
-        what = f"no model folder {name!r}, and the hub cannot be asked for a model of that name"
+        what = f"no model folder {name!r}, and the hub cannot be reached to look for one"
     else:
         what = f"no model folder and no hub model {name!r} that can be loaded"
     way_out = ("" if "/" in name else nearest(name.lower(), BUILTIN)) or f"; {_WAY_OUT}"

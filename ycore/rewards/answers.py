@@ -7,7 +7,7 @@ from typing import Any
 from ycore.types import Content
 
 _DIGITS = r"(?:\d{1,3}(?:,\d{3})+(?!\d)|\d+)"
-# A sign belongs to its number only where nothing stands before it that could be subtracted from: `10-7` holds 10 and 7.
+# A sign belongs to its number only where nothing precedes it that could be subtracted from: `10-7` holds 10 and 7.
 _NUMBER = re.compile(
     rf"(?:(?<![\w.)])[-+]\$?)?(?<![A-Za-z_])(?<!\d)(?:{_DIGITS}(?:\.\d+)?|(?<!\w)\.\d+)(?:[eE][-+]?\d{{1,3}})?"
 )

@@ -1,6 +1,6 @@
 """The built-in rewards: plain functions in TRL's shape, `(prompts, completions, **columns)`, one number per completion.
 
-Keyword-only parameters are the settings that a run may give; None stands for "does not apply". The numbers of
+Keyword-only parameters are the settings that a run may give; None means "does not apply". The numbers of
 `reference_probability` come from the policy, so the controller scores it; its settings and its equation are here.
 """
 

@@ -38,7 +38,7 @@ class _Batch:
         return _Batch({name: [values[index]] for name, values in self.offered.items()}, self.step, size=1)
 
     def request(self, source: int, inputs: Inputs) -> dict[str, Any]:
-        """The line that asks a worker, with only what the reward takes and JSON can carry (no image, no date)."""
+        """A worker's request, with only what the reward takes and JSON can carry (no image, no date)."""
         sent = {}
         for name in filter(inputs.accepts, self.offered):
             try:

@@ -6,10 +6,11 @@ A pointwise question is sent when its completion is written, a pairwise one when
 import hashlib
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TypeVar
 
 from ycore.engine.judge_engine import JudgeEngine, Refused
-from ycore.judge.declaration import LabelVerdict
+from ycore.judge.declaration import Judge, LabelVerdict
 from ycore.judge.question import Question, Questioner, as_text
 from ycore.judge.verdict import (
     Reply,
@@ -32,78 +33,76 @@ from ycore.types import Completion, Score
 V = TypeVar("V")
 
 
+@dataclass(eq=False)
 class JudgeScorer(Scorer):
     """One judge. `engines[slot]` are its engines; a judge at an address has one engine, which is on no slot."""
 
-    def __init__(
-        self,
-        name: str,
-        questioner: Questioner,
-        engines: Sequence[JudgeEngine],
-        *,
-        meter: JudgeMeter,
-        seed: int,
-        text_of: TextOf = plain_text,
-    ) -> None:
-        self._name, self._questioner, self._judge = name, questioner, questioner.judge
-        self._engines = self.own_engines = engines
-        self._seed, self._meter, self._text_of = seed, meter, text_of
+    name: str
+    questioner: Questioner
+    engines: Sequence[JudgeEngine]
+    meter: JudgeMeter
+    seed: int
+    text_of: TextOf = plain_text
+
+    @property
+    def judge(self) -> Judge:
+        return self.questioner.judge
 
     async def score(self, writing: Writing) -> list[list[Score]]:
-        if self._judge.mode == "groupwise":
+        if self.judge.mode == "groupwise":
             return [[score] for score in await self._ranked(writing)]
-        if self._judge.mode == "pairwise" and self._judge.against != "reference":
+        if self.judge.mode == "pairwise" and self.judge.against != "reference":
             return [[score] for score in await self._with_siblings(writing)]
         return await super().score(writing)
 
     async def score_one(self, writing: Writing, index: int) -> Score:
-        if self._judge.mode == "pairwise":
+        if self.judge.mode == "pairwise":
             return await self._with_reference(writing, index)
         completion = await writing.tasks_G[index]
         key = self._key(writing, completion)
-        question = self._questioner.pointwise(writing.draw.prompt, self._text_of(completion), key=key)
+        question = self.questioner.pointwise(writing.draw.prompt, self.text_of(completion), key=key)
         try:
             value = await self._verdict(question, writing, key=key, read=self._fraction)
         except Unreadable as problem:
             return self._masked(str(problem))
-        return Score(self._judge.reward(value))
+        return Score(self.judge.reward(value))
 
     async def _with_reference(self, writing: Writing, index: int) -> Score:
         completion = await writing.tasks_G[index]
-        reference = as_text(writing.draw.prompt.columns.get(self._judge.reference_column))
+        reference = as_text(writing.draw.prompt.columns.get(self.judge.reference_column))
         if not reference.strip():
             return self._masked("the row has no reference")
         try:
-            share = await self._pair(writing, self._text_of(completion), reference, key=self._key(writing, completion))
+            share = await self._pair(writing, self.text_of(completion), reference, key=self._key(writing, completion))
         except Unreadable as problem:
             return self._masked(str(problem))
-        return Score(self._judge.reward(share))
+        return Score(self.judge.reward(share))
 
     async def _with_siblings(self, writing: Writing) -> list[Score]:
-        pairs = ring_pairs(len(writing), self._judge.opponents)
-        met = await together([self._meeting(writing, one, other) for one, other in pairs])
+        pairs = ring_pairs(len(writing), self.judge.opponents)
+        won = await together([self._compare(writing, one, other) for one, other in pairs])
         scores = []
         for index in range(len(writing)):
             shares = [
                 share if index == pair[0] else 1 - share
-                for pair, share in zip(pairs, met, strict=True)
+                for pair, share in zip(pairs, won, strict=True)
                 if index in pair and share is not None
             ]
             scores.append(self._score(mean(shares), otherwise="no pair was judged"))
         return scores
 
-    async def _meeting(self, writing: Writing, one: int, other: int) -> float | None:
+    async def _compare(self, writing: Writing, one: int, other: int) -> float | None:
         """The share of wins of `one` over `other`, once both are written; None where no verdict can be read."""
         first, second = await writing.tasks_G[one], await writing.tasks_G[other]
         try:
             key = self._key(writing, first, second)
-            return await self._pair(writing, self._text_of(first), self._text_of(second), key=key)
+            return await self._pair(writing, self.text_of(first), self.text_of(second), key=key)
         except Unreadable:
             return None
 
     async def _pair(self, writing: Writing, one: str, other: str, *, key: str) -> float:
         """The share of wins of `one`. The judge sees both orders, so that a preference for a position cancels out."""
-        prompt, ask = writing.draw.prompt, self._questioner.pairwise
+        prompt, ask = writing.draw.prompt, self.questioner.pairwise
         shown_first, shown_second = await together(
             [
                 self._verdict(
@@ -112,14 +111,14 @@ class JudgeScorer(Scorer):
                 for order, pair in enumerate([(one, other), (other, one)])
             ]
         )
-        self._meter.pairs += 1
-        self._meter.pairs_by_position += follows_position(shown_first, shown_second)
+        self.meter.pairs += 1
+        self.meter.pairs_by_position += follows_position(shown_first, shown_second)
         return win_share(shown_first, shown_second)
 
     async def _ranked(self, writing: Writing) -> list[Score]:
         completions = await writing.all()
         key = self._key(writing, *completions)
-        orders = shuffled_orders(len(completions), self._judge.orders, seed=_number(key))
+        orders = shuffled_orders(len(completions), self.judge.orders, seed=_number(key))
         asked = [
             self._shares(writing, [completions[i] for i in order], key=f"{key}/{n}") for n, order in enumerate(orders)
         ]
@@ -131,14 +130,14 @@ class JudgeScorer(Scorer):
         return [self._score(share, otherwise="no ranking was read") for share in means]
 
     async def _shares(self, writing: Writing, shown: Sequence[Completion], *, key: str) -> list[float] | None:
-        texts = [self._text_of(completion) for completion in shown]
-        question = self._questioner.groupwise(writing.draw.prompt, texts, key=key)
+        texts = [self.text_of(completion) for completion in shown]
+        question = self.questioner.groupwise(writing.draw.prompt, texts, key=key)
         try:
             order = await self._verdict(
                 question,
                 writing,
                 key=key,
-                read=lambda reply: read_ranking(self._judge, reply, count=len(texts)),
+                read=lambda reply: read_ranking(self.judge, reply, count=len(texts)),
             )
         except Unreadable:
             return None
@@ -147,7 +146,7 @@ class JudgeScorer(Scorer):
     async def _verdict(self, question: Question, writing: Writing, *, key: str, read: Callable[[Reply], V]) -> V:
         """The value read from the reply. An unreadable reply is retried; after the last try Unreadable is raised."""
         problem = ""
-        for attempt in range(1 + self._judge.retries):
+        for attempt in range(1 + self.judge.retries):
             try:
                 reply = await self._ask(question, writing, seed=_number(f"{key}/{attempt}"), again=attempt > 0)
             except Refused as refusal:
@@ -155,43 +154,43 @@ class JudgeScorer(Scorer):
             try:
                 return read(reply)
             except Unreadable as why:
-                self._meter.parse_failures += 1
+                self.meter.parse_failures += 1
                 problem = str(why)
-            if isinstance(self._judge.verdict, LabelVerdict):
+            if isinstance(self.judge.verdict, LabelVerdict):
                 break  # probabilities do not depend on the seed
         raise Unreadable(problem)
 
     async def _ask(self, question: Question, writing: Writing, *, seed: int, again: bool) -> Reply:
-        if self._judge.base_url is not None:
-            return await self._timed(self._engines[0], question, seed=seed, again=again)
+        if self.judge.base_url is not None:
+            return await self._timed(self.engines[0], question, seed=seed, again=again)
         async with writing.turn(JUDGE) as slot:
-            reply = await self._timed(self._engines[slot], question, seed=seed, again=again)
+            reply = await self._timed(self.engines[slot], question, seed=seed, again=again)
             slot.num_tokens = reply.num_tokens
             return reply
 
     async def _timed(self, engine: JudgeEngine, question: Question, *, seed: int, again: bool) -> Reply:
         started = time.perf_counter()
-        self._meter.calls += 1
+        self.meter.calls += 1
         try:
-            reply = await engine.ask(self._judge, question, seed=seed, again=again)
+            reply = await engine.ask(self.judge, question, seed=seed, again=again)
         finally:
-            self._meter.seconds += time.perf_counter() - started
-        self._meter.tokens += reply.num_tokens
+            self.meter.seconds += time.perf_counter() - started
+        self.meter.tokens += reply.num_tokens
         return reply
 
     def _fraction(self, reply: Reply) -> float:
-        return self._judge.fraction(read_value(self._judge, reply))
+        return self.judge.fraction(read_value(self.judge, reply))
 
     def _key(self, writing: Writing, *completions: Completion) -> str:
         """Identifies what is judged, also in a resumed run. It depends on the tokens: no policy can predict it."""
         written = ",".join("-".join(map(str, completion.token_ids)) for completion in completions)
-        return f"{self._seed}/{self._name}/{writing.draw.position}/{hashlib.sha256(written.encode()).hexdigest()}"
+        return f"{self.seed}/{self.name}/{writing.draw.position}/{hashlib.sha256(written.encode()).hexdigest()}"
 
     def _score(self, share: float | None, *, otherwise: str) -> Score:
-        return self._masked(otherwise) if share is None else Score(self._judge.reward(share))
+        return self._masked(otherwise) if share is None else Score(self.judge.reward(share))
 
     def _masked(self, why: str) -> Score:
-        return Score(None, problem=f"judge {self._name}: {why}")
+        return Score(None, problem=f"judge {self.name}: {why}")
 
 
 def _number(key: str) -> int:

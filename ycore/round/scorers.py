@@ -170,74 +170,68 @@ def reward_model_encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
     return encode
 
 
+@dataclass(eq=False)
 class RewardModelScorer(Scorer):
     """One reward model, asked for a number as each completion ends. `engines[slot]` are its engines."""
 
-    def __init__(
-        self,
-        name: str,
-        reward_model: RewardModel,
-        engines: Sequence[VllmRewardModel],
-        *,
-        encode: Encode,
-        max_model_len: int,
-        meter: RewardModelMeter,
-        text_of: TextOf = plain_text,
-    ) -> None:
-        self._name, self._reward_model, self.own_engines = name, reward_model, engines
-        self._engines = engines
-        self._encode, self._max_model_len = encode, max_model_len
-        self._meter, self._text_of = meter, text_of
+    name: str
+    reward_model: RewardModel
+    engines: Sequence[VllmRewardModel]
+    encode: Encode
+    max_model_len: int
+    meter: RewardModelMeter
+    text_of: TextOf = plain_text
 
     async def score_one(self, writing: Writing, index: int) -> Score:
         completion = await writing.tasks_G[index]
-        token_ids = self._encode(writing.draw.prompt, self._text_of(completion))
-        if len(token_ids) > self._max_model_len:
+        token_ids = self.encode(writing.draw.prompt, self.text_of(completion))
+        if len(token_ids) > self.max_model_len:
             return self._masked("longer than its context")
         async with writing.turn(REWARD_MODEL) as slot:
             started = time.perf_counter()
-            logit = await self._engines[slot].logit(token_ids)
+            logit = await self.engines[slot].logit(token_ids)
             slot.num_tokens = len(token_ids)
-        self._meter.calls += 1
-        self._meter.seconds += time.perf_counter() - started
-        self._meter.tokens += len(token_ids)
+        self.meter.calls += 1
+        self.meter.seconds += time.perf_counter() - started
+        self.meter.tokens += len(token_ids)
         if not math.isfinite(logit):
             return self._masked("its answer is no finite number")
-        return Score(self._reward_model.reward(logit))
+        return Score(self.reward_model.reward(logit))
 
     def _masked(self, why: str) -> Score:
-        return Score(None, problem=f"reward model {self._name}: {why}")
+        return Score(None, problem=f"reward model {self.name}: {why}")
 
 
+@dataclass(eq=False)
 class ReferenceScorer(Scorer):
     """`reference_probability`: the policy's own probability of the right answer, after what it wrote."""
 
-    def __init__(self, reference: Reference, policy: Policy) -> None:
-        self._reference, self._policy = reference, policy
+    reference: Reference
+    policy: Policy
 
     async def score(self, writing: Writing) -> list[list[Score]]:
         answer_ids = self._tokenize(gold_of(writing.draw.prompt.columns.get("answer")))
         if not answer_ids:
             return [[Score(None)] for _ in range(len(writing))]  # without an answer the reward does not apply
-        bare = await self._logprobs(writing, "", answer_ids) if self._reference.debias else None
+        bare = await self._logprobs(writing, "", answer_ids) if self.reference.debias else None
         scores = await together([self._one(writing, index, answer_ids, bare) for index in range(len(writing))])
         return [[score] for score in scores]
 
     async def _one(self, writing: Writing, index: int, answer_ids: list[int], bare: Sequence[float] | None) -> Score:
         completion = await writing.tasks_G[index]
         logprobs = await self._logprobs(writing, completion.text, answer_ids)
-        if logprobs is None or (bare is None and self._reference.debias):
+        if logprobs is None or (bare is None and self.reference.debias):
             return Score(None, problem="reference_probability: longer than the engine's context")
         return Score(reference_reward(logprobs, bare))
 
     async def _logprobs(self, writing: Writing, text: str, answer_ids: list[int]) -> Sequence[float] | None:
         """Of the answer's tokens after the prompt and this text; None where they do not fit the context."""
-        before = before_the_answer(text, bridge=self._reference.bridge if text else "")
+        before = before_the_answer(text, bridge=self.reference.bridge if text else "")
         context = [*writing.draw.token_ids, *self._tokenize(before)]
-        if len(context) + len(answer_ids) >= self._policy.max_model_len:
+        if len(context) + len(answer_ids) >= self.policy.max_model_len:
             return None
         async with writing.slots.turn(ROLLOUT) as slot:
-            return await self._policy.engines[slot].logprobs_of(context, answer_ids)
+            return await self.policy.engines[slot].logprobs_of(context, answer_ids)
 
     def _tokenize(self, text: str) -> list[int]:
-        return list(self._policy.tokenizer(text, add_special_tokens=False)["input_ids"])
+        return list(self.policy.tokenizer(text, add_special_tokens=False)["input_ids"])

@@ -58,13 +58,13 @@ class Served(Protocol):
 
 
 class Scorer:
-    """One or more reward sources of one kind. `own_engines` are those that it starts and closes."""
+    """One or more reward sources of one kind. `engines` are those that it waits for and closes."""
 
-    own_engines: Sequence[Served] = ()
+    engines: Sequence[Served] = ()
 
     async def start(self, *, timeout_s: float) -> None:
         """Return once it can score; raise a YcoreError when it cannot."""
-        await together([engine.wait_ready(timeout_s=timeout_s) for engine in self.own_engines])
+        await together([engine.wait_ready(timeout_s=timeout_s) for engine in self.engines])
 
     async def score(self, writing: Writing) -> list[list[Score]]:
         """Scores by completion and by the scorer's own source. A completion that cannot be scored is masked.
@@ -80,7 +80,7 @@ class Scorer:
 
     async def close(self) -> None:
         """Release connections and processes."""
-        for engine in self.own_engines:
+        for engine in self.engines:
             await engine.close()
 
 

@@ -34,7 +34,8 @@ _PACKAGES = ("ycore", "torch", "transformers", "trl", "accelerate", "peft", "dat
 class Claim:
     """A claimed folder: nobody else's while any process holds `descriptor` open.
 
-    A guardian inherits it, so that a next run of the folder waits until the last one's processes are gone.
+    A guardian inherits it, so that a next run of the folder waits until the last one's processes are gone. The package
+    filelock does not serve here: it hides its descriptor, and its release would unlock the guardian's too.
 
     Raises:
         RunFolderError: another run holds the folder, and has not released it within some seconds.

@@ -36,9 +36,9 @@ def test_two_roles_at_once_on_a_slot_do_all_their_work_and_no_more() -> None:
     every_token = Speed(0.0, 0.001)
     loads = {"rollout": replace(load(12, 100, spread=0.5), speed=every_token), "judge": load(12, 50)}
     loads["judge"] = replace(loads["judge"], speed=every_token)
-    told = forecast_s(loads, {"rollout": 1, "judge": 0}, slots(1), shared=True)
-    assert told == pytest.approx(0.001 * 12 * (100 + 50))
-    assert forecast_s(loads, {"rollout": 2, "judge": 0}, slots(2), shared=True) == pytest.approx(told / 2, rel=0.2)
+    seconds = forecast_s(loads, {"rollout": 1, "judge": 0}, slots(1), shared=True)
+    assert seconds == pytest.approx(0.001 * 12 * (100 + 50))
+    assert forecast_s(loads, {"rollout": 2, "judge": 0}, slots(2), shared=True) == pytest.approx(seconds / 2, rel=0.2)
 
 
 def test_late_verdicts_cost_more_where_prompts_wait_for_them() -> None:

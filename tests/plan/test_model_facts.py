@@ -54,12 +54,12 @@ def test_a_text_model_inside_another_is_the_one_that_is_counted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "told"),
+    ("content", "said"),
     [("{}", "needs num_attention_heads"), ("[]", "must hold a JSON object"), ("{", "cannot be read as JSON")],
 )
-def test_a_config_without_sizes_is_told(tmp_path: Path, content: str, told: str) -> None:
+def test_a_config_without_sizes_is_refused(tmp_path: Path, content: str, said: str) -> None:
     (tmp_path / "config.json").write_text(content)
-    with pytest.raises(ModelError, match=told):
+    with pytest.raises(ModelError, match=said):
         model_facts(str(tmp_path))
 
 

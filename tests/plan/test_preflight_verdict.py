@@ -35,9 +35,9 @@ GOOD = Measurements(
 
 
 def test_a_good_run_has_nothing_to_mend() -> None:
-    told = verdict(GOOD)
-    assert told.learns and not told.findings
-    assert told.in_words == "this run can learn: 75% of the groups have something to compare"
+    judged = verdict(GOOD)
+    assert judged.learns and not judged.findings
+    assert judged.in_words == "this run can learn: 75% of the groups have something to compare"
 
 
 STOPS = [
@@ -76,11 +76,11 @@ STOPS = [
 
 @pytest.mark.parametrize(("change", "what", "mend"), [row[1:] for row in STOPS], ids=[row[0] for row in STOPS])
 def test_what_stops_a_run_is_named_with_its_mend(change: dict[str, object], what: str, mend: str) -> None:
-    told = verdict(replace(GOOD, **change))  # type: ignore[arg-type]
-    assert not told.learns
-    assert told.in_words.startswith("this run will not learn: ")
-    assert what in told.in_words and mend in told.in_words
-    assert told.findings[0].level == "stops"
+    judged = verdict(replace(GOOD, **change))  # type: ignore[arg-type]
+    assert not judged.learns
+    assert judged.in_words.startswith("this run will not learn: ")
+    assert what in judged.in_words and mend in judged.in_words
+    assert judged.findings[0].level == "stops"
 
 
 WARNS = [
@@ -95,21 +95,21 @@ WARNS = [
 
 
 @pytest.mark.parametrize(("change", "what"), WARNS, ids=[what for _, what in WARNS])
-def test_what_slows_a_run_is_told_and_does_not_stop_it(change: dict[str, object], what: str) -> None:
-    told = verdict(replace(GOOD, **change))  # type: ignore[arg-type]
-    assert told.learns and [finding.level for finding in told.findings] == ["warns"]
-    assert what in told.in_words
+def test_what_slows_a_run_is_reported_and_does_not_stop_it(change: dict[str, object], what: str) -> None:
+    judged = verdict(replace(GOOD, **change))  # type: ignore[arg-type]
+    assert judged.learns and [finding.level for finding in judged.findings] == ["warns"]
+    assert what in judged.in_words
 
 
 def test_what_stops_comes_before_what_slows() -> None:
-    told = verdict(replace(GOOD, truncated=0.4, equal=1.0, rewards=(0.0,) * 64))
-    assert [finding.level for finding in told.findings] == ["stops", "warns"]
+    judged = verdict(replace(GOOD, truncated=0.4, equal=1.0, rewards=(0.0,) * 64))
+    assert [finding.level for finding in judged.findings] == ["stops", "warns"]
 
 
 def test_no_longer_completion_is_advised_than_the_context_has_room_for() -> None:
     lengths = PromptCount(rows=1, longest=1900, longest_row=0, too_long=0, room=1920)
-    told = verdict(replace(GOOD, truncated=1.0, prompts=lengths))
-    assert "--max-tokens 148" in told.in_words
+    judged = verdict(replace(GOOD, truncated=1.0, prompts=lengths))
+    assert "--max-tokens 148" in judged.in_words
 
 
 def test_a_histogram_counts_every_reward_once() -> None:

@@ -36,7 +36,7 @@ class States:
     num_params: float
     devices: int
     sharding: Sharding
-    told: float
+    published: float
     source: str
     within: float = 0.05
 
@@ -60,7 +60,7 @@ def test_model_states_are_those_published(row: States) -> None:
     job = Job(facts, lora_rank=None)
     parts = trainer_states(job, Way(row.devices, row.devices, row.sharding))
     ours = sum(size for name, size in parts.items() if name != "copies")  # what the sources leave out
-    assert ours == pytest.approx(row.told, rel=row.within), row.source
+    assert ours == pytest.approx(row.published, rel=row.within), row.source
 
 
 def test_the_cache_of_a_token_is_that_published() -> None:
@@ -114,11 +114,11 @@ STEPS = [
 ]
 
 
-@pytest.mark.parametrize(("model", "devices", "tokens", "told_s"), STEPS, ids=[row[0] for row in STEPS])
-def test_a_step_is_of_the_size_published(model: str, devices: int, tokens: int, told_s: float) -> None:
+@pytest.mark.parametrize(("model", "devices", "tokens", "published_s"), STEPS, ids=[row[0] for row in STEPS])
+def test_a_step_is_of_the_size_published(model: str, devices: int, tokens: int, published_s: float) -> None:
     """Theirs computes log-probabilities twice more, of old policy and reference; ours is a plan, so within twice."""
     fleet = Fleet(DEVICES["h100"], devices)
     job = Job(model_facts(model), prompts_per_step=64, group_size=32, prompt_tokens=100,
               completion_tokens=tokens - 100, max_tokens=3996, lora_rank=None)  # fmt: skip
     fitting, _ = ranked(job, fleet, ways(job, fleet, micro_batch=1))
-    assert told_s / 2 < fitting[0].step_s < told_s * 2, _NEMO
+    assert published_s / 2 < fitting[0].step_s < published_s * 2, _NEMO

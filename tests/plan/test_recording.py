@@ -9,7 +9,7 @@ import pytest
 from ycore.errors import DataError
 from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed
-from ycore.placement.placement import JUDGE, ROLLOUT, Placement, SlotPool, parse_placement
+from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT, Placement, SlotPool, parse_placement
 from ycore.plan.comparison import Scenario, compare_recorded
 from ycore.plan.recording import Request, Seen, curve, recorded, requests_of
 from ycore.plan.simulation import Demand, Lengths, Machine, SimulatedRound, Workload
@@ -65,11 +65,11 @@ def _later(one: Request, seconds: float) -> Request:
 
 
 def test_speeds_are_found_again() -> None:
-    told = recorded(record("split:1:1"), group_size=4)
+    recording = recorded(record("split:1:1"), group_size=4)
     for role in ROLES:
         for depth in (8, 16, 24):  # what it met; of one request alone the rounds say little
-            assert told.speeds[role].step_s(depth) == pytest.approx(SPEED.step_s(depth), rel=0.05)
-    assert len(told.rounds) == 4 and all(len(groups) == 6 for groups in told.rounds)
+            assert recording.speeds[role].step_s(depth) == pytest.approx(SPEED.step_s(depth), rel=0.05)
+    assert len(recording.rounds) == 4 and all(len(groups) == 6 for groups in recording.rounds)
 
 
 @pytest.mark.parametrize("tokens", [True, False], ids=["tokens", "no tokens"])
@@ -83,8 +83,15 @@ def test_the_recorded_placement_takes_as_long_as_it_took(tokens: bool) -> None:
 def test_groups_that_came_later_come_later_again() -> None:
     first = [Request(n, ROLLOUT, 0, 0.0, 0.0, 1.0 + n, 10) for n in range(2)]
     second = [Request(n, ROLLOUT, 0, 2.5, 2.5, 4.0, 10) for n in (2, 3)]
-    told = recorded([[*first, *second]], group_size=2)
-    assert [group.after for group in told.rounds[0]] == [0, 1]
+    recording = recorded([[*first, *second]], group_size=2)
+    assert [group.after for group in recording.rounds[0]] == [0, 1]
+
+
+def test_scorers_come_in_the_same_order_in_every_process() -> None:
+    roles = (ROLLOUT, REWARD_MODEL, JUDGE)
+    requests = [Request(number, role, 0, 0.0, float(number), 9.0, 5) for number, role in enumerate(roles)]
+    ((group,),) = recorded([requests], group_size=1).rounds
+    assert [list(sizes) for sizes in group.completions] == [[ROLLOUT, JUDGE, REWARD_MODEL]]
 
 
 def test_an_empty_trace_is_said_to_be_one() -> None:
@@ -98,27 +105,27 @@ def seen(*met: tuple[float, float]) -> list[Seen]:
 
 
 def test_points_are_what_was_met_and_lines_lie_between() -> None:
-    told = curve(LINE, seen((1, 0.05), (8, 0.06), (32, 0.14)))
-    assert [told.step_s(depth) for depth in (1, 8, 20, 32)] == pytest.approx([0.05, 0.06, 0.10, 0.14])
+    recording = curve(LINE, seen((1, 0.05), (8, 0.06), (32, 0.14)))
+    assert [recording.step_s(depth) for depth in (1, 8, 20, 32)] == pytest.approx([0.05, 0.06, 0.10, 0.14])
 
 
 def test_beyond_the_ends_the_line_leads_on() -> None:
-    told = curve(LINE, seen((8, 0.06), (32, 0.14)))
-    assert told.step_s(42) == pytest.approx(0.17) and told.step_s(4) == pytest.approx(0.048)
+    recording = curve(LINE, seen((8, 0.06), (32, 0.14)))
+    assert recording.step_s(42) == pytest.approx(0.17) and recording.step_s(4) == pytest.approx(0.048)
     assert curve(LINE, seen((60, 0.2))).step_s(1) == pytest.approx(0.023)
     assert curve(Speed(0.9, 0.003), seen((60, 0.2))).step_s(1) == pytest.approx(0.2), "never longer than when deeper"
 
 
-def test_requests_count_by_their_tokens_and_few_are_told_with_others() -> None:
-    told = curve(LINE, [Seen(30.0, 3.0, 3.0), Seen(10.0, 2.0, 4.0), Seen(10.0, 1.0, 5.0)])
-    assert told.depths == pytest.approx((3.6,)) and told.seconds == pytest.approx((0.12,))
+def test_requests_count_by_their_tokens_and_few_join_others() -> None:
+    recording = curve(LINE, [Seen(30.0, 3.0, 3.0), Seen(10.0, 2.0, 4.0), Seen(10.0, 1.0, 5.0)])
+    assert recording.depths == pytest.approx((3.6,)) and recording.seconds == pytest.approx((0.12,))
     several = curve(LINE, [*seen((2, 0.05)), Seen(10.0, 5.0, 50.0)])
     assert len(several.depths) == 1
 
 
 def test_a_step_is_never_shorter_when_deeper() -> None:
-    told = curve(LINE, seen((1, 0.06), (8, 0.05), (32, 0.14)))
-    assert told.seconds == pytest.approx((0.06, 0.06, 0.14))
+    recording = curve(LINE, seen((1, 0.06), (8, 0.05), (32, 0.14)))
+    assert recording.seconds == pytest.approx((0.06, 0.06, 0.14))
 
 
 def test_the_trace_of_live_slots_is_read_back(tmp_path: Path) -> None:

@@ -79,12 +79,12 @@ def test_a_split_overlaps_and_never_swaps() -> None:
 
 
 def test_groups_that_cannot_teach_are_replaced_by_the_live_rules() -> None:
-    told = {0: False, 1: True, 2: True, 3: False, 4: True}
+    teaches = {0: False, 1: True, 2: True, 3: False, 4: True}
     asked: list[int] = []
 
     def group_at(position: int) -> SimulatedGroup:
         asked.append(position)
-        return SimulatedGroup(({ROLLOUT: 10.0, JUDGE: 1.0},) * 2, teaches=told.get(position, True))
+        return SimulatedGroup(({ROLLOUT: 10.0, JUDGE: 1.0},) * 2, teaches=teaches.get(position, True))
 
     outcome = SimulatedRound(Allocator(pool(2)), MACHINE, group_at, Demand(3, dynamic=True)).run()
     assert outcome.drawn == len(asked) >= 4 and asked == list(range(len(asked)))

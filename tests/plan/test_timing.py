@@ -63,8 +63,8 @@ def test_a_judge_that_is_not_there_takes_no_time() -> None:
 
 def test_a_published_swap_is_met() -> None:
     """vllm-project/vllm#48337, level 2: 1.92 s for Qwen3-0.6B and 6.84 s for Qwen3-8B."""
-    for name, told in (("Qwen3-0.6B", 1.92), ("Qwen3-8B", 6.84)):
-        assert timing.swap_s(model_facts(name), JOB, H100) == pytest.approx(told, rel=0.05)
+    for name, published_s in (("Qwen3-0.6B", 1.92), ("Qwen3-8B", 6.84)):
+        assert timing.swap_s(model_facts(name), JOB, H100) == pytest.approx(published_s, rel=0.05)
 
 
 def test_states_are_cut_up_as_zero_says() -> None:

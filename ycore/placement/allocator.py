@@ -158,7 +158,7 @@ class Allocator:
 
     @property
     def gathers(self) -> bool:
-        """Whether the verdicts of a group should be asked for together, once the whole group is written.
+        """Whether the verdicts of a group should be requested together, once the whole group is written.
 
         On a shared slot a judge's step takes nearly as long for one short verdict as for several, and the rollouts wait
         for it; and a group is of use only with its last verdict.

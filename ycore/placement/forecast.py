@@ -24,7 +24,7 @@ COHORTS = 12
 _LEAST = 0.5  # with fewer late requests than this, there is no second wave
 _QUANTILES = [NormalDist().inv_cdf((index + 0.5) / COHORTS) for index in range(COHORTS)]
 _ORDER = [index * 5 % COHORTS for index in range(COHORTS)]
-"""The second wave draws its lengths anew: its cohorts take them in another order."""
+"""The second wave draws new lengths: its cohorts take them in another order."""
 
 
 def forecast_s(loads: Mapping[str, Load], division: Division, pool: SlotPool, *, shared: bool = False) -> float:

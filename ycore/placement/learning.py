@@ -88,7 +88,7 @@ class Calibration:
         return {mode: list(measured) for mode, measured in self.measured.items()}
 
     def restore(self, state: Mapping[str, list[float]]) -> None:
-        """Take what `state` gave; a mode that it lacks (an older checkpoint) starts anew."""
+        """Take what `state` gave; a mode that it lacks (an older checkpoint) starts at the prior."""
         for mode in MODES:
             rounds, ratios = state.get(mode, (0.0, 0.0))
             self.measured[mode] = rounds, ratios

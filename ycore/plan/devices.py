@@ -108,7 +108,7 @@ def parse_devices(text: str, *, core: Device, num_cores: int) -> Fleet:
 def _of_memory(gigabytes: float) -> Device:
     size = gigabytes * GB
     alike = min((DEVICES[name] for name in _COMMON), key=lambda device: abs(device.memory_bytes - size))
-    source = f"speed taken as {alike.name}'s, since only the memory was told ({alike.source})"
+    source = f"speed taken as {alike.name}'s, since only the size was given ({alike.source})"
     return replace(alike, name=f"{gigabytes:g} GB device", memory_bytes=size, source=source)
 
 

@@ -112,9 +112,9 @@ def verdict(measured: Measurements) -> Verdict:
     return Verdict(learns, words, tuple(found))
 
 
-def from_json(told: Mapping[str, Any]) -> Measurements:
-    """The inverse of `dataclasses.asdict` and JSON."""
-    return TypeAdapter(Measurements).validate_python(told)
+def from_json(preflight: Mapping[str, Any]) -> Measurements:
+    """The measurements of a preflight.json, which has them as `dataclasses.asdict` gives them."""
+    return TypeAdapter(Measurements).validate_python(preflight)
 
 
 def histogram(rewards: tuple[float, ...], *, bins: int = 10) -> list[tuple[float, float, int]]:

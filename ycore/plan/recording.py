@@ -77,27 +77,21 @@ def recorded(rounds: Sequence[Sequence[Request]], *, group_size: int) -> Recordi
 def _groups(requests: Sequence[Request], group_size: int) -> list[SimulatedGroup]:
     """A round's groups in the order they were drawn; scorers' requests go to completions in the order both ended."""
     rollouts = sorted((one for one in requests if one.role == ROLLOUT), key=lambda one: one.number)
-    ended = sorted(rollouts, key=lambda one: one.ended)
-    scored: dict[int, list[Request]] = {one.number: [] for one in rollouts}
-    for role in {one.role for one in requests} - {ROLLOUT}:
+    by_end = sorted(rollouts, key=lambda one: one.ended)
+    sizes = {one.number: {ROLLOUT: one.tokens} for one in rollouts}
+    ended = {one.number: one.ended for one in rollouts}
+    for role in sorted({one.role for one in requests} - {ROLLOUT}):
         scorers = sorted((one for one in requests if one.role == role), key=lambda one: one.number)
         for place, one in enumerate(scorers):
-            scored[ended[place * len(ended) // len(scorers)].number].append(one)
+            scored = by_end[place * len(by_end) // len(scorers)].number
+            sizes[scored][role] = sizes[scored].get(role, 0.0) + one.tokens
+            ended[scored] = max(ended[scored], one.ended)
     chunks = [rollouts[first : first + group_size] for first in range(0, len(rollouts), group_size)]
-    ends = [max(one.ended for own in chunk for one in (own, *scored[own.number])) for chunk in chunks]
+    ends = [max(ended[one.number] for one in chunk) for chunk in chunks]
     return [
-        SimulatedGroup(
-            tuple(_sizes(own, scored[own.number]) for own in chunk), after=sum(end <= chunk[0].queued for end in ends)
-        )
+        SimulatedGroup(tuple(sizes[one.number] for one in chunk), after=sum(end <= chunk[0].queued for end in ends))
         for chunk in chunks
     ]
-
-
-def _sizes(rollout: Request, scorers: Sequence[Request]) -> dict[str, float]:
-    sizes = {ROLLOUT: rollout.tokens}
-    for one in scorers:
-        sizes[one.role] = sizes.get(one.role, 0.0) + one.tokens
-    return sizes
 
 
 _EDGES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)

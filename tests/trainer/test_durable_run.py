@@ -100,7 +100,7 @@ def make(place: Path, model: Path, trl: dict[str, Any], **settings: Any) -> RunF
 
 
 def train(folder: RunFolder, *callbacks: TrainerCallback) -> RolloutRun:
-    """A trainer's life, as `roles.trainer` leads it."""
+    """A trainer's life, as `python -m ycore.trainer` leads it."""
     run = RolloutRun(assemble(folder.root))
     for callback in callbacks:
         run.trainer.add_callback(callback)

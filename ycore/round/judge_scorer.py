@@ -6,7 +6,7 @@ A pointwise question is sent when its completion is written, a pairwise one when
 import hashlib
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import TypeVar
 
 from ycore.engine.judge_engine import JudgeEngine, Refused
@@ -40,6 +40,7 @@ class JudgeScorer(Scorer):
     name: str
     questioner: Questioner
     engines: Sequence[JudgeEngine]
+    _: KW_ONLY
     meter: JudgeMeter
     seed: int
     text_of: TextOf = plain_text

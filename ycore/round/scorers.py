@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -177,6 +177,7 @@ class RewardModelScorer(Scorer):
     name: str
     reward_model: RewardModel
     engines: Sequence[VllmRewardModel]
+    _: KW_ONLY
     encode: Encode
     max_model_len: int
     meter: RewardModelMeter

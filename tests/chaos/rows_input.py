@@ -19,7 +19,7 @@ from tests.chaos.command_lines import BAD, GOOD, GRPO, write_place
 from tests.chaos.runs import Setting
 from ycore.config.batch import derive_batch
 from ycore.config.presets import PRESETS
-from ycore.config.resolve import check_needs, resolve
+from ycore.config.resolve import check_needs, require_rollouts, resolve
 from ycore.config.schema import RunConfig
 from ycore.config.trl_arguments import trl_arguments
 from ycore.config.trl_fields import fields_of
@@ -184,7 +184,7 @@ def _put(where: dict[str, Any], key: str, source: Source) -> None:
 
 def _is_accepted(recipe: dict[str, Any], sets: Sequence[str], options: dict[str, Any]) -> bool:
     try:
-        config = resolve(recipe=recipe, sets=sets, options=options)
+        config = require_rollouts(resolve(recipe=recipe, sets=sets, options=options))
         batch = derive_batch(config, world_size=1, on_cpu=True)
         check_needs(config)
         trl_arguments(config, batch, RunFolder(Path(config.output)))

@@ -4,9 +4,9 @@ It is read from trace.json and from the times of two files: `step_began`, which 
 metrics.jsonl, which is written when one is over.
 """
 
-import math
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,14 +29,14 @@ _CLOCK_S = 0.05  # a file's time is a few milliseconds behind the clock
 
 @dataclass(slots=True)
 class Activity:
-    """Events in; lanes and queues out. Pure."""
+    """What the events of a trace amount to: a lane a slot, and the last levels and the phase of each rank."""
 
     lanes: dict[Place, Lane] = field(default_factory=dict)
     newest: float = 0.0
     is_full: bool = False
-    _waiting: dict[int, Levels] = field(default_factory=dict)
-    _in_flight: dict[int, Levels] = field(default_factory=dict)
-    _phases: dict[int, tuple[str, float]] = field(default_factory=dict)
+    waiting: dict[int, Levels] = field(default_factory=dict)
+    in_flight: dict[int, Levels] = field(default_factory=dict)
+    phases: dict[int, tuple[str, float]] = field(default_factory=dict)
 
     def add(self, events: list[Event]) -> None:
         """Events in the order they were written."""
@@ -44,7 +44,7 @@ class Activity:
         for event in events:
             match event:
                 case Span(name=name) if name == ROUND:
-                    self._phases[event.rank] = (TRAIN, event.began + event.seconds)
+                    self.phases[event.rank] = (TRAIN, event.began + event.seconds)
                 case Span(name=name) if name == SWAP:
                     swaps = self.lanes.setdefault((event.rank, event.slot), Lane()).swaps
                     swaps.append((event.began, event.seconds, str(event.details.get("awake", ""))))
@@ -55,7 +55,7 @@ class Activity:
                 case Mark(name=name) if name == FULL:
                     self.is_full = True
                 case Mark():
-                    self._phases[event.rank] = (event.name, event.at)
+                    self.phases[event.rank] = (event.name, event.at)
                 case Levels():
                     self._add_levels(event)
         for (place, role), stretches in turns.items():
@@ -63,56 +63,12 @@ class Activity:
 
     def _add_levels(self, levels: Levels) -> None:
         if levels.name != IN_FLIGHT:
-            self._waiting[levels.rank] = levels
+            self.waiting[levels.rank] = levels
             return
-        self._in_flight[levels.rank] = levels
+        self.in_flight[levels.rank] = levels
         self.newest = max(self.newest, levels.at)
         for key in levels.values:
             self.lanes.setdefault((levels.rank, _role_and_slot(key)[1]), Lane())
-
-    def queues(self, since: float) -> dict[str, tuple[int, int]]:
-        """By role: requests in flight and requests that wait, over all ranks; only roles that any rank has reported.
-
-        What was reported before `since` was of another step, whose requests are gone: it counts as none.
-        """
-        flying: dict[str, int] = {}
-        waiting: dict[str, int] = {}
-        for levels in self._in_flight.values():
-            for key, count in levels.values.items():
-                role, _ = _role_and_slot(key)
-                flying[role] = flying.get(role, 0) + count * _is_of(levels, since)
-        for levels in self._waiting.values():
-            for role, count in levels.values.items():
-                waiting[role] = waiting.get(role, 0) + count * _is_of(levels, since)
-        return {role: (flying.get(role, 0), waiting.get(role, 0)) for role in in_order({*flying, *waiting})}
-
-    def flying(self, place: Place, since: float) -> int:
-        """Requests in flight on a slot, whatever their role."""
-        levels = self._in_flight.get(place[0])
-        counts = levels.values.items() if levels and _is_of(levels, since) else ()
-        return sum(count for key, count in counts if _role_and_slot(key)[1] == place[1])
-
-    def open_since(self, place: Place, since: float) -> dict[str, float]:
-        """By role: when the oldest request in flight on a slot began."""
-        levels = self._in_flight.get(place[0])
-        if levels is None or not _is_of(levels, since):
-            return {}
-        oldest = ((*_role_and_slot(key), seconds) for key, seconds in levels.oldest_s.items())
-        return {role: levels.at - seconds for role, slot, seconds in oldest if slot == place[1]}
-
-    def phase(self, step_began: float) -> tuple[str, float, str]:
-        """(phase, since, which rank) of the rank that is least far in this step; an empty phase where none is known."""
-        order = [*PHASES]
-        known = {
-            rank: (phase, since)
-            for rank, (phase, since) in self._phases.items()
-            if since >= step_began - _CLOCK_S and phase in order
-        }
-        if not known:
-            return "", step_began, ""
-        rank, (phase, since) = min(known.items(), key=lambda item: (order.index(item[1][0]), -item[1][1]))
-        alike = all(other == phase for other, _ in known.values())
-        return phase, since, "" if alike else f"rank {rank}: "
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,18 +90,36 @@ class Scene:
     def shows_lanes(self) -> bool:
         return bool(self.activity.lanes) and not self.activity.is_full
 
-    @property
-    def _since(self) -> float:
-        return math.inf if self.is_over or self.step_began is None else self.step_began
-
-    def open_since(self, place: Place) -> dict[str, float]:
-        return self.activity.open_since(place, self._since)
+    def queues(self) -> dict[str, tuple[int, int]]:
+        """By role: requests in flight and requests that wait, over all ranks; only roles that any rank has reported."""
+        flying, waiting = Counter[str](), Counter[str]()
+        for levels in self.activity.in_flight.values():
+            for key, count in levels.values.items():
+                flying[_role_and_slot(key)[0]] += count * self._is_now(levels)
+        for levels in self.activity.waiting.values():
+            for role, count in levels.values.items():
+                waiting[role] += count * self._is_now(levels)
+        return {role: (flying[role], waiting[role]) for role in in_order({*flying, *waiting})}
 
     def flying(self, place: Place) -> int:
-        return self.activity.flying(place, self._since)
+        """Requests in flight on a slot, whatever their role."""
+        levels = self.activity.in_flight.get(place[0])
+        counts = levels.values.items() if levels and self._is_now(levels) else ()
+        return sum(count for key, count in counts if _role_and_slot(key)[1] == place[1])
 
-    def queues(self) -> dict[str, tuple[int, int]]:
-        return self.activity.queues(self._since)
+    def open_since(self, place: Place) -> dict[str, float]:
+        """By role: when the oldest request in flight on a slot began."""
+        levels = self.activity.in_flight.get(place[0])
+        if levels is None or not self._is_now(levels):
+            return {}
+        oldest = ((*_role_and_slot(key), seconds) for key, seconds in levels.oldest_s.items())
+        return {role: levels.at - seconds for role, slot, seconds in oldest if slot == place[1]}
+
+    def _is_now(self, levels: Levels) -> bool:
+        """Whether they were reported in this step: the requests of an earlier one are gone, and count as none."""
+        if self.is_over or self.step_began is None:
+            return False
+        return levels.at >= self.step_began - _CLOCK_S
 
     def now(self) -> str:
         """`training for 12 s, 28 s into the step`."""
@@ -153,7 +127,7 @@ class Scene:
             return "starting"
         if self.step_ended is not None and self.step_ended >= self.step_began:
             return f"between steps for {self._for(self.step_ended)}"
-        phase, since, who = self.activity.phase(self.step_began)
+        phase, since, who = self._phase(self.step_began)
         into = f"{self._for(self.step_began)} into the step"
         if not phase:
             return into
@@ -170,6 +144,20 @@ class Scene:
             f"{role.replace('_', ' ')} {flying} in flight, {waiting} waiting"
             for role, (flying, waiting) in self.queues().items()
         ]
+
+    def _phase(self, step_began: float) -> tuple[str, float, str]:
+        """(phase, since, which rank) of the rank that is least far in this step; an empty phase where none is known."""
+        order = [*PHASES]
+        known = {
+            rank: (phase, since)
+            for rank, (phase, since) in self.activity.phases.items()
+            if since >= step_began - _CLOCK_S and phase in order
+        }
+        if not known:
+            return "", step_began, ""
+        rank, (phase, since) = min(known.items(), key=lambda item: (order.index(item[1][0]), -item[1][1]))
+        alike = all(other == phase for other, _ in known.values())
+        return phase, since, "" if alike else f"rank {rank}: "
 
     def _in_round(self) -> str:
         """What a round waits for: with nothing in flight and nothing waiting it is the reward functions."""
@@ -220,10 +208,6 @@ class RunActivity:
         until = self._activity.newest if is_over else time.time()
         began, ended = _touched(self._folder.step_began), _touched(self._folder.metrics)
         return Scene(self._activity, until, is_over, began, ended)
-
-
-def _is_of(levels: Levels, since: float) -> bool:
-    return levels.at >= since - _CLOCK_S
 
 
 def _role_and_slot(key: str) -> tuple[str, int]:

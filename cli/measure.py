@@ -78,16 +78,14 @@ def fly_first(config: "RunConfig") -> None:
         typer.Exit: With status 1, where the verdict is that the run will not learn.
     """
     from ycore_cli.checks import checked_plan
-    from ycore_cli.output import stdout_for_json
-
-    from ycore.run.text import printable
+    from ycore_cli.output import print_line, stdout_for_json
 
     with stdout_for_json(True):
         alone = _in_own_folder(config)
         checked_plan(alone)
         result = _run_preflight(alone)
     for line in _preflight_lines(result):
-        print(printable(line, one_line=True), file=sys.stderr)
+        print_line(line, stream=sys.stderr)
     if not result["learns"]:
         raise typer.Exit(1)
 

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from ycore.run.files import json_safe, read_json
 from ycore.run.paths import RunFolder
@@ -43,9 +43,9 @@ def print_json(value: Mapping[str, Any]) -> None:
     print(json.dumps(json_safe(value), ensure_ascii=False, allow_nan=False), flush=True)
 
 
-def print_line(text: str) -> None:
-    """One line of text that may hold what a model, a dataset or a reward wrote."""
-    print(printable(text, one_line=True), flush=True)
+def print_line(text: str, *, stream: TextIO | None = None) -> None:
+    """One line of text that may hold what a model, a dataset or a reward wrote; on standard output by default."""
+    print(printable(text, one_line=True), file=stream, flush=True)
 
 
 def print_table(rows: Iterable[tuple[str, str]]) -> None:

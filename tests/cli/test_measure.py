@@ -1,12 +1,17 @@
 """`ycore preflight` as it is typed: what it says of runs that cannot learn, and `--preflight` before one."""
 
 import json
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import pytest
+from ycore_cli import measure
 from ycore_cli.main import run
 
+from ycore.config.schema import RewardConfig, RunConfig
 from ycore.models.tiny import write_tiny_model
+from ycore.plan.preflight_verdict import Measurements, verdict
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -62,6 +67,18 @@ def test_a_run_is_not_started_where_nothing_can_be_learned(place: Path, capsys: 
     told = capsys.readouterr().err
     assert "this run will not learn" in told and "every reward is 0" in told and "0.00" in told
     assert (place / "run-preflight" / "preflight.json").is_file() and not (place / "run").exists()
+
+
+def test_a_sampled_completion_is_printed_as_data(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    measured = Measurements(4, 4, 8, 64, truncated=0.0, equal=0.0, rewards=(0.0, 1.0), masked=0.0)
+    result: dict[str, Any] = {"preflight": asdict(measured), **asdict(verdict(measured))}
+    result["samples"] = [{"completion": "\x1b[2J[/INST]\x07", "reward": 1.0}]
+    monkeypatch.setattr(measure, "_run_preflight", lambda config: result)
+    monkeypatch.setattr("ycore_cli.checks.checked_plan", lambda config: {})
+    measure.fly_first(RunConfig(model="m", dataset="d", rewards=[RewardConfig(reward="length")], output="out"))
+    assert r"   1.00  \x1b[2J[/INST]\x07" in capsys.readouterr().err
 
 
 @pytest.mark.engine

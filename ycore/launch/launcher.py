@@ -78,7 +78,10 @@ def run_worker(
     began = time.monotonic()
     site = site_of(config, trains=worker.trains)
     held = claim(site.folder, config, resume=resume)
-    progress = _open_progress(worker, config.steps or num_steps, site.folder, stream)
+    if worker.trains:
+        progress = open_progress(config.steps or num_steps, stream=stream, look=RunActivity(site.folder.root).look)
+    else:
+        progress = open_progress(None, unit="prompts", stream=stream)
     sum_up = partial(_sum_up, worker, config, site, progress, began=began)
     try:
         with StopRequests() as stops, guarded(site.folder, held):
@@ -91,12 +94,6 @@ def run_worker(
     finally:
         progress.close()
         held.release()
-
-
-def _open_progress(worker: Worker, num_steps: int | None, folder: RunFolder, stream: TextIO | None) -> RunProgress:
-    if worker.trains:
-        return open_progress(num_steps, stream=stream, look=RunActivity(folder.root).look)
-    return open_progress(None, unit="prompts", stream=stream)
 
 
 def _work(worker: Worker, config: AnyConfig, site: Site, progress: RunProgress, stops: StopRequests) -> None:
@@ -121,7 +118,7 @@ def _work(worker: Worker, config: AnyConfig, site: Site, progress: RunProgress, 
 
 
 def _start_engines(worker: Worker, config: AnyConfig, site: Site, progress: RunProgress) -> EngineWatch:
-    """Fetch the models and start the engines; engines.json tells the worker about both."""
+    """Fetch the models and start the engines; engines.json describes both to the worker."""
 
     @cache
     def fetch(name: str) -> Path:
@@ -236,10 +233,7 @@ def _draw(config: AnyConfig, folder: RunFolder, metrics: list[dict[str, Any]], p
     try:
         if isinstance(config, RunConfig):
             finish_trace_and_draw(folder, f"placement {config.placement}, the last rounds")
-            draw_curve(metrics, folder.curve, f"{config.algorithm}: {config.model} on {config.dataset}")
-        else:
-            title = f"{config.algorithm}: {config.model} on {Path(config.dataset).name}"
-            draw_curve(metrics, folder.curve, title)
+        draw_curve(metrics, folder.curve, f"{config.algorithm}: {config.model} on {Path(config.dataset).name}")
     except (OSError, RuntimeError, ValueError) as problem:
         progress.say(f"no curve was drawn: {problem}")
 

@@ -25,8 +25,7 @@ class _Running:
     role: str
     slot: int
     began: float
-    before: Reading
-    """Its engine's totals when it began."""
+    before: Reading  # its engine's totals when it began
 
 
 class Allocator:

@@ -44,9 +44,7 @@ class _Server:
     num_slots: int
     capacity: float
     is_open: bool = True
-    sharing: int = 1
-    """Engines at work on the slot, which share it evenly."""
-
+    sharing: int = 1  # engines at work on the slot, which share it evenly
     now: float = 0.0
     tokens: float = 0.0
     in_flight: float = 0.0

@@ -145,8 +145,7 @@ def curve(line: Speed, seen: Sequence[Seen]) -> Steps:
     return Steps(line.base, line.each, tuple(depths), tuple(accumulate(steps, max)))
 
 
-_Met = list[tuple[float, float]]
-"""For each request: its engine's own seconds, and the mean depth in them."""
+_Met = list[tuple[float, float]]  # for each request: its engine's own seconds, and the mean depth in them
 
 
 def _fit(requests: Sequence[Request]) -> tuple[dict[str, Steps], _Met]:

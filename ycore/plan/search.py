@@ -32,8 +32,7 @@ class Plan:
     fleet: Fleet
     fitting: tuple[Forecast, ...]
     others: tuple[Forecast, ...]
-    nearest: tuple[Change, ...]
-    """Where nothing fits, the nearest settings that do."""
+    nearest: tuple[Change, ...]  # where nothing fits, the nearest settings that do
 
     def as_json(self, *, top: int) -> dict[str, Any]:
         """JSON values, in bytes and seconds, with the first `top` ways that fit and that do not."""
@@ -191,8 +190,7 @@ def why_not(one: Forecast) -> str:
     )
 
 
-_Settings = tuple[Job, Fleet, int]
-"""Job, devices and micro-batch."""
+_Settings = tuple[Job, Fleet, int]  # and the micro-batch
 
 
 def nearest(job: Job, fleet: Fleet, *, micro_batch: int, limit: int = 3) -> list[Change]:

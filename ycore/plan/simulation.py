@@ -28,8 +28,7 @@ class SimulatedGroup:
     after: int = 0
 
 
-GroupAt = Callable[[int], SimulatedGroup]
-"""The group at a position of the run's order: the same for every placement."""
+GroupAt = Callable[[int], SimulatedGroup]  # the group at a position of the run's order
 
 
 @dataclass(frozen=True, slots=True)

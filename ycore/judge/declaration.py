@@ -188,7 +188,7 @@ _WARNING = (
 
 
 def _default_template(judge: Judge) -> Template:
-    """What is the same for every completion comes first: engines cache the work of a common prefix."""
+    """The constant part first: engines cache the work of a common prefix."""
     rules = [_TASKS[judge.mode], *(["{rubric}"] if judge.rubric else []), "{how_to_answer}"]
     rules += [_WARNING] if judge.fence else []
     question = f"Question:\n{{prompt}}\n\n{_ANSWERS[judge.mode]}\n\n{{how_to_answer}}"

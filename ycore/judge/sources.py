@@ -115,14 +115,14 @@ def _load_yaml(name: str, args: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a judge's file, or of a judge that comes with ycore; none where `args` declare it all."""
     shipped = {entry.name.removesuffix(".yaml"): entry for entry in (files("ycore_recipes") / "judges").iterdir()}
     if name.endswith(SUFFIXES):
-        way_out = f"with ycore come {', '.join(f'judge:{known}' for known in sorted(shipped))}"
+        way_out = f"ycore's own are {', '.join(f'judge:{known}' for known in sorted(shipped))}"
         text = read_yaml_file(Path(name).expanduser(), what="judge", way_out=way_out, error=RewardError)
     elif name in shipped:
         text = shipped[name].read_text(encoding="utf-8")
     elif "verdict" in args:
         return {}
     else:
-        near = nearest(name, shipped) or f"; with ycore come {', '.join(sorted(shipped))}"
+        near = nearest(name, shipped) or f"; ycore's own are {', '.join(sorted(shipped))}"
         raise RewardError(f"no judge {name!r}: use judge:FILE.yaml, or write the judge under the reward's args{near}")
     declared = parse_yaml(text, what=f"the judge {name}", example="rubric", error=RewardError)
     declared.pop("description", None)

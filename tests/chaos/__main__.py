@@ -5,15 +5,13 @@ import sys
 from pathlib import Path
 
 from tests.chaos.scorecard import plan_rows, run_scorecard, tiers_of
-from ycore.errors import ConfigError, Interrupted
+from ycore.errors import YcoreError
 from ycore.run.files import write_json_atomic
-
-_INTERRUPTED = 130
 
 
 def main() -> int:
     """Exit status 0 where every row passes."""
-    options = _parser().parse_args()
+    options = make_parser().parse_args()
     tiers = tiers_of(options.engine)
     names = [name.strip() for name in options.rows.split(",") if name.strip()]
     if options.dry_run:
@@ -34,7 +32,8 @@ def main() -> int:
     return 0 if results["passes"] else 1
 
 
-def _parser() -> argparse.ArgumentParser:
+def make_parser() -> argparse.ArgumentParser:
+    """The options of the scorecard."""
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__, allow_abbrev=False)
     add = parser.add_argument
     add("--seed", type=int, default=0, help="every random choice of the scorecard follows from it (default 0)")
@@ -51,8 +50,6 @@ def _parser() -> argparse.ArgumentParser:
 if __name__ == "__main__":
     try:
         sys.exit(main())
-    except ConfigError as error:
-        sys.exit(f"error: {error}")
-    except Interrupted as error:
+    except YcoreError as error:
         print(f"error: {error}", file=sys.stderr)
-        sys.exit(_INTERRUPTED)
+        sys.exit(error.exit_code)

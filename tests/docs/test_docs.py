@@ -20,6 +20,7 @@ from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
 from ycore_cli.main import app
 
+from tests.chaos.__main__ import make_parser as scorecard_parser
 from ycore.config.algorithms import ALGORITHMS
 from ycore.config.recipe_files import list_recipes, load_recipe
 from ycore.config.schema import RewardConfig, RunConfig, TuneConfig
@@ -313,7 +314,8 @@ def test_every_option_is_documented_and_no_other(command: str) -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_options_that_a_page_mentions_exist(page: Path) -> None:
-    known = {"--version"} | OF_TRL | {option for name in COMMANDS for option in declared(name)}
+    of_scorecard = set(re.findall(r"--[a-z-]+", scorecard_parser().format_help()))
+    known = {"--version"} | OF_TRL | of_scorecard | {option for name in COMMANDS for option in declared(name)}
     known |= {field.option for row in ALGORITHMS.values() for field in fields_of(row.trl_config).values()}
     prose = _BLOCK.sub("", page.read_text(encoding="utf-8"))
     mentioned = {word.replace("_", "-") for text in quoted(prose) for word in re.findall(r"(?<!\S)--[a-z][\w-]+", text)}

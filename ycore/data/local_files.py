@@ -64,10 +64,8 @@ def _read_text(path: Path, suffix: str) -> Table:
 
 def _mapped(path: Path) -> bytes | mmap.mmap:
     with open(path, "rb") as file:
-        try:
-            return mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-        except ValueError:  # an empty file cannot be mapped
-            return b""
+        is_empty = os.fstat(file.fileno()).st_size == 0  # then it cannot be mapped
+        return b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def _decoded(path: Path, data: bytes | mmap.mmap) -> str:

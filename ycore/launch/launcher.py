@@ -112,7 +112,7 @@ def _work(worker: Worker, config: AnyConfig, site: Site, progress: RunProgress, 
         progress=progress,
         stops=stops,
         limits=limits,
-        hint=f"; `ycore resume {config.output}` continues" if worker.trains else "",
+        saves=worker.trains,
     )
     supervisor.watch()
 

@@ -34,7 +34,7 @@ _POLL_S = 0.2
 _BLAME_WITHIN_S = 2.0  # a trainer may notice an engine's end before the engine's process is gone
 _SAVE_WITHIN_S = 7200.0  # after Ctrl-C: finish the step, then save a checkpoint of perhaps hundreds of GB
 _SAVE_STALLS_AFTER_S = 300.0
-_END_WITHIN_S = 60.0  # after Ctrl-C before the first step, when there is nothing to save
+_END_WITHIN_S = 60.0  # after Ctrl-C when there is nothing to save
 _WORKING_CPU_S = 5.0  # processor time that counts as progress; a process that only waits uses less
 _DEADLINE_MISSED = re.compile(r"\bwithin \d+ s\b|timed out", re.IGNORECASE)
 
@@ -111,7 +111,7 @@ class Supervisor:
     Args:
         start: starts the trainer, which resumes from its newest checkpoint by itself.
         home: the folder that has the run's checkpoints; `folder` is this machine's.
-        hint: the end of an error's line.
+        saves: whether the trainer saves checkpoints, which an evaluation does not.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Supervisor:
         progress: RunProgress,
         stops: StopRequests,
         limits: Limits = Limits(),
-        hint: str = "",
+        saves: bool = True,
     ) -> None:
         self._start = start
         self._engines = engines
@@ -134,7 +134,8 @@ class Supervisor:
         self._progress = progress
         self._stops = stops
         self._limits = limits
-        self._hint = hint
+        self._saves = saves
+        self._hint = f"; `ycore resume {home.root}` continues" if saves else ""
         self._memory = MemoryPeaks(folder.run_id)
         self._num_restarts = 0
         self._trainer = self._start_trainer()
@@ -212,19 +213,23 @@ class Supervisor:
 
     def _stop(self) -> None:
         """Ask the trainer to save and end, and wait while it makes progress. A second request kills it."""
-        what = "the trainer finishes its step and saves a checkpoint" if self._step_began_ns else "no step has begun"
-        self._progress.say(f"stopping: {what}; press Ctrl-C again to stop at once, without saving")
+        what = "the trainer finishes its step and saves a checkpoint" if self._will_save else "there is nothing to save"
+        self._progress.say(f"stopping: {what}; press Ctrl-C again to stop at once")
         self._trainer.send(signal.SIGINT)
         saving, began = SaveWatch(self._trainer, self._home), time.monotonic()
         while self._trainer.exit_code is None:
             self._show_progress()
             waited_s = time.monotonic() - began
-            if self._stops.count > 1 or (not self._step_began_ns and waited_s > _END_WITHIN_S):
+            if self._stops.count > 1 or (not self._will_save and waited_s > _END_WITHIN_S):
                 self._trainer.send(signal.SIGKILL)
                 raise Interrupted(f"stopped at once in step {self._step + 1}; the same command with --resume continues")
             if waited_s > _SAVE_WITHIN_S or saving.stalled_s() > _SAVE_STALLS_AFTER_S:
                 self._give_up(f"{self._trainer.name} did not save and end within {waited_s:.0f} s of being stopped")
             time.sleep(_POLL_S)
+
+    @property
+    def _will_save(self) -> bool:
+        return self._saves and self._step_began_ns > 0
 
     def _raise_for_exit(self) -> None:
         """Return for a trainer that finished; raise the error that explains any other end."""

@@ -45,22 +45,17 @@ _ONE_STEP = (
 )
 
 
-def _trl(loss_type: str, **fields: Any) -> dict[str, Any]:
-    """Fields of TRL's config: what is given, on what most papers share."""
-    return {
+def _trl(loss_type: str | None, **fields: Any) -> dict[str, Any]:
+    """Fields of TRL's config: what is given, on what most papers share; None leaves out one that the loss ignores."""
+    shared = {
         "loss_type": loss_type,
         "importance_sampling_level": "token",
         "scale_rewards": "group",
         "epsilon": 0.2,
         "epsilon_high": 0.2,
         "beta": 0.0,
-        **fields,
     }
-
-
-def _without(trl: Mapping[str, Any], unread: str) -> dict[str, Any]:
-    """The same without a field that this loss does not read."""
-    return {name: value for name, value in trl.items() if name != unread}
+    return {name: value for name, value in (shared | fields).items() if value is not None}
 
 
 _PRESETS = (
@@ -102,7 +97,7 @@ _PRESETS = (
         name="cispo",
         title="CISPO: the importance weight is capped, no token is dropped",
         source="arXiv 2506.13585, section 3.1; the cap from arXiv 2510.13786",
-        trl=_without(_trl("cispo", epsilon_high=5.0), "epsilon"),
+        trl=_trl("cispo", epsilon=None, epsilon_high=5.0),
         notes=(
             "in this loss epsilon_high is the cap itself; left alone, TRL would cap every weight at 0.2",
             "the weight has no lower bound, so epsilon is not used",
@@ -119,7 +114,7 @@ _PRESETS = (
         name="gmpo",
         title="GMPO: the geometric mean of the tokens' ratios",
         source="arXiv 2507.20673, section 4",
-        trl=_without(_trl("", epsilon=0.4, epsilon_high=0.4), "loss_type"),
+        trl=_trl(None, epsilon=0.4, epsilon_high=0.4),
         run={"loss_from": "gmpo"},
         notes=(
             "the loss is TRL's experimental GMPOTrainer, reached by `loss_from: gmpo`; it reads no loss_type",
@@ -132,7 +127,7 @@ _PRESETS = (
         name="scalerl",
         title="ScaleRL: CISPO, batch normalisation, float32 head, groups without spread left out",
         source="arXiv 2510.13786",
-        trl=_without(_trl("cispo", scale_rewards="batch", epsilon_high=5.0), "epsilon"),
+        trl=_trl("cispo", scale_rewards="batch", epsilon=None, epsilon_high=5.0),
         run={"advantage": "reinforce++-baseline", "sampling": {"dynamic": True}},
         notes=(
             "the paper's float32 head is `--cast-lm-head-to-fp32`, for models with a head apart from their embedding",

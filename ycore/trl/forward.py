@@ -1,6 +1,6 @@
 """One micro-batch through the policy: every shared prompt once, hardly any padding, logits of completions only.
 
-`score_in_passes` takes the padded tensors that TRL builds and returns what TRL's own method returns, up to rounding.
+`score_completions` takes the padded tensors that TRL builds and returns what TRL's own method returns, up to rounding.
 `add_compact_head` lets the model score only the wanted positions on devices without Triton.
 """
 
@@ -131,22 +131,6 @@ def can_pack(config: PretrainedConfig) -> bool:
     return config._attn_implementation in _MASKED_ATTENTION and layer_types == {"full_attention"} and not windowed
 
 
-def score_in_passes(
-    model: torch.nn.Module,
-    input_ids: torch.Tensor,
-    attention_mask: torch.Tensor,
-    completion_width: int,
-    batch_size: int | None,
-    *,
-    cost: Cost,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """`score_completions` for `batch_size` sequences at a time; None takes all at once."""
-    per_pass = batch_size or len(input_ids)
-    passes = zip(input_ids.split(per_pass), attention_mask.split(per_pass), strict=True)
-    parts = [score_completions(model, ids, mask, completion_width, cost=cost) for ids, mask in passes]
-    return torch.cat([logps for logps, _ in parts]), torch.cat([entropies for _, entropies in parts])
-
-
 def score_completions(
     model: torch.nn.Module,
     input_ids: torch.Tensor,
@@ -155,6 +139,7 @@ def score_completions(
     *,
     cost: Cost,
     share: bool = True,
+    batch_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Per-token log-probabilities and entropies, in nats, of the completions.
 
@@ -163,25 +148,29 @@ def score_completions(
         input_ids, attention_mask: (B, P + T), prompts padded left and completions padded right.
         completion_width: T.
         share: whether equal prompts may share a row.
+        batch_size: sequences per forward; None takes all at once.
 
     Returns:
         Two (B, T) float32 tensors, zero at padding.
     """
-    prompts, completions = _unpad(input_ids, attention_mask, completion_width)
-    rows = plan_rows(prompts, [len(completion) for completion in completions], cost=cost, share=share)
-    batch = pack(rows, prompts, completions, completion_width, input_ids.device)
-    outputs = model(
-        input_ids=batch.input_ids,
-        attention_mask=batch.attention,
-        position_ids=batch.position_ids,
-        shift_labels=batch.labels,
-        fused_lm_head=True,
-        use_cache=False,
-    )
-    wanted = batch.labels != IGNORE
-    shape = (input_ids.size(0), completion_width)
-    logps, entropies = (_scatter(of, wanted, batch.source, *shape) for of in (outputs.log_probs, outputs.entropy))
-    return logps, entropies
+    per_pass = batch_size or len(input_ids)
+    logps, entropies = [], []
+    for ids, mask in zip(input_ids.split(per_pass), attention_mask.split(per_pass), strict=True):
+        prompts, completions = _unpad(ids, mask, completion_width)
+        rows = plan_rows(prompts, [len(completion) for completion in completions], cost=cost, share=share)
+        batch = pack(rows, prompts, completions, completion_width, ids.device)
+        outputs = model(
+            input_ids=batch.input_ids,
+            attention_mask=batch.attention,
+            position_ids=batch.position_ids,
+            shift_labels=batch.labels,
+            fused_lm_head=True,
+            use_cache=False,
+        )
+        wanted, shape = batch.labels != IGNORE, (len(ids), completion_width)
+        logps.append(_scatter(outputs.log_probs, wanted, batch.source, *shape))
+        entropies.append(_scatter(outputs.entropy, wanted, batch.source, *shape))
+    return torch.cat(logps), torch.cat(entropies)
 
 
 def pack(

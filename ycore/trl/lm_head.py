@@ -1,10 +1,8 @@
 """Log-probabilities of chosen tokens from hidden states, without keeping the logits of the whole vocabulary.
 
-TRL's fused head scores every position on devices without Triton, prompts and padding included, and repeats the
-projection in its backward. Here only the wanted positions are projected, in tiles, and where the head is frozen the
-gradient is formed in the forward, tile by tile, so that each product with the vocabulary is done once.
-
-Not here: which positions are wanted (`forward`). On a GPU, TRL's own kernel is used.
+For devices without Triton: there TRL's fused head scores every position, prompts and padding included, and repeats the
+projection in its backward. Here only the wanted positions are projected, in tiles. If the head is frozen, the gradient
+is computed in the forward, tile by tile, so that each product with the vocabulary is done once.
 """
 
 from typing import Any

@@ -20,7 +20,7 @@ from ycore.trl.advantages import Estimator
 from ycore.trl.batches import FlatSequence, Place, absolute_gap, deal, flatten, importance_ratio
 from ycore.trl.checkpointing import DurableTrainer
 from ycore.trl.divergence import stand_in
-from ycore.trl.forward import add_compact_head, attention_cost, can_pack, score_in_passes
+from ycore.trl.forward import add_compact_head, attention_cost, can_pack, score_completions
 from ycore.trl.offload import optimizer_away
 from ycore.types import Group
 
@@ -235,9 +235,9 @@ class SeamGRPOTrainer(DurableTrainer):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """TRL calls it for every forward, on padded rows (B, P + T): ycore packs them, where the model allows it."""
         if self._packs:
-            inputs = (input_ids, attention_mask, logits_to_keep)
+            inputs, batch_size = (input_ids, attention_mask, logits_to_keep), kwargs.get("batch_size")
             with self.accelerator.autocast():
-                logps, entropies = score_in_passes(model, *inputs, kwargs.get("batch_size"), cost=self._cost)
+                logps, entropies = score_completions(model, *inputs, cost=self._cost, batch_size=batch_size)
             aux_loss = None
         else:
             inherited = super()._get_per_token_logps_and_entropies

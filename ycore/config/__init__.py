@@ -1,1 +1,1 @@
-"""The whole run on one page: what may be said, what it means, what is derived from it. Imports no torch."""
+"""A run's settings: what they may be, where they come from, and what follows from them. Nothing here imports torch."""

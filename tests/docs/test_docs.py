@@ -394,7 +394,7 @@ def test_what_a_reward_is_called_with_is_documented() -> None:
 
 
 def test_shipped_recipes_and_tasks_are_documented() -> None:
-    rows = table("docs/recipes.md", "## The shipped ones")
+    rows = table("docs/recipes.md", "## Shipped recipes")
     assert {quoted(name)[0] for name, *_ in rows} == {entry.name for entry in list_recipes()}
     section = "them. All take `size`, the most rows to make (1000); where a task has fewer questions it gives those."
     tasks = {quoted(name)[0]: quoted(arguments) for name, arguments, _ in table("docs/options.md", section)}

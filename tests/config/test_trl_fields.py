@@ -11,15 +11,16 @@ from pathlib import Path
 
 import pytest
 
+from tests.config.trl_table import CHOICES, LIMITS, build_table, table_text
 from ycore.config.algorithms import ALGORITHMS
-from ycore.config.trl_fields import CHOICES, RANGES, TABLE, build_table, coerce, fields_of, table_text
+from ycore.config.trl_fields import TABLE, coerce, fields_of
 from ycore.errors import ConfigError
 
 FIELDS = fields_of("GRPOConfig")
 
 
 def test_the_table_is_that_of_the_installed_trl() -> None:
-    """Where this fails, TRL has changed: run `python -m ycore.config.trl_fields` and read the difference."""
+    """Where this fails, TRL has changed: run `python -m tests.config.trl_table` and read the difference."""
     os.environ["HF_HUB_OFFLINE"] = "1"
     assert TABLE.read_text() == table_text(build_table())
     assert json.loads(TABLE.read_text())["trl"] == importlib.metadata.version("trl")
@@ -165,5 +166,5 @@ def test_numbers_out_of_their_range_are_refused(name: str, value: object, rule: 
 
 def test_ranges_are_of_fields_that_exist() -> None:
     fields = {field.name: field for row in ALGORITHMS.values() for field in fields_of(row.trl_config).values()}
-    assert RANGES.keys() <= fields.keys()
-    assert all({"int", "float"} & set(fields[name].kinds) for name in RANGES)
+    assert LIMITS.keys() <= fields.keys()
+    assert all({"int", "float"} & set(fields[name].kinds) for name in LIMITS)

@@ -18,7 +18,7 @@ from tests.chaos.bench import Bench, Row
 from tests.chaos.command_lines import BAD, GOOD, GRPO, write_place
 from tests.chaos.runs import Setting
 from ycore.config.batch import derive_batch
-from ycore.config.presets import PRESETS
+from ycore.config.presets import presets
 from ycore.config.resolve import check_needs, require_rollouts, resolve
 from ycore.config.schema import RunConfig
 from ycore.config.trl_arguments import trl_arguments
@@ -113,7 +113,7 @@ _RIGHT: dict[str, tuple[Any, ...]] = {
     "max_tokens": (1, 64, 256),
     "lora": (None, {}, {"r": 4}),
     "dtype": ("auto", "float32", "bfloat16"),
-    "preset": (None, *PRESETS),
+    "preset": (None, *presets()),
     "checkpoint_every": (None, 1, 5),
     "merge": (True, False),
     "engine": ({}, {"count": 1}, {"kind": "transformers"}),
@@ -231,7 +231,7 @@ def _value(source: Source, *, depth: int = 0) -> Any:
     if kind < 0.5:
         return source.choice(_NUMBERS)
     if kind < 0.75:
-        return source.choice((*_TEXTS, *PRESETS)) if depth or source.random() < 0.8 else None
+        return source.choice((*_TEXTS, *presets())) if depth or source.random() < 0.8 else None
     if kind < 0.85 or depth > 1:
         return source.choice((True, False, None))
     if kind < 0.93:

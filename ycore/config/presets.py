@@ -2,10 +2,9 @@
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, get_args
-
-import yaml
 
 from ycore.errors import ConfigError, nearest
 
@@ -38,17 +37,21 @@ class Preset:
     """Share of `max_tokens` over which the reward `overlong` falls from 0 to -1; None is without that reward."""
 
 
-PRESETS: Mapping[str, Preset] = {
-    name: Preset(name, **row)
-    for name, row in yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8")).items()
-}
+@cache
+def presets() -> Mapping[str, Preset]:
+    """Every preset by name."""
+    import yaml
+
+    rows = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return {name: Preset(name, **row) for name, row in rows.items()}
 
 
 def find_preset(name: str) -> Preset:
     """The preset of that name; ConfigError for an unknown one names the nearest."""
-    if name not in PRESETS:
-        raise ConfigError(f"a preset is one of {', '.join(PRESETS)}; it is {name!r}{nearest(name, PRESETS)}")
-    return PRESETS[name]
+    known = presets()
+    if name not in known:
+        raise ConfigError(f"a preset is one of {', '.join(known)}; it is {name!r}{nearest(name, known)}")
+    return known[name]
 
 
 def preset_layer(preset: Preset) -> dict[str, Any]:

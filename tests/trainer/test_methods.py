@@ -9,7 +9,7 @@ import pytest
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
-from ycore.config.presets import ADVANTAGES, PRESETS
+from ycore.config.presets import ADVANTAGES, presets
 from ycore.config.resolve import resolve
 from ycore.models.tiny import write_tiny_model
 from ycore.round.assemble import assemble
@@ -75,7 +75,7 @@ def spread(tmp_path: Path) -> str:
     return f"{tmp_path / 'their_rewards.py'}:spread"
 
 
-@pytest.mark.parametrize("name", sorted(PRESETS))
+@pytest.mark.parametrize("name", sorted(presets()))
 def test_a_preset_trains(name: str, spread: str, model: Path, tmp_path: Path) -> None:
     metrics = trained(tmp_path, model, [spread], preset=name)
     assert all(row["grad_norm"] > 0 for row in metrics)

@@ -8,7 +8,7 @@ import torch
 from datasets import Dataset
 from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 
-from ycore.config.presets import PRESETS
+from ycore.config.presets import presets
 from ycore.models.tiny import write_tiny_model
 from ycore.trl.advantages import ESTIMATORS
 
@@ -68,7 +68,7 @@ def test_with_one_step_a_round_it_is_trls_gradient_over_max_tokens(model: Path) 
     with torch.no_grad():
         logps = rloo._get_per_token_logps_and_entropies(rloo.model, ids, attention, MAX_TOKENS)[0]
     theirs = gradient(rloo, {**inputs, "old_logps": (logps * mask).sum(1)})
-    settings = dict(PRESETS["rloo"].trl)
+    settings = dict(presets()["rloo"].trl)
     ours = gradient(built(GRPOTrainer, GRPOConfig, model, **settings), inputs)
     assert theirs.abs().max() > 1e-3
     assert torch.allclose(ours * MAX_TOKENS, theirs, atol=1e-6)

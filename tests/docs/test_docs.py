@@ -367,11 +367,9 @@ def test_the_trainers_page_has_their_options_keys_and_aliases() -> None:
 
 
 def test_trl_names_that_ycore_owns_are_documented() -> None:
-    pairs = table("docs/options.md", "These are another spelling of a key above. Give one of the two.")
+    pairs = table("docs/options.md", "### TRL's names of ycore's keys")
     assert {quoted(name)[0]: quoted(key)[0] for name, key in pairs} == aliases(ALGORITHMS["grpo"])
-    rows = table(
-        "docs/options.md", "These are refused, because ycore does their work; the error says what to use instead."
-    )
+    rows = table("docs/options.md", "### Refused fields")
     told = {name for names, _ in rows for name in quoted(names) if not name.endswith("...")}
     refused = {name for name in fields_of("GRPOConfig") if refusal(name, ALGORITHMS["grpo"])}
     assert told == {name for name in refused if not name.startswith("vllm_")}
@@ -396,7 +394,7 @@ def test_what_a_reward_is_called_with_is_documented() -> None:
 def test_shipped_recipes_and_tasks_are_documented() -> None:
     rows = table("docs/recipes.md", "## Shipped recipes")
     assert {quoted(name)[0] for name, *_ in rows} == {entry.name for entry in list_recipes()}
-    section = "them. All take `size`, the most rows to make (1000); where a task has fewer questions it gives those."
-    tasks = {quoted(name)[0]: quoted(arguments) for name, arguments, _ in table("docs/options.md", section)}
+    rows = table("docs/options.md", "### Generated tasks")
+    tasks = {quoted(name)[0]: quoted(arguments) for name, arguments, _ in rows}
     limits = {f"task:{name}": task.limits for name, task in TASKS.items()}
     assert tasks == {name: [f"{key}={limit[1]}" for key, limit in limits[name].items()] for name in limits}

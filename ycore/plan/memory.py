@@ -14,7 +14,7 @@ from ycore.plan.model_facts import ModelFacts
 Parts = Mapping[str, float]
 """Bytes by what they are for."""
 
-HEAD_TILE = 512  # positions whose logits exist at a time (`TILE` in ycore/trl/lm_head.py)
+HEAD_TILE = 512  # positions whose logits exist at a time (`TILE` in ycore/trl/forward.py)
 _LOGIT_BYTES = 14  # one logit of a tile: in bfloat16, in float32, its log-softmax and its softmax
 _PREFILL_TOKENS = 8192  # prompt tokens that vLLM takes into one step at most, by default
 _SYNC_FILE_BYTES = 2 * GIB

@@ -83,7 +83,7 @@ def train_s(job: Job, way: Way, device: Device, *, cores: int = 1) -> float:
 
     Operations per parameter and token: 2 forward and 4 backward, of which LoRA saves the 2 for the frozen weights'
     gradients (arXiv 2001.08361, section 2.1; arXiv 2106.09685), and 2 more with checkpointing. Attention adds 4 forward
-    per pair of tokens and query value. The head's logits are computed twice (ycore/trl/lm_head.py).
+    per pair of tokens and query value. The head's logits are computed twice (ycore/trl/forward.py).
     """
     pace, facts, has_lora = pace_of(device), job.policy, job.lora_rank is not None
     flops, bandwidth = device.flops * pace.training * cores, device.bandwidth * pace.memory

@@ -31,37 +31,30 @@ from ycore.run.secrets import load_config
 from ycore.run.trace import TraceWriter
 from ycore.types import Prompt
 
-_AT_ONCE = 64
-"""Requests of a role that a slot takes at once, where the engines' own limit is not known."""
+_AT_ONCE = 64  # requests of a role that a slot takes at once, where the engines' own limit is not known
 
 
 @dataclass(frozen=True, slots=True)
 class EngineList:
-    """The engines that the launcher started, from `engines.json`."""
+    """The engines that the launcher started, from `engines.json`.
+
+    `home`: the folder of the whole run, on a machine that is not its first. `max_num_seqs`: completions that one engine
+    writes at once. `sleeps`: engines share devices with the trainer, and sleep while others use them.
+    """
 
     kind: str
     engines: Sequence[str]
     model: Path
     max_model_len: int
     home: Path | None = None
-    """The folder of the whole run, on a machine that is not its first."""
-
     max_num_seqs: int | None = None
-    """Completions that one engine writes at once."""
-
     scorers: Sequence[ScorerEngines] = ()
-    """The engines of judges and reward models."""
-
     sleeps: bool = False
-    """Whether engines share devices with the trainer, and sleep while others use them."""
 
 
 @dataclass(frozen=True, slots=True)
 class Assembly:
-    """The parts of a run's controller.
-
-    Example: `parts = assemble(root); controller = parts.controller(parts.vllm_engines())`.
-    """
+    """The parts of a run's controller. Example: `parts = assemble(root); parts.controller(parts.vllm_engines())`."""
 
     folder: RunFolder
     config: RunConfig
@@ -82,14 +75,10 @@ class Assembly:
     ) -> Controller:
         """A controller over `engines`, one a slot of this rank; what is not given follows from the run's config."""
         peers = peers or Peers()
+        policy = Policy(engines, self.tokenizer, self.started.max_model_len)
         return Controller(
             engines=engines,
-            scoring=build_scoring(
-                self.config,
-                self.folder,
-                self.started.scorers,
-                policy=Policy(engines, self.tokenizer, self.started.max_model_len),
-            ),
+            scoring=build_scoring(self.config, self.folder, self.started.scorers, policy=policy),
             draws=draws or self.draws(Shard(peers.rank, peers.world)),
             rules=rules or self.rules(num_engines=len(engines)),
             peers=peers,
@@ -120,7 +109,11 @@ class Assembly:
 
     def sampling(self) -> Sampling:
         """How completions are sampled: the run's sizes, TRL's fields of generation, every end token of the model."""
-        trl = self.config.trl
+        trl, model = self.config.trl, self.started.model
+        declared: Any = None
+        if (model / "generation_config.json").is_file():
+            declared = GenerationConfig.from_pretrained(model).eos_token_id
+        declared = [declared] if isinstance(declared, int) else declared or []
         return Sampling(
             max_tokens=self.config.max_tokens,
             temperature=trl.get("temperature", 1.0),
@@ -128,7 +121,7 @@ class Assembly:
             top_k=trl.get("top_k", 0),
             min_p=trl.get("min_p") or 0.0,
             repetition_penalty=trl.get("repetition_penalty", 1.0),
-            stop_token_ids=end_tokens(self.started.model, self.tokenizer),
+            stop_token_ids=tuple(sorted({*declared, self.tokenizer.eos_token_id} - {None})),
         )
 
     def draws(self, shard: Shard = WHOLE) -> DrawSource:
@@ -177,9 +170,6 @@ class Assembly:
 
         Where engines stay awake, a change of role only changes who gets requests. Where they sleep, one role of a slot
         is awake at a time, and a change of role is a sleep and a wake.
-
-        Args:
-            engines: the policy's engines, one a slot.
         """
         roles = in_order([ROLLOUT, *(scorer.role for scorer in self.started.scorers)])
         capacity = None if len(roles) == 1 else dict.fromkeys(roles, self.started.max_num_seqs or _AT_ONCE)
@@ -200,13 +190,11 @@ class Assembly:
             levels = SleepLevels()
             servers = scorer_servers(self.config, self.folder, scorer, Server)
             frozen.setdefault(scorer.role, []).append([SleepingEngine(server, levels=levels) for server in servers])
-        policy: list[Sleeper] = [
-            engine.sleeper for engine in engines if isinstance(engine, VllmEngine) and engine.sleeper is not None
-        ]
-        scorers: dict[str, list[Sleeper]] = {
-            role: [SleepTogether(on_slot) for on_slot in zip(*models, strict=True)] for role, models in frozen.items()
-        }
-        return {ROLLOUT: policy, **scorers}
+        policy = [engine.sleeper for engine in engines if isinstance(engine, VllmEngine) and engine.sleeper is not None]
+        sleepers: dict[str, Sequence[Sleeper]] = {ROLLOUT: policy}
+        for role, models in frozen.items():
+            sleepers[role] = [SleepTogether(on_slot) for on_slot in zip(*models, strict=True)]
+        return sleepers
 
 
 def assemble(root: Path) -> Assembly:
@@ -226,12 +214,3 @@ def load_tokenizer(model: Path, *, trust_remote_code: bool) -> PreTrainedTokeniz
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     return tokenizer
-
-
-def end_tokens(model: Path, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """Every token id that ends a completion: the tokenizer's, and those of the model's generation config."""
-    declared: Any = None
-    if (model / "generation_config.json").is_file():
-        declared = GenerationConfig.from_pretrained(model).eos_token_id
-    ids = [declared] if isinstance(declared, int) else list(declared or [])
-    return tuple(sorted({*ids, tokenizer.eos_token_id} - {None}))

@@ -6,10 +6,8 @@ Every rank computes the same deal from the same gathered numbers, so no rank lea
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-EVEN_ENOUGH = 1.02
-"""Imbalance below which moving another group is not worth it."""
-
-MAX_SWAPS = 1000
+_EVEN_ENOUGH = 1.02  # imbalance below which moving another group is not worth it
+_MAX_SWAPS = 1000
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,12 +64,7 @@ def deal_groups(offers: Sequence[Offer], *, world: int, per_rank: int) -> Deal:
     """Deal `world * per_rank` groups so that every rank has about the same number of tokens.
 
     Each rank first keeps its own groups. What it has too many goes to the lightest rank with room, longest group first.
-    Then groups are swapped until the loads are even enough. So few groups travel.
-
-    Args:
-        offers: the groups of all ranks, the same list on every rank.
-        world: number of ranks.
-        per_rank: groups that each rank trains on.
+    Then groups are swapped until the loads are even enough. So few groups travel. `offers` are those of all ranks.
     """
     hands: list[list[Offer]] = [[] for _ in range(world)]
     over: list[Offer] = []
@@ -88,8 +81,8 @@ def deal_groups(offers: Sequence[Offer], *, world: int, per_rank: int) -> Deal:
 
 def _swap_while_it_helps(hands: list[list[Offer]], loads: list[int]) -> None:
     """Swap a group of the heaviest rank for a lighter one elsewhere, as long as the larger load of the two falls."""
-    for _ in range(MAX_SWAPS):
-        if imbalance(loads) <= EVEN_ENOUGH:
+    for _ in range(_MAX_SWAPS):
+        if imbalance(loads) <= _EVEN_ENOUGH:
             return
         heavy = loads.index(max(loads))
         swap = _best_swap(hands, loads, heavy)

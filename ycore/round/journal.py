@@ -27,10 +27,7 @@ class Committed:
 
 
 class Journal:
-    """One file a round and rank, named by its step (`run.resuming` has its format).
-
-    A file is renamed into place, so one of that name is whole.
-    """
+    """One file a round and rank, named by its step and renamed into place (`run.resuming` has its format)."""
 
     def __init__(self, folder: Path, *, rank: int, world: int = 1, seed: int = 0) -> None:
         """`seed` is the run's; each completion's own follows from it and from the position of its prompt."""
@@ -42,25 +39,17 @@ class Journal:
     def commit(
         self, step: int, groups: list[Group], state: dict[str, Any], metrics: Mapping[str, float] | None = None
     ) -> None:
-        """Write the round of this step; returns once it is flushed to the disk under its name.
+        """Write the round of this step, with the controller's state after it, as plain JSON values.
 
-        Args:
-            state: the controller's state after the round, as plain JSON values.
-            metrics: the round's metrics, to be recorded again if the round is.
-
-        Raises:
-            OSError: for example when the disk is full; no file of the step's name is left then.
+        It returns once the file is flushed to the disk under its name. An OSError, for example because the disk is
+        full, leaves no file of that name.
         """
         self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
         content = {"groups": [group_to_json(group) for group in groups], "state": state, "metrics": dict(metrics or {})}
         write_round(self.path(step), {**self._label(step), "seed": self._seed}, content)
 
     def read(self, step: int) -> Committed | None:
-        """The round of that step; None where it was never committed.
-
-        Raises:
-            RunFolderError: the file is damaged; the message says how, and what to do.
-        """
+        """The round of that step; None where it was never committed; RunFolderError where its file is damaged."""
         path, label = self.path(step), self._label(step)
         if not path.is_file():
             return None
@@ -119,12 +108,7 @@ class ReplayedRounds:
                 )
 
     def next_round(self, *, step: int, num_groups: int) -> list[Group]:
-        """The round of this step.
-
-        Raises:
-            RunFolderError: the journal has no such round.
-            ConfigError: the round has another size than this run's rounds.
-        """
+        """The round of this step; RunFolderError where there is none, ConfigError where it has another size."""
         found = self._journal.read(step)
         if found is None:
             raise RunFolderError(f"the journal of {self._run} has no round of step {step}; say --steps {step}")
@@ -139,16 +123,12 @@ class ReplayedRounds:
         return groups
 
 
-# -- groups as JSON: for the journal, for a checkpoint, and from rank to rank. Nothing is pickled ----------------------
-
-
 def to_bytes(group: Group) -> bytes:
-    """UTF-8 JSON. A column's value without a JSON type, a date for example, becomes its text."""
+    """UTF-8 JSON: nothing is pickled. A column's value without a JSON type, a date for example, becomes its text."""
     return json.dumps(asdict(group), ensure_ascii=False, default=str).encode()
 
 
 def from_bytes(data: bytes) -> Group:
-    """The group that `to_bytes` received."""
     return group_from_json(json.loads(data))
 
 
@@ -159,7 +139,6 @@ def group_to_json(group: Group) -> dict[str, Any]:
 
 
 def group_from_json(value: Mapping[str, Any]) -> Group:
-    """The group that `group_to_json` received."""
     draw, greedy = value["draw"], value.get("greedy_scores_R")
     return Group(
         draw=Draw(draw["position"], Prompt(**draw["prompt"]), tuple(draw["token_ids"])),

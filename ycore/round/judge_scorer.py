@@ -7,6 +7,7 @@ import hashlib
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass
+from functools import partial
 from typing import TypeVar
 
 from ycore.engine.judge_engine import JudgeEngine, Refused
@@ -57,27 +58,21 @@ class JudgeScorer(Scorer):
         return await super().score(writing)
 
     async def score_one(self, writing: Writing, index: int) -> Score:
-        if self.judge.mode == "pairwise":
-            return await self._with_reference(writing, index)
-        completion = await writing.tasks_G[index]
-        key = self._key(writing, completion)
-        question = self.questioner.pointwise(writing.draw.prompt, self.text_of(completion), key=key)
         try:
-            value = await self._verdict(question, writing, key=key, read=self._fraction)
+            return Score(self.judge.reward(await self._value(writing, await writing.tasks_G[index])))
         except Unreadable as problem:
-            return self._masked(str(problem))
-        return Score(self.judge.reward(value))
+            return self._score(None, otherwise=str(problem))
 
-    async def _with_reference(self, writing: Writing, index: int) -> Score:
-        completion = await writing.tasks_G[index]
-        reference = as_text(writing.draw.prompt.columns.get(self.judge.reference_column))
-        if not reference.strip():
-            return self._masked("the row has no reference")
-        try:
-            share = await self._pair(writing, self.text_of(completion), reference, key=self._key(writing, completion))
-        except Unreadable as problem:
-            return self._masked(str(problem))
-        return Score(self.judge.reward(share))
+    async def _value(self, writing: Writing, completion: Completion) -> float:
+        """What the judge says of one completion, or of it against the row's reference; from 0 to 1."""
+        prompt, text, key = writing.draw.prompt, self.text_of(completion), self._key(writing, completion)
+        if self.judge.mode == "pairwise":
+            reference = as_text(prompt.columns.get(self.judge.reference_column))
+            if not reference.strip():
+                raise Unreadable("the row has no reference")
+            return await self._pair(writing, text, reference, key=key)
+        question = self.questioner.pointwise(prompt, text, key=key)
+        return await self._verdict(question, writing, key=key, read=self._fraction)
 
     async def _with_siblings(self, writing: Writing) -> list[Score]:
         pairs = ring_pairs(len(writing), self.judge.opponents)
@@ -103,15 +98,11 @@ class JudgeScorer(Scorer):
 
     async def _pair(self, writing: Writing, one: str, other: str, *, key: str) -> float:
         """The share of wins of `one`. The judge sees both orders, so that a preference for a position cancels out."""
-        prompt, ask = writing.draw.prompt, self.questioner.pairwise
-        shown_first, shown_second = await together(
-            [
-                self._verdict(
-                    ask(prompt, *pair, key=f"{key}/{order}"), writing, key=f"{key}/{order}", read=self._fraction
-                )
-                for order, pair in enumerate([(one, other), (other, one)])
-            ]
-        )
+        verdicts = []
+        for shown, order_key in (((one, other), f"{key}/0"), ((other, one), f"{key}/1")):
+            question = self.questioner.pairwise(writing.draw.prompt, *shown, key=order_key)
+            verdicts.append(self._verdict(question, writing, key=order_key, read=self._fraction))
+        shown_first, shown_second = await together(verdicts)
         self.meter.pairs += 1
         self.meter.pairs_by_position += follows_position(shown_first, shown_second)
         return win_share(shown_first, shown_second)
@@ -133,16 +124,11 @@ class JudgeScorer(Scorer):
     async def _shares(self, writing: Writing, shown: Sequence[Completion], *, key: str) -> list[float] | None:
         texts = [self.text_of(completion) for completion in shown]
         question = self.questioner.groupwise(writing.draw.prompt, texts, key=key)
+        read = partial(read_ranking, self.judge, count=len(texts))
         try:
-            order = await self._verdict(
-                question,
-                writing,
-                key=key,
-                read=lambda reply: read_ranking(self.judge, reply, count=len(texts)),
-            )
+            return shares_of_rank(await self._verdict(question, writing, key=key, read=read))
         except Unreadable:
             return None
-        return shares_of_rank(order)
 
     async def _verdict(self, question: Question, writing: Writing, *, key: str, read: Callable[[Reply], V]) -> V:
         """The value read from the reply. An unreadable reply is retried; after the last try Unreadable is raised."""
@@ -188,10 +174,10 @@ class JudgeScorer(Scorer):
         return f"{self.seed}/{self.name}/{writing.draw.position}/{hashlib.sha256(written.encode()).hexdigest()}"
 
     def _score(self, share: float | None, *, otherwise: str) -> Score:
-        return self._masked(otherwise) if share is None else Score(self.judge.reward(share))
-
-    def _masked(self, why: str) -> Score:
-        return Score(None, problem=f"judge {self.name}: {why}")
+        """The reward of a share, or a masked score with the reason why there is none."""
+        if share is None:
+            return Score(None, problem=f"judge {self.name}: {otherwise}")
+        return Score(self.judge.reward(share))
 
 
 def _number(key: str) -> int:

@@ -6,6 +6,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -27,16 +28,13 @@ T = TypeVar("T")
 ShareWeights = Callable[[int], Path]
 """Writes the policy's weights, as this version, to a folder that engines can read. All ranks call it together."""
 
-Record = Callable[[str, float], None]
-"""Takes one metric of the step, by name."""
-
 _STOP_LOOK_S = 0.1
 
 
 class RankLoop:
     """One rank's engines, scorers, prompts and peers, and the event loop that they share.
 
-    `record` takes a step's metrics. `problems` counts why completions of the last round were left without a reward.
+    `record` takes one metric of the step. `problems` counts why completions of the last round have no reward.
     """
 
     def __init__(
@@ -60,7 +58,7 @@ class RankLoop:
             slots: None for one slot an engine, without placement.
         """
         self.stop = threading.Event()
-        self.record: Record = lambda name, value: None
+        self.record: Callable[[str, float], None] = lambda name, value: None
         self.engines, self.scoring, self.draws, self.rules, self.peers = engines, scoring, draws, rules, peers
         self.slots = slots or Slots(len(engines))
         self.surplus = Surplus(max_age=max_surplus_age)
@@ -73,8 +71,6 @@ class RankLoop:
         self._seconds = 0.0
         self._metrics: dict[str, float] = {}
         self._runner = asyncio.Runner()
-
-    # -- engines ---------------------------------------------------------------------------------------------------
 
     def start(self, *, timeout_s: float) -> None:
         """Wait until engines and scorers answer; an EngineError names the one that does not."""
@@ -98,22 +94,16 @@ class RankLoop:
         self._synced = version
 
     def sample(self, prompts: Sequence[tuple[Prompt, tuple[int, ...]]], *, version: int) -> list[dict[str, Any]]:
-        """One completion of each prompt by this version of the policy, with the same seeds at every call.
+        """A completion of each prompt (and its token ids) by this version, with the same seeds at every call.
 
-        Args:
-            prompts: pairs of a prompt and its token ids.
-
-        Returns:
-            A dict of `row`, `prompt` and `completion` for each prompt.
+        Returns a dict of `row`, `prompt` and `completion` for each prompt.
         """
         self.sync(version)
 
         async def write() -> list[Completion]:
-            engine = self.engines[0]
+            requests = [self.engines[0].complete(ids, completion_seed(0, prompt.row, 0)) for prompt, ids in prompts]
             async with self.slots.awake(ROLLOUT):
-                return await asyncio.gather(
-                    *(engine.complete(ids, completion_seed(0, prompt.row, 0)) for prompt, ids in prompts)
-                )
+                return await asyncio.gather(*requests)
 
         return [
             {"row": prompt.row, "prompt": prompt.content, "completion": completion.text}
@@ -128,8 +118,6 @@ class RankLoop:
 
         self._runner.run(end())
         self._runner.close()
-
-    # -- a round's bookkeeping -------------------------------------------------------------------------------------
 
     def run_round(self, work: Coroutine[Any, Any, T], *, step: int) -> T:
         """Run a round's work with awake engines, and note what it took on all ranks."""
@@ -169,8 +157,6 @@ class RankLoop:
     def problems(self) -> Counter[str]:
         return self.meter.problems
 
-    # -- the journal -----------------------------------------------------------------------------------------------
-
     def committed(self, step: int) -> Committed | None:
         """The round of this step, where every rank has its part of it in the journal."""
         if self._journal is None:
@@ -203,7 +189,7 @@ class RankLoop:
         """What a checkpoint keeps of the controller, as plain JSON values."""
         return {
             "cursor": self.draws.cursor,
-            "yield": {"kept": self.yields.kept, "finished": self.yields.finished},
+            "yield": asdict(self.yields),
             "surplus": [finished_to_json(item) for item in self.surplus.waiting],
             "placement": self.slots.allocator.state(),
         }
@@ -215,8 +201,6 @@ class RankLoop:
         self.surplus.waiting = [finished_from_json(item) for item in state["surplus"]]
         if "placement" in state:  # absent from checkpoints of early versions
             self.slots.allocator.restore(state["placement"])
-
-    # -- the event loop --------------------------------------------------------------------------------------------
 
     def should_stop(self) -> bool:
         """Whether any rank was asked to stop. All ranks call this together and get the same answer."""

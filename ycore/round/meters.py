@@ -98,51 +98,43 @@ class RoundMeter:
         return metrics
 
 
-@dataclass(slots=True)
-class JudgeMeter:
-    """All judges of a run. `seconds` are those of the requests, without the wait for a slot."""
+@dataclass
+class RewardModelMeter:
+    """All reward models of a run. `seconds` are those of the requests, without the wait for a slot."""
 
     calls: float = 0
-    parse_failures: float = 0
     seconds: float = 0
     tokens: float = 0
+
+    def take(self) -> Sequence[float]:
+        counts: tuple[float, ...] = astuple(self)
+        for field in fields(self):
+            setattr(self, field.name, 0)
+        return counts
+
+    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
+        return RewardModelMeter(*sums).named("reward_model")
+
+    def named(self, kind: str) -> dict[str, float]:
+        latency_s = self.seconds / max(1, self.calls)
+        counts = {"calls": self.calls, "latency_s": latency_s, "tokens": self.tokens}
+        return {f"ycore/{kind}/{name}": value for name, value in counts.items()}
+
+
+@dataclass
+class JudgeMeter(RewardModelMeter):
+    """All judges of a run."""
+
+    parse_failures: float = 0
     pairs: float = 0
     pairs_by_position: float = 0
 
-    def take(self) -> Sequence[float]:
-        return _take_fields(self)
-
     def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
         total = JudgeMeter(*sums)
-        metrics = {
-            "ycore/judge/calls": total.calls,
-            "ycore/judge/parse_failures": total.parse_failures,
-            "ycore/judge/latency_s": total.seconds / max(1, total.calls),
-            "ycore/judge/tokens": total.tokens,
-        }
+        metrics = {**total.named("judge"), "ycore/judge/parse_failures": total.parse_failures}
         if total.pairs:
             metrics["ycore/judge/position_bias"] = total.pairs_by_position / total.pairs
         return metrics
-
-
-@dataclass(slots=True)
-class RewardModelMeter:
-    """All reward models of a run. `seconds` as above."""
-
-    calls: float = 0
-    seconds: float = 0
-    tokens: float = 0
-
-    def take(self) -> Sequence[float]:
-        return _take_fields(self)
-
-    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
-        total = RewardModelMeter(*sums)
-        return {
-            "ycore/reward_model/calls": total.calls,
-            "ycore/reward_model/latency_s": total.seconds / max(1, total.calls),
-            "ycore/reward_model/tokens": total.tokens,
-        }
 
 
 @dataclass(slots=True)
@@ -159,10 +151,3 @@ class WorkerMeter:
 
     def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
         return {"ycore/reward_restarts": sums[0]}
-
-
-def _take_fields(meter: JudgeMeter | RewardModelMeter) -> tuple[float, ...]:
-    counts: tuple[float, ...] = astuple(meter)
-    for field in fields(meter):
-        setattr(meter, field.name, 0)
-    return counts

@@ -10,8 +10,7 @@ from dataclasses import dataclass
 from ycore.round.balance import Offer
 from ycore.types import Group
 
-AddUp = Callable[[Sequence[float]], list[float]]
-"""Sums over all ranks, which call it together: `Peers.add_up`."""
+AddUp = Callable[[Sequence[float]], list[float]]  # `Peers.add_up`
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,9 +74,8 @@ class Peers:
     def exchange(self, moves: Sequence[tuple[Offer, int]], own: Sequence[Group]) -> dict[tuple[int, int], Group]:
         """Send and receive the groups that change ranks; returns those received, by the key of their offer.
 
-        Args:
-            moves: offers and the ranks that receive them, in an order that all ranks share.
-            own: this rank's groups; an offer's `index` counts in them.
+        `moves` are offers and the ranks that receive them, in an order that all ranks share. An offer's `index` counts
+        in `own`, its rank's groups.
         """
         assert not moves, "a single rank has no other to give groups to"
         return {}

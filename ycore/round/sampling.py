@@ -11,37 +11,29 @@ from ycore.errors import DataError
 from ycore.round.peers import Counts, Peers
 from ycore.types import Draw, Finished, Group, Prompt, Score
 
-TOLERANCE = 1e-6
-"""Rewards nearer than this count as equal: sums of floats are seldom equal to the bit."""
-
-MEMORY = 0.97
-"""Weight that an observation keeps when the next one comes: about the last 33 groups count."""
-
-LEAST = 0.05
-"""Lower bound of the estimated yield, so that one bad stretch does not start a flood of groups."""
+TOLERANCE = 1e-6  # rewards nearer than this count as equal: sums of floats are seldom equal to the bit
+MEMORY = 0.97  # weight that an observation keeps when the next one comes: about the last 33 groups count
+LEAST = 0.05  # lower bound of the estimated yield, so that one bad stretch does not start a flood of groups
 
 
 @dataclass(frozen=True, slots=True)
 class Rules:
-    """How a round samples."""
+    """How a round samples.
+
+    Args:
+        dynamic: draw another prompt for a group that cannot teach; False trains on every group as it comes.
+        max_tries: groups drawn for each one needed, at most; then the step goes on with what was written.
+        greedy_baseline: also write and score each prompt's greedy completion, ReMax's baseline. It is not trained on.
+        max_in_flight: groups that this rank's engines can write at once. More stay unclaimed, for a rank that is free.
+    """
 
     group_size: int
     seed: int
     reward_weights: tuple[float, ...]
     dynamic: bool = False
-    """Draw another prompt for a group that cannot teach; False trains on every group as it comes."""
-
     max_tries: int = 4
-    """Groups drawn for each one needed, at most; then the step goes on with what was written."""
-
     greedy_baseline: bool = False
-    """Also write and score each prompt's greedy completion, ReMax's baseline. It is not trained on."""
-
     max_in_flight: int | None = None
-    """Groups that this rank's engines can write at once. More stay unclaimed, for whichever rank is free first."""
-
-
-# -- which groups can teach --------------------------------------------------------------------------------------------
 
 
 def total_reward(scores_R: Sequence[Score], weights_R: Sequence[float]) -> float | None:
@@ -64,9 +56,6 @@ def can_teach(group: Group, weights_R: Sequence[float], *, tolerance: float = TO
     return len(known) > 1 and max(known) - min(known) > tolerance
 
 
-# -- how many groups to write ------------------------------------------------------------------------------------------
-
-
 @dataclass(slots=True)
 class Yield:
     """A moving average of the share of groups that can teach; it starts at 1."""
@@ -84,11 +73,7 @@ class Yield:
 
 
 def num_to_draw(*, need: int, kept: int, in_flight: int, drawn: int, max_draws: int, rate: float) -> int:
-    """Groups to start now, so that those in flight are expected to yield exactly what is missing.
-
-    Args:
-        rate: expected share of groups that can teach, above 0.
-    """
+    """Groups to start now, so that those in flight are expected to yield what is missing, at this `rate` above 0."""
     missing = need - kept
     if missing <= 0:
         return 0
@@ -117,27 +102,20 @@ class Quota:
         self._tally.finish(counts_as_kept=item.teaches or not self._rules.dynamic)
 
     def claim(self, *, num_writing: int) -> int | None:
-        """Groups to start now, or None when the round is over for this rank.
-
-        Args:
-            num_writing: groups of this rank that are being written or scored.
-        """
+        """Groups to start now beside the `num_writing` that this rank writes; None when its round is over."""
         if self._first is not None:
             first, self._first = self._first, None
             return first
-        counts, before = self._tally.counts(), self._counts
+        counts = self._tally.counts()
+        num_taught = counts.kept - self._counts.kept
+        # The groups of all ranks, so that all ranks expect the same yield and want the same number.
+        for index in range(counts.finished - self._counts.finished):
+            self._yields.observe(taught=index < num_taught)
         self._counts = counts
-        self._observe(before, counts)
         wanted = self._num_wanted(self._tally.need, counts)
         if not num_writing and not wanted and (counts.kept >= self._tally.need or not counts.in_flight):
             return None
         return self._take(wanted, num_writing)
-
-    def _observe(self, before: Counts, now: Counts) -> None:
-        """Update the yield with the groups of all ranks, so that all ranks want the same number."""
-        num_taught = now.kept - before.kept
-        for index in range(now.finished - before.finished):
-            self._yields.observe(taught=index < num_taught)
 
     def _num_wanted(self, need: int, counts: Counts) -> int:
         dynamic = self._rules.dynamic
@@ -185,14 +163,8 @@ class Surplus:
     def take(self, version: int) -> list[Finished]:
         """Remove all groups, and return those young enough for this version of the policy."""
         waiting, self.waiting = self.waiting, []
-        return [item for item in waiting if version - _oldest_version(item) <= self._max_age]
-
-
-def _oldest_version(item: Finished) -> int:
-    return min(completion.policy_version for completion in item.group.completions)
-
-
-# -- which prompt comes next -------------------------------------------------------------------------------------------
+        oldest = version - self._max_age
+        return [item for item in waiting if all(one.policy_version >= oldest for one in item.group.completions)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,18 +195,12 @@ class DrawSource:
     ) -> None:
         """`seed` None draws in the order of the rows. `encode` returns a prompt's token ids."""
         self.cursor = 0
-        self._prompts = prompts
         self._order = None if seed is None else PromptOrder(seed=seed, num_rows=len(prompts))
-        self._encode = encode
+        self._prompts, self._encode, self._shard = prompts, encode, shard
         self._max_prompt_tokens = max_prompt_tokens
-        self._shard = shard
 
     def draw(self) -> Draw:
-        """The next prompt of this shard.
-
-        Raises:
-            DataError: the prompt does not fit the engine's context; the message names its row.
-        """
+        """The next prompt of this shard; DataError where it does not fit the engine's context."""
         position = self._shard.position(self.cursor)
         row = position % len(self._prompts) if self._order is None else self._order.row_at(position)
         prompt = self._prompts[row]
@@ -252,9 +218,7 @@ class DrawSource:
 def completion_seed(run_seed: int, position: int, index: int) -> int:
     """The engine's seed for one completion, below 2**63: unique, and the same whichever engine or attempt answers.
 
-    Args:
-        position: of the prompt in the run's order.
-        index: of the completion in its group.
+    `position` is that of the prompt in the run's order, `index` that of the completion in its group.
     """
     digest = hashlib.blake2b(f"{run_seed}/{position}/{index}".encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

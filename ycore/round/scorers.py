@@ -27,7 +27,7 @@ from ycore.round.scoring import RuleScorer, Scorer, Scoring, TextOf, Writing, as
 from ycore.round.tasks import together
 from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
-from ycore.types import Completion, Prompt, Score
+from ycore.types import Prompt, Score
 
 S = TypeVar("S", bound=Server)
 
@@ -77,7 +77,9 @@ def build_scoring(
         meters.append(WorkerMeter(lambda: pool.restarts))
     for source, spec in enumerate(config.rewards):
         model = models.get(source)
-        tokenizer = None if model is None else _tokenizer(config, model)
+        tokenizer: PreTrainedTokenizerBase | None = None
+        if model is not None:
+            tokenizer = AutoTokenizer.from_pretrained(model.model, trust_remote_code=config.trust_remote_code)
         if is_judge(spec):
             judge = judge_of(spec)
             engines: Sequence[JudgeEngine]
@@ -107,13 +109,6 @@ def build_scoring(
     return Scoring(scorers, meters)
 
 
-def _tokenizer(config: RunConfig, model: ScorerEngines) -> PreTrainedTokenizerBase:
-    tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-        model.model, trust_remote_code=config.trust_remote_code
-    )
-    return tokenizer
-
-
 def scorer_servers(config: RunConfig, folder: RunFolder, model: ScorerEngines, kind: type[S]) -> list[S]:
     """Clients of one model's servers on this rank's slots: every `local_world`-th of the machine's."""
     rank, settings = this_rank(), config.engine
@@ -130,11 +125,7 @@ def scorer_servers(config: RunConfig, folder: RunFolder, model: ScorerEngines, k
 
 def text_of(spec: RewardConfig) -> TextOf:
     """What a source looks at: all of a completion, or what follows its thinking."""
-    return _after_thinking if spec.strip_thinking else plain_text
-
-
-def _after_thinking(completion: Completion) -> str:
-    return str(without_thinking(completion.text))
+    return (lambda completion: str(without_thinking(completion.text))) if spec.strip_thinking else plain_text
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
@@ -143,12 +134,8 @@ def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
     return tuple({*added, *tokenizer.all_special_tokens})
 
 
-Encode = Callable[[Prompt, str], list[int]]
-"""Returns the reward model's token ids of a prompt and a completion."""
-
-
-def reward_model_encoder(tokenizer: PreTrainedTokenizerBase) -> Encode:
-    """The same token ids that TRL's trainers give a reward model.
+def reward_model_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Prompt, str], list[int]]:
+    """From a prompt and a completion to the same token ids that TRL's trainers give a reward model.
 
     A chat goes through the reward model's own chat template. A text is followed by the end token, as in TRL's
     RewardTrainer. Special tokens that the policy spelled out are removed, so that it cannot end its own turn.
@@ -178,7 +165,7 @@ class RewardModelScorer(Scorer):
     reward_model: RewardModel
     engines: Sequence[VllmRewardModel]
     _: KW_ONLY
-    encode: Encode
+    encode: Callable[[Prompt, str], list[int]]
     max_model_len: int
     meter: RewardModelMeter
     text_of: TextOf = plain_text

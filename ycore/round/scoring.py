@@ -8,6 +8,7 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from operator import attrgetter
 from typing import Protocol
 
 from ycore.rewards.pool import RewardPool
@@ -16,13 +17,8 @@ from ycore.round.slots import Slots, Turn
 from ycore.round.tasks import together
 from ycore.types import Completion, Content, Draw, Score
 
-TextOf = Callable[[Completion], str]
-"""The part of a completion that a reward source looks at."""
-
-
-def plain_text(completion: Completion) -> str:
-    """All of it."""
-    return completion.text
+TextOf = Callable[[Completion], str]  # the part of a completion that a reward source looks at
+plain_text: TextOf = attrgetter("text")
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,7 +12,6 @@ from contextlib import asynccontextmanager
 from typing import Protocol
 
 from ycore.placement.allocator import Allocator
-from ycore.placement.load import Usage
 from ycore.placement.placement import ROLLOUT, SlotPool, Start, Swap
 from ycore.round.peers import AddUp
 from ycore.run.trace import IN_FLIGHT, ROUND, SWAP, WAITING, Levels, Mark, Span, TraceWriter
@@ -99,8 +98,6 @@ class Slots:
             self._granted.pop(request, None)
             self._decide_soon()
 
-    # -- rounds ----------------------------------------------------------------------------------------------------
-
     def begin_phase(self, name: str) -> None:
         """Write to the trace that the step is in this phase from now on."""
         self._trace.add(Mark(name, self._rank, time.time()))
@@ -122,7 +119,8 @@ class Slots:
         now = time.perf_counter()
         usage = self.allocator.end_round(now)
         own = self.allocator.numbers()
-        sums = add_up([*own, *_as_numbers(usage)])
+        spent = [usage.seconds * usage.num_slots, sum(usage.busy_s), sum(usage.swap_s), float(usage.swaps)]
+        sums = add_up([*own, *spent])
         self.allocator.learn(sums[: len(own)])
         self._record(ROUND, -1, self._began, now, step=step, idle_share=round(usage.idle_share, 4))
         self._depths.write()
@@ -150,8 +148,6 @@ class Slots:
         await asyncio.gather(*self._swaps, return_exceptions=True)
         sleepers = (self._sleepers or {}).values()
         await asyncio.gather(*(engine.sleep() for engines in sleepers for engine in engines))
-
-    # -- decisions -------------------------------------------------------------------------------------------------
 
     def _decide_soon(self) -> None:
         """Decide at once with one role; with several, after everything that happens at this moment."""
@@ -227,10 +223,6 @@ class Depths:
         self._trace.add(Levels(WAITING, self._rank, now, self._allocator.waiting()))
         self._trace.add(Levels(IN_FLIGHT, self._rank, now, counts, oldest))
         self._trace.flush()
-
-
-def _as_numbers(usage: Usage) -> list[float]:
-    return [usage.seconds * usage.num_slots, sum(usage.busy_s), sum(usage.swap_s), float(usage.swaps)]
 
 
 def usage_metrics(sums: Sequence[float]) -> dict[str, float]:

@@ -1,20 +1,4 @@
-"""Every error that ycore raises on purpose, in one tree.
-
-Not for programming mistakes: those stay plain Python exceptions, with their traceback.
-
-    YcoreError
-    |-- UserError (ValueError)        exit 2: what was typed or given cannot work
-    |   |-- ConfigError               an option, key, value, size or recipe
-    |   |-- ModelError                a model name, folder or file
-    |   |-- DataError                 a dataset, a column, a row
-    |   |-- RewardError               a reward's name, file, function or arguments
-    |   `-- RunFolderError            an output folder that cannot be used
-    |-- RunError (RuntimeError)       exit 1: a run that began and could not go on
-    |   |-- PeerError                 another rank that did not come
-    |   |-- EngineError               an engine that died, refused or did not answer in time
-    |   |-- SyncError                 an engine whose weights are not the trainer's
-    |   `-- TrainerError              a trainer process that failed
-    `-- Interrupted                   exit 130: the run was stopped on request
+"""Every error that ycore raises on purpose; a programming mistake stays a plain Python exception.
 
 Every message is one line: the rule, the values, the way out.
 """
@@ -30,56 +14,58 @@ class YcoreError(Exception):
 
 
 class UserError(YcoreError, ValueError):
+    """What was typed or given cannot work."""
+
     exit_code = 2
 
 
 class ConfigError(UserError):
-    pass
+    """An option, key, value, size or recipe."""
 
 
 class ModelError(UserError):
-    pass
+    """A model's name, folder or file."""
 
 
 class DataError(UserError):
-    pass
+    """A dataset, a column, a row."""
 
 
 class RewardError(UserError):
-    pass
+    """A reward's name, file, function or arguments."""
 
 
 class RunFolderError(UserError):
-    pass
+    """An output folder that cannot be used."""
 
 
 class RunError(YcoreError, RuntimeError):
-    pass
+    """A run that began and could not go on."""
 
 
 class PeerError(RunError):
-    pass
+    """Another rank that did not come."""
 
 
 class EngineError(RunError):
-    pass
+    """An engine that died, refused or did not answer in time."""
 
 
 class SyncError(RunError):
-    pass
+    """An engine whose weights are not the trainer's."""
 
 
 class TrainerError(RunError):
-    pass
+    """A trainer process that failed."""
 
 
 class Interrupted(YcoreError):
+    """The run was stopped on request."""
+
     exit_code = 130
 
 
 def nearest(name: str, known: Iterable[str], *, limit: int = 3) -> str:
     """The way out of a mistyped name: `"; did you mean 'a' or 'b'?"`, or nothing when none is near."""
     matches = difflib.get_close_matches(name, list(known), n=limit, cutoff=0.55)
-    if not matches:
-        return ""
-    return "; did you mean " + " or ".join(repr(match) for match in matches) + "?"
+    return f"; did you mean {' or '.join(map(repr, matches))}?" if matches else ""

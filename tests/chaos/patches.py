@@ -245,7 +245,7 @@ POINTS: tuple[Point, ...] = (
         "        self._file.write(_line(row))\n",
         before=False,
     ),
-    Point("checkpoint written, no manifest", _FOLDER, "    files = _files(staged)\n", before=True, each_step=False),
+    Point("checkpoint written, no manifest", _FOLDER, "    for path in files:\n", before=True, each_step=False),
     Point(
         "manifest written, no name",
         _FOLDER,

@@ -1,5 +1,6 @@
 """metrics.jsonl and what is read of it: rows, the summary of a run, Wilson's interval and pass@k."""
 
+from contextlib import closing
 from itertools import combinations
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from ycore.run.metrics import MetricsFollower, MetricsWriter, number, pass_at_k,
 
 def test_rows_come_back_and_nan_is_null(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as writer:
+    with closing(MetricsWriter(path)) as writer:
         writer.write({"step": 1, "kl": float("nan"), "nested": {"x": [float("inf"), 1.5]}})
         assert read_metrics(path) == [{"step": 1, "kl": None, "nested": {"x": [None, 1.5]}}]
 
@@ -21,7 +22,7 @@ def test_half_a_last_line_is_left_out_and_does_not_spoil_the_next_row(tmp_path: 
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "rew')
     assert read_metrics(path) == [{"step": 1}]
-    with MetricsWriter(path) as writer:
+    with closing(MetricsWriter(path)) as writer:
         writer.write({"step": 2})
     assert read_metrics(path) == [{"step": 1}, {"step": 2}]
 
@@ -29,7 +30,7 @@ def test_half_a_last_line_is_left_out_and_does_not_spoil_the_next_row(tmp_path: 
 def test_a_row_that_lacks_only_its_end_is_kept(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2}')
-    with MetricsWriter(path) as writer:
+    with closing(MetricsWriter(path)) as writer:
         writer.write({"step": 3})
     assert read_metrics(path) == [{"step": 1}, {"step": 2}, {"step": 3}]
 
@@ -38,14 +39,14 @@ def test_a_kill_in_the_middle_of_a_row_leaves_no_damage_behind(tmp_path: Path) -
     said: list[str] = []
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"step": 1}\n{"step": 2, "rew')
-    with MetricsWriter(path) as writer:
+    with closing(MetricsWriter(path)) as writer:
         writer.write({"step": 2})
     assert len(read_metrics(path, say=said.append)) == 2 and said == []
 
 
 def damaged(path: Path) -> Path:
     """Three rows as a run writes them, the second then overwritten in part."""
-    with MetricsWriter(path) as writer:
+    with closing(MetricsWriter(path)) as writer:
         for step in (1, 2, 3):
             writer.write({"step": step, "reward": 0.5})
     path.write_bytes(path.read_bytes().replace(b'"step": 2, "re', b"\0" * 14))
@@ -108,12 +109,12 @@ def test_a_follower_goes_on_in_a_file_that_was_cut_and_tells_no_row_twice(tmp_pa
 def test_a_resumed_run_shows_the_steps_that_it_takes(tmp_path: Path) -> None:
     """As the launcher and the trainer do it: the follower opens first, then later rows are dropped and taken again."""
     path = tmp_path / "metrics.jsonl"
-    with MetricsWriter(path) as writer:
+    with closing(MetricsWriter(path)) as writer:
         for step in range(1, 5):
             writer.write({"step": step, "took": 1.0})
     follower = MetricsFollower(path)
     assert follower.read() == []
-    with MetricsWriter(path) as writer:
+    with closing(MetricsWriter(path)) as writer:
         writer.forget_after(2)
         assert follower.read() == []
         for step in range(3, 7):

@@ -1,6 +1,7 @@
 """`ycore selftest`: what it compares, and the whole of it on real runs."""
 
 import json
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ def run_folder(root: Path, *losses: float, weight: float = 1.0) -> RunFolder:
     folder = RunFolder(root)
     folder.model.mkdir(parents=True)
     save_file({"w": torch.tensor([weight])}, folder.model / "model.safetensors")
-    with MetricsWriter(folder.metrics) as metrics:
+    with closing(MetricsWriter(folder.metrics)) as metrics:
         for step, loss in enumerate(losses, start=1):
             metrics.write({"step": step, "loss": loss, "grad_norm": 1.0, "reward": 0.5, "learning_rate": 1e-3})
     return folder

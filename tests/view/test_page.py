@@ -4,6 +4,7 @@ import json
 import re
 import shutil
 import subprocess
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -36,7 +37,7 @@ def make_run(root: Path, *, seconds: float = 10.0, text: str = HOSTILE, num_rank
     told = {"config": config, "command": ["ycore", "grpo", "--model", "tiny model"], "versions": {"torch": "2.13.0"}}
     (root / "run.json").write_text(json.dumps({**told, "started": "2026-01-01T00:00:00+00:00"}))
     (root / "engines.json").write_text(json.dumps({"kind": "vllm", "engines": ["rollout-0", "rollout-1"]}))
-    with MetricsWriter(root / "metrics.jsonl") as writer:
+    with closing(MetricsWriter(root / "metrics.jsonl")) as writer:
         for number in range(1, 13):
             writer.write(_step(number, seconds))
     (root / "summary.json").write_text(
@@ -130,7 +131,7 @@ def test_samples_judges_and_versions_are_shown(run: Path) -> None:
     asked = [{"role": "user", "content": "3 + 3?"}]
     samples = {"before": [{"prompt": asked, "completion": "5"}], "after": [{"prompt": asked, "completion": "<6>"}]}
     (run / "samples.json").write_text(json.dumps(samples))
-    with MetricsWriter(run / "metrics.jsonl") as writer:
+    with closing(MetricsWriter(run / "metrics.jsonl")) as writer:
         writer.write({"step": 13, "reward": 1.0, "ycore/judge/fair/tokens": 1.5})
     page = as_page(make_report([read_run(run)]))
     for cell in ("<pre>3 + 3?</pre>", "<pre>5</pre>", "<pre>&lt;6&gt;</pre>", "<td>fair/tokens</td>", "1.5 a step"):

@@ -5,6 +5,7 @@ import io
 import json
 import threading
 import time
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -102,7 +103,7 @@ def run(tmp_path: Path) -> Path:
 
 
 def add_step(root: Path, step: int) -> None:
-    with MetricsWriter(root / "metrics.jsonl") as writer:
+    with closing(MetricsWriter(root / "metrics.jsonl")) as writer:
         writer.write({"step": step, "reward": step / 10})
 
 

@@ -206,7 +206,7 @@ class Depths:
 
     def write_soon(self) -> None:
         """Something has changed: write within a second, together with what else changes until then."""
-        if self._due is None and self._trace.is_kept:
+        if self._due is None and self._trace.path is not None:
             self._due = asyncio.get_running_loop().call_later(_DEPTHS_EVERY_S, self.write)
 
     def write(self) -> None:

@@ -8,6 +8,7 @@ checkpoints/damaged-checkpoint-6/       did not verify; passed over, never delet
 import hashlib
 import os
 import shutil
+from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -23,8 +24,6 @@ _MANIFEST = "manifest.json"
 _PREFIX = "checkpoint-"
 _SAVING = ".saving-"
 _DROPPING = ".dropping-"
-_DAMAGED = "damaged-"
-_ASIDE = "aside-"
 
 
 def checkpoint_of(folder: Path, step: int) -> Path:
@@ -56,7 +55,7 @@ def publish(folder: Path, step: int, extra: dict[str, Any]) -> Path:
         extra: More keys for the manifest, such as `world`, the number of ranks.
     """
     staged, place = staging(folder, step) / f"{_PREFIX}{step}", checkpoint_of(folder, step)
-    files = _files(staged)
+    files = sorted(path for path in staged.rglob("*") if path.is_file() and path.name != _MANIFEST)
     for path in files:
         sync(path)
     names = [str(path.relative_to(staged)) for path in files]
@@ -73,11 +72,7 @@ def publish(folder: Path, step: int, extra: dict[str, Any]) -> Path:
 
 
 def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest's keys.
-
-    Raises:
-        RunFolderError: there is none, or it has another schema.
-    """
+    """The manifest's keys; RunFolderError where there is none, or it has another schema."""
     manifest = read_json(checkpoint / _MANIFEST)
     if not isinstance(manifest, dict) or (manifest.get("schema"), type(manifest.get("files"))) != (SCHEMA, dict):
         raise RunFolderError(f"{checkpoint / _MANIFEST} is not a manifest of schema {SCHEMA}; was another ycore here?")
@@ -101,7 +96,7 @@ def problem_of(checkpoint: Path) -> str | None:
             return f"{name} is missing"
         if path.stat().st_size != expected[name]["bytes"]:
             return f"{name} has {path.stat().st_size} bytes, {expected[name]['bytes']} were written"
-    for name, found in zip(paths, _fingerprints(list(paths.values())), strict=True):
+    for name, found in zip(paths, _fingerprints(paths.values()), strict=True):
         if found != expected[name]:
             return f"{name} has changed: its sha256 is not the one that was written"
     return None
@@ -120,7 +115,7 @@ def newest_whole(folder: Path, *, say: Say) -> Path | None:
         problem = problem_of(checkpoint)
         if problem is None:
             return checkpoint
-        moved = _move(checkpoint, _DAMAGED)
+        moved = _move(checkpoint, "damaged-")
         say(f"{checkpoint.name} is damaged ({problem}); passed over, and kept as {moved.name}")
         reasons.append(f"{checkpoint.name}: {problem}")
     if reasons:
@@ -150,14 +145,13 @@ def newest_for(folder: Path, *, world: int, say: Say) -> Path | None:
 
 def set_aside_after(folder: Path, step: int) -> list[Path]:
     """Move the checkpoints of later steps out of the way: the run goes on from this one."""
-    return [_move(checkpoint, _ASIDE) for checkpoint in checkpoints_in(folder) if step_of(checkpoint) > step]
+    return [_move(checkpoint, "aside-") for checkpoint in checkpoints_in(folder) if step_of(checkpoint) > step]
 
 
 def drop_oldest(folder: Path, *, keep: int | None) -> list[Path]:
     """Remove all but the newest `keep` checkpoints (at least two; None keeps all); return those that are left."""
-    found = checkpoints_in(folder)
     if keep is not None:
-        for old in found[: -max(keep, MIN_KEPT)]:
+        for old in checkpoints_in(folder)[: -max(keep, MIN_KEPT)]:
             _drop(old)
     return checkpoints_in(folder)
 
@@ -178,8 +172,7 @@ def size_of(checkpoint: Path) -> int:
 def _drop(checkpoint: Path) -> None:
     """Rename, then remove: half a checkpoint never has a checkpoint's name."""
     dying = checkpoint.with_name(f"{_DROPPING}{checkpoint.name}")
-    if dying.is_dir():
-        shutil.rmtree(dying)
+    shutil.rmtree(dying, ignore_errors=True)
     os.rename(checkpoint, dying)
     shutil.rmtree(dying)
 
@@ -194,16 +187,12 @@ def _move(checkpoint: Path, prefix: str) -> Path:
     return place
 
 
-def _files(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.rglob("*") if path.is_file() and path.name != _MANIFEST)
-
-
-def _fingerprints(files: list[Path]) -> list[dict[str, Any]]:
+def _fingerprints(files: Iterable[Path]) -> list[dict[str, Any]]:
     """Size and sha256 of each; hashing releases the interpreter, so several files go at once."""
+
+    def fingerprint(path: Path) -> dict[str, Any]:
+        with path.open("rb") as file:
+            return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
-        return list(pool.map(_fingerprint, files))
-
-
-def _fingerprint(path: Path) -> dict[str, Any]:
-    with path.open("rb") as file:
-        return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+        return list(pool.map(fingerprint, files))

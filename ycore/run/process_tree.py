@@ -8,8 +8,6 @@ from contextlib import suppress
 
 import psutil
 
-_POLL_S = 0.02
-
 
 def is_alive(process: psutil.Process) -> bool:
     """Whether it still runs. A zombie, which only waits for its exit status to be read, does not."""
@@ -41,7 +39,7 @@ def kill_tree(leader: int, *, also: Iterable[psutil.Process] = (), wait_s: float
     _kill(others)
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline and any(is_alive(process) for process in others):
-        time.sleep(_POLL_S)
+        time.sleep(0.02)
 
 
 def kill_descendants(pid: int) -> None:

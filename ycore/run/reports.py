@@ -45,11 +45,6 @@ def this_rank(environment: Mapping[str, str] | None = None) -> Rank:
     return Rank(*(int(variables[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
 
 
-def was_launched() -> bool:
-    """Whether a launcher of ranks started this process, be it the only one."""
-    return "LOCAL_WORLD_SIZE" in os.environ
-
-
 @dataclass(frozen=True, slots=True)
 class Report:
     """A rank's report; `exit_code` is None while it runs.

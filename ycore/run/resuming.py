@@ -43,11 +43,7 @@ def write_round(path: Path, label: Mapping[str, int], content: Mapping[str, Any]
 
 
 def read_round(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
-    """The header and the round of a file that `write_round` wrote.
-
-    Raises:
-        RunFolderError: the file is damaged.
-    """
+    """The header and the round of a file that `write_round` wrote; RunFolderError where it is damaged."""
     first, _, body = path.read_bytes().partition(b"\n")
     body = body.removesuffix(b"\n")
     try:
@@ -68,9 +64,9 @@ def damaged_round(path: Path, problem: str) -> RunFolderError:
 def rounds_in(journal: Path) -> dict[int, set[int]]:
     """Step -> the ranks whose part of that step's round is there, in order."""
     found: dict[int, set[int]] = {}
-    for _, step, rank in _round_files(journal):
+    for _, step, rank in sorted(_round_files(journal), key=lambda one: one[1]):
         found.setdefault(step, set()).add(rank)
-    return dict(sorted(found.items()))
+    return found
 
 
 def drop_rounds(journal: Path, *, before: int = 0, after: int | None = None, rank: int | None = None) -> None:
@@ -93,16 +89,12 @@ def check_replay(run: Path, journal: Path) -> None:
 
 
 def _round_files(journal: Path) -> list[tuple[Path, int, int]]:
-    matches = ((path, _ROUND_NAME.fullmatch(path.name)) for path in (journal.iterdir() if journal.is_dir() else ()))
+    matches = ((path, _ROUND_NAME.fullmatch(path.name)) for path in journal.glob("round-*.json"))
     return [(path, int(match[1]), int(match[2])) for path, match in matches if match]
 
 
 def parse_checkpoint(text: str, folder: RunFolder) -> int:
-    """The step that `--resume-from` names: a number, or a checkpoint's folder inside the run.
-
-    Raises:
-        RunFolderError: it is neither.
-    """
+    """The step that `--resume-from` names: a number, or a checkpoint's folder inside the run; else RunFolderError."""
     if text.isdigit():
         return int(text)
     path = Path(text).expanduser()
@@ -120,8 +112,7 @@ def check_checkpoint(folder: RunFolder, step: int) -> None:
         return
     if not checkpoint.is_dir():
         raise RunFolderError(f"{folder.root} has no checkpoint of step {step}; {_listed(folder)}")
-    problem = problem_of(checkpoint)
-    if problem is not None:
+    if problem := problem_of(checkpoint):
         raise RunFolderError(f"{checkpoint} is damaged ({problem}); {_listed(folder)}")
 
 
@@ -147,18 +138,13 @@ def settle(folder: RunFolder, config: BaseModel, how: Resume, *, say: Say) -> No
         step = 0 if newest is None else step_of(newest)
         say(f"going on from step {step}" if step else "going on from the first step: no checkpoint was saved yet")
         if how.accept_changes:
-            _accept_changes(folder, config, step, say)
+            if differences := changes(folder, config):
+                say(f"accepted: {in_words(differences)}")
+            drop_rounds(folder.journal, after=step - 1)
+            folder.identity.unlink(missing_ok=True)
+            write_description(folder, config, resume=True)
     finally:
         held.release()
-
-
-def _accept_changes(folder: RunFolder, config: BaseModel, step: int, say: Say) -> None:
-    differences = changes(folder, config)
-    if differences:
-        say(f"accepted: {in_words(differences)}")
-    drop_rounds(folder.journal, after=step - 1)
-    folder.identity.unlink(missing_ok=True)
-    write_description(folder, config, resume=True)
 
 
 def _listed(folder: RunFolder) -> str:

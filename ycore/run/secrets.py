@@ -7,6 +7,8 @@ import json
 import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from functools import reduce
+from operator import getitem
 from typing import Any
 
 from ycore.errors import ConfigError
@@ -23,8 +25,6 @@ _USERINFO = re.compile(r"(?<=://)[^/@\s]+(?=@)")
 
 VARIABLE = "YCORE_SECRETS"
 """JSON: `[[path, value], ...]`, a path being the keys and list indices that lead to the value."""
-
-_URL_WITH_SECRET = f"://{HIDDEN}@"
 
 Path = tuple[str | int, ...]
 
@@ -69,7 +69,8 @@ def secrets_environment(config: Mapping[str, Any]) -> dict[str, str]:
     Args:
         config: the run's settings as JSON values (`model_dump(mode="json")`).
     """
-    hidden = list(_hidden(config, redact(config)))
+    shown_and_real = ((path, shown, _at(config, path)) for path, shown in _leaves(redact(config)))
+    hidden = [(path, real) for path, shown, real in shown_and_real if real != shown]
     return {VARIABLE: json.dumps(hidden)} if hidden else {}
 
 
@@ -77,10 +78,7 @@ def load_config(folder: RunFolder) -> dict[str, Any]:
     """The settings in run.json with their secrets put back, where the launcher passed them to this process."""
     config: dict[str, Any] = read_json(folder.config)["config"]
     for path, value in json.loads(os.environ.pop(VARIABLE, "[]")):
-        place: Any = config
-        for key in path[:-1]:
-            place = place[key]
-        place[path[-1]] = value
+        _at(config, path[:-1])[path[-1]] = value
     return config
 
 
@@ -93,35 +91,19 @@ def without_hub_token(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def check_secrets(config: Mapping[str, Any]) -> None:
-    """Refuse settings that were read from a run.json and still have `***` for a secret.
-
-    Raises:
-        ConfigError: names the option to give again.
-    """
+    """Raise ConfigError, with the option to give again, where settings of a run.json have `***` for a secret."""
     for path, value in _leaves(config):
-        if value == HIDDEN or (isinstance(value, str) and _URL_WITH_SECRET in value):
-            is_token = path == ("trl", "hub_token")
+        if value == HIDDEN or (isinstance(value, str) and f"://{HIDDEN}@" in value):
+            name, named = ".".join(map(str, path)), path[1:] if path[0] == "trl" else path
+            option = f"--{str(named[0]).replace('_', '-')}" if len(named) == 1 else f"--set {name}=..."
             raise ConfigError(
-                f"run.json does not keep {'.'.join(map(str, path))}, a secret; give {_option(path)} again"
-                + (", or set the environment variable HF_TOKEN" if is_token else "")
+                f"run.json does not keep {name}, a secret; give {option} again"
+                + (", or set the environment variable HF_TOKEN" if name == "trl.hub_token" else "")
             )
 
 
-def _option(path: Path) -> str:
-    named = path[1:] if path[0] == "trl" else path
-    return f"--{str(named[0]).replace('_', '-')}" if len(named) == 1 else f"--set {'.'.join(map(str, path))}=..."
-
-
-def _hidden(real: Any, redacted: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Path and value of whatever is not the same in both."""
-    if isinstance(redacted, Mapping):
-        for key in redacted:
-            yield from _hidden(real[key], redacted[key], (*path, key))
-    elif isinstance(redacted, list):
-        for index, item in enumerate(redacted):
-            yield from _hidden(real[index], item, (*path, index))
-    elif real != redacted:
-        yield path, real
+def _at(config: Any, path: Path) -> Any:
+    return reduce(getitem, path, config)
 
 
 def _leaves(value: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:

@@ -20,12 +20,8 @@ def printable(text: str, *, one_line: bool = False) -> str:
         text: Any string.
         one_line: Show newlines and tabs as `\n` and `\t` too.
     """
-    text = _UNPRINTABLE.sub(_escape, text)
+    text = _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
     return text.replace("\n", r"\n").replace("\t", r"\t") if one_line else text
-
-
-def _escape(match: re.Match[str]) -> str:
-    return match[0].encode("unicode_escape").decode()
 
 
 def as_duration(seconds: float) -> str:

@@ -17,9 +17,6 @@ from typing import Any
 
 from ycore.run.files import LineFollower
 
-_MAX_BYTES = 256 * 2**20  # a trace that has grown to this takes no more events; its last one says so
-_TAIL_BYTES = 2**21
-_FLUSH_EVERY = 200
 _OPENING, _CLOSING = "[\n", "\n]\n"
 
 SWAP, ROUND = "swap", "round"
@@ -71,30 +68,26 @@ class TraceWriter:
 
     Args:
         path: trace.json, which other ranks may write to as well; None keeps no trace.
-        max_bytes: The size from which on events are dropped.
+        max_bytes: The size from which on events are dropped; the last one says so.
     """
 
-    def __init__(self, path: Path | None, *, max_bytes: int = _MAX_BYTES) -> None:
-        self._path = path
+    def __init__(self, path: Path | None, *, max_bytes: int = 256 * 2**20) -> None:
+        self.path = path
         self._max_bytes = max_bytes
         self._lines: list[str] = []
 
-    @property
-    def is_kept(self) -> bool:
-        return self._path is not None
-
     def add(self, event: Event) -> None:
-        if self._path is None:
+        if self.path is None:
             return
         self._lines.append(json.dumps(_to_json(event)))
-        if len(self._lines) >= _FLUSH_EVERY:
+        if len(self._lines) >= 200:
             self.flush()
 
     def flush(self) -> None:
-        if self._path is None or not self._lines:
+        if self.path is None or not self._lines:
             return
         lines, self._lines = self._lines, []
-        descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o600)
+        descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o600)
         with os.fdopen(descriptor, "r+b") as file:
             fcntl.flock(file, fcntl.LOCK_EX)  # ranks write to one file
             size = _end_of_events(file)
@@ -115,11 +108,10 @@ def finish_trace(path: Path) -> None:
     with path.open("r+b") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         size = _end_of_events(file)
-        if size <= len(_OPENING):
-            return
-        file.seek(size - len(",\n"))
-        file.truncate()
-        file.write(_CLOSING.encode())
+        if size > len(_OPENING):
+            file.seek(size - len(",\n"))
+            file.truncate()
+            file.write(_CLOSING.encode())
 
 
 def read_trace(path: Path) -> list[Span]:
@@ -131,12 +123,9 @@ def read_trace(path: Path) -> list[Span]:
 
 
 class TraceFollower:
-    """Reads a trace while ranks write it: `for event in follower.read(): ...`; each whole event comes once.
+    """Reads a trace while ranks write it; each whole event comes once. A large one is read from its end only."""
 
-    A trace may be large, so the first look begins where its last `tail_bytes` do.
-    """
-
-    def __init__(self, path: Path, *, tail_bytes: int = _TAIL_BYTES) -> None:
+    def __init__(self, path: Path, *, tail_bytes: int = 2**21) -> None:
         self._lines = LineFollower(path, tail_bytes=tail_bytes)
 
     def read(self) -> list[Event]:
@@ -180,29 +169,27 @@ def parse_event(line: str) -> Event | None:
 
 
 def _to_json(event: Event) -> dict[str, Any]:
+    at = event.began if isinstance(event, Span) else event.at
+    common = {"name": event.name, "ts": round(at * 1e6), "pid": event.rank}
     match event:
         case Span():
-            ended = {"dur": round(event.seconds * 1e6), "tid": event.slot, "args": dict(event.details)}
-            return {"name": event.name, "ph": "X", "ts": round(event.began * 1e6), "pid": event.rank, **ended}
+            duration = round(event.seconds * 1e6)
+            return {**common, "ph": "X", "dur": duration, "tid": event.slot, "args": dict(event.details)}
         case Levels():  # viewers ignore a key that they do not know, as `oldest_s`
-            counted = {"args": dict(event.values), "oldest_s": dict(event.oldest_s)}
-            return {"name": event.name, "ph": "C", "ts": round(event.at * 1e6), "pid": event.rank, **counted}
+            return {**common, "ph": "C", "args": dict(event.values), "oldest_s": dict(event.oldest_s)}
         case Mark():
-            return {"name": event.name, "ph": "i", "ts": round(event.at * 1e6), "pid": event.rank, "tid": -1, "s": "t"}
+            return {**common, "ph": "i", "tid": -1, "s": "t"}
 
 
 def _end_of_events(file: Any) -> int:
     """Where the next event goes: behind the last whole line, before a closing bracket; 0 in an empty file."""
     size: int = file.seek(0, os.SEEK_END)
-    if size == 0:
-        return 0
     tail_size = min(size, 1 << 16)
     file.seek(size - tail_size)
     tail: bytes = file.read()
     if tail.endswith(_CLOSING.encode()):
-        end = size - len(_CLOSING)
-        file.seek(end)
+        file.seek(size - len(_CLOSING))
         file.write(b",\n")
         file.truncate()
-        return end + len(",\n")
+        return size - len(_CLOSING) + len(",\n")
     return size - tail_size + tail.rfind(b"\n") + 1

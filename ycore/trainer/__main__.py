@@ -3,6 +3,7 @@
 It leaves checkpoints, the model, metrics and samples in the run folder.
 """
 
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -14,7 +15,7 @@ from ycore.config.algorithms import find_algorithm
 from ycore.errors import Interrupted, PeerError, RunError, YcoreError
 from ycore.run.files import is_disk_full, read_json
 from ycore.run.paths import RunFolder
-from ycore.run.reports import Rank, dump_stacks_on_signal, print_error, report_end, take_place, this_rank, was_launched
+from ycore.run.reports import Rank, dump_stacks_on_signal, print_error, report_end, take_place, this_rank
 
 if TYPE_CHECKING:
     from ycore.trainer.training_run import TrainingRun
@@ -40,7 +41,8 @@ def main() -> int:
         return 2
     dump_stacks_on_signal()
     folder = RunFolder(Path(sys.argv[1]))
-    return _train_as_rank(folder, this_rank()) if was_launched() else _train(folder, lambda error: None)
+    is_ranks = "LOCAL_WORLD_SIZE" in os.environ  # torchrun started this process, be it the only one
+    return _train_as_rank(folder, this_rank()) if is_ranks else _train(folder, lambda error: None)
 
 
 def _train_as_rank(folder: RunFolder, rank: Rank) -> int:

@@ -6,6 +6,7 @@ It leaves `eval.json` (the figures) and `completions.jsonl` (every completion wi
 import json
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -70,7 +71,7 @@ def open_engines(parts: "Assembly", model: Any) -> "list[Engine]":
 
 def _all_groups(controller: "Controller", num_prompts: int, metrics: Path, completions: Path) -> list[Group]:
     done: list[Group] = []
-    with MetricsWriter(metrics) as writer, completions.open("w", encoding="utf-8") as file:
+    with closing(MetricsWriter(metrics)) as writer, completions.open("w", encoding="utf-8") as file:
         while len(done) < num_prompts:
             groups = controller.next_round(step=0, num_groups=min(_PROMPTS_AT_ONCE, num_prompts - len(done)))
             _write_completions(groups, file)

@@ -387,7 +387,7 @@ def test_built_in_rewards_are_documented_with_their_arguments() -> None:
 
 
 def test_what_a_reward_is_called_with_is_documented() -> None:
-    rows = table("docs/rewards.md", "### What it is called with")
+    rows = table("docs/rewards.md", "### Arguments of a call")
     assert {name for names, _ in rows for name in quoted(names)} == set(SUPPLIED)
 
 

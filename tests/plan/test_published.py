@@ -11,7 +11,7 @@ import pytest
 
 from ycore.plan.devices import DEVICES, GB, GIB, Fleet
 from ycore.plan.job import Job, Sharding, Way
-from ycore.plan.memory import kv_bytes_per_token, trainer_states
+from ycore.plan.memory import trainer_states
 from ycore.plan.model_facts import ModelFacts, model_facts
 from ycore.plan.search import ranked, ways
 
@@ -66,7 +66,7 @@ def test_model_states_are_those_published(row: States) -> None:
 def test_the_cache_of_a_token_is_that_published() -> None:
     """arXiv 2309.06180, section 3: 800 KB a token for OPT-13B, with 40 layers and a hidden size of 5120."""
     opt = ModelFacts("OPT-13B", 5120, 40, 40, 40, 128, 20480, 50272, tied=True)
-    assert kv_bytes_per_token(opt, 2) == 800 * 1024
+    assert opt.kv_values * 2 == 800 * 1024
 
 
 @dataclass(frozen=True)

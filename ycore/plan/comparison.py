@@ -8,7 +8,7 @@ from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed
 from ycore.placement.placement import DYNAMIC, JUDGE, ROLLOUT, Placement, SlotPool, in_order
 from ycore.plan.recording import Request, recorded
-from ycore.plan.simulation import Demand, GroupAt, Lengths, Machine, Outcome, SimulatedGroup, SimulatedRound, Workload
+from ycore.plan.simulation import Demand, GroupAt, Lengths, Machine, Outcome, SimulatedRound, Workload
 from ycore.round.sampling import Yield
 
 _APART = 10**6
@@ -141,7 +141,6 @@ def compare_assumed(scenario: Scenario) -> Comparison:
 
 
 def candidates(roles: Sequence[str], num_slots: int) -> list[Placement]:
-    """The placements to compare for these roles."""
     if len(roles) == 1:
         return [Placement("split", (num_slots,))]
     return [DYNAMIC, Placement("colocated"), *splits(roles, num_slots)]
@@ -165,10 +164,8 @@ def splits(roles: Sequence[str], num_slots: int, *, most: int = 9) -> list[Place
 def recommend(results: Sequence[Result]) -> Result:
     """The shortest; but `dynamic` where it is as good, since it needs no new choice when lengths drift."""
     best = min(results, key=lambda result: result.seconds)
-    for result in results:
-        if result.placement.kind == "dynamic" and result.seconds <= GOOD_ENOUGH * best.seconds:
-            return result
-    return best
+    good = (result for result in results if result.seconds <= GOOD_ENOUGH * best.seconds)
+    return next((result for result in good if result.placement.kind == "dynamic"), best)
 
 
 def compare_recorded(rounds: Sequence[Sequence[Request]], scenario: Scenario) -> Comparison:
@@ -181,19 +178,14 @@ def compare_recorded(rounds: Sequence[Sequence[Request]], scenario: Scenario) ->
     roles, num_rounds = in_order(list(recording.speeds)), len(recording.rounds)
     machine = Machine(recording.speeds, dict.fromkeys(roles, scenario.swap_s))
     played = [*recording.rounds[: scenario.warm_up], *recording.rounds]
-    results = [
-        Result(placement, tuple(_replay(Allocator(scenario.pool(roles), placement), machine, played)[-num_rounds:]))
-        for placement in candidates(roles, scenario.num_slots)
-    ]
+    results = []
+    for placement in candidates(roles, scenario.num_slots):
+        allocator, outcomes = Allocator(scenario.pool(roles), placement), []
+        for groups in played:
+            # A trace does not say which groups could teach, so each is drawn after as many others as it was then.
+            outcomes.append(SimulatedRound(allocator, machine, groups.__getitem__, Demand(len(groups))).run())
+            allocator.learn(allocator.numbers())
+        results.append(Result(placement, tuple(outcomes[-num_rounds:])))
     mean_s = fmean(recording.seconds)
     note = f"recorded: {num_rounds} rounds of {mean_s:.1f} s on the mean, played again on {scenario.num_slots} slots"
     return Comparison(note, results, recorded_s=mean_s)
-
-
-def _replay(allocator: Allocator, machine: Machine, rounds: Sequence[Sequence[SimulatedGroup]]) -> list[Outcome]:
-    """A trace does not say which groups could teach, so each is drawn after as many others as it was then."""
-    outcomes = []
-    for groups in rounds:
-        outcomes.append(SimulatedRound(allocator, machine, groups.__getitem__, Demand(len(groups))).run())
-        allocator.learn(allocator.numbers())
-    return outcomes

@@ -34,7 +34,6 @@ class Device:
 
     @property
     def in_words(self) -> str:
-        """Its speed, and where that is from."""
         if not self.on_cpu:
             return self.source
         return f"{self.flops / GB:.0f} GFLOP/s in bfloat16 and {self.bandwidth / GB:.1f} GB/s a core, {self.source}"
@@ -42,8 +41,6 @@ class Device:
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """The devices of one machine, all alike."""
-
     device: Device
     count: int
 
@@ -52,22 +49,17 @@ class Fleet:
         return f"{self.count} x {self.device.name}"
 
 
-def _known_devices() -> dict[str, Device]:
-    rows = json.loads(Path(__file__).with_name("devices.json").read_text(encoding="utf-8"))
-    return {
-        row["name"].lower(): Device(
-            row["name"],
-            memory_bytes=row["memory_gb"] * GB,
-            flops=row["bfloat16_tflops"] * 1e12,
-            bandwidth=row["bandwidth_tb_s"] * 1e12,
-            link=row["link_gb_s"] * GB,
-            source=row["source"],
-        )
-        for row in rows
-    }
-
-
-DEVICES: Mapping[str, Device] = _known_devices()
+DEVICES: Mapping[str, Device] = {
+    row["name"].lower(): Device(
+        row["name"],
+        memory_bytes=row["memory_gb"] * GB,
+        flops=row["bfloat16_tflops"] * 1e12,
+        bandwidth=row["bandwidth_tb_s"] * 1e12,
+        link=row["link_gb_s"] * GB,
+        source=row["source"],
+    )
+    for row in json.loads(Path(__file__).with_name("devices.json").read_text(encoding="utf-8"))
+}
 
 _COMMON = ("t4", "a10", "a100-40gb", "l40s", "a100", "h20", "h200")
 """Where only a size is given: the one of these with about that much memory gives the speed."""
@@ -125,10 +117,13 @@ Measured with AVX-512: 420 against 52 GFLOP/s a core. AMX is assumed to be twice
 def measured_core() -> Device:
     """One core of this machine, with all of its memory. Measuring takes about half a second."""
     flops, bandwidth = _measure()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.is_file() else []
+    flags = set(next((line for line in lines if line.startswith("flags")), "").split())
     return Device(
         name="core",
         memory_bytes=float(psutil.virtual_memory().total),
-        flops=flops * bfloat16_factor(_flags()),
+        flops=flops * bfloat16_factor(flags),
         bandwidth=bandwidth,
         link=bandwidth / 2,
         source="measured here, now, by numpy",
@@ -137,12 +132,10 @@ def measured_core() -> Device:
 
 
 def num_cores() -> int:
-    """Cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def bfloat16_factor(flags: set[str]) -> float:
-    """torch's speed in bfloat16 over numpy's in float32, from the processor's flags."""
     return next((factor for flag, factor in _FASTER if flag in flags), 1.0)
 
 
@@ -163,10 +156,3 @@ def _timed(work: Callable[[], object]) -> float:
     began = time.process_time()
     work()
     return max(1e-9, time.process_time() - began)
-
-
-def _flags() -> set[str]:
-    info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.is_file() else []
-    line = next((line for line in lines if line.startswith("flags")), "")
-    return set(line.partition(":")[2].split())

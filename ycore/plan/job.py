@@ -39,7 +39,6 @@ class Job:
 
     @property
     def trainable(self) -> int:
-        """Parameters with a gradient."""
         return self.policy.num_params if self.lora_rank is None else self.policy.lora_params(self.lora_rank)
 
 

@@ -7,7 +7,7 @@ memory, so the sum of their peaks must fit. The formulas and their sources are a
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from ycore.plan.devices import GIB, Device, Fleet
+from ycore.plan.devices import GIB, Fleet
 from ycore.plan.job import Job, Way
 from ycore.plan.model_facts import ModelFacts
 
@@ -67,7 +67,7 @@ def step_memory(job: Job, way: Way, fleet: Fleet) -> tuple[Parts, Mapping[str, E
     Returns:
         One rank's trainer at its peak; the engines by role; the bytes by phase and role, on the fullest device.
     """
-    footing = _footing(fleet.device)
+    footing = ON_CPU if fleet.device.on_cpu else ON_GPU
     libraries = footing.trainer + (footing.zero if way.sharding.startswith("zero") else 0.0)
     parts, states = trainer_peak(job, way), trainer_states(job, way)
     trainer = {**parts, "allocator": footing.slack * sum(parts.values()), "libraries": libraries}
@@ -83,10 +83,6 @@ def step_memory(job: Job, way: Way, fleet: Fleet) -> tuple[Parts, Mapping[str, E
     slots = {"rollout": way.slots - way.judge_slots, "judge": way.judge_slots or way.slots}
     processes = {role: engine.awake * slots[role] for role, engine in engines.items()}
     return trainer, engines, {"all at once": {"trainer": peak * way.ranks, **processes}}
-
-
-def _footing(device: Device) -> Footing:
-    return ON_CPU if device.on_cpu else ON_GPU
 
 
 def _gpu_phases(
@@ -201,10 +197,10 @@ def _engines(job: Job, way: Way, fleet: Fleet, *, beside: float) -> Mapping[str,
 def _engine(job: Job, facts: ModelFacts, way: Way, fleet: Fleet, *, slots: int, longest: int, room: float) -> Engine:
     """One engine. `longest`: tokens of its longest sequence. `room`: bytes left for it on the device."""
     on_cpu, size, wide = fleet.device.on_cpu, job.bytes_per_value, way.tensor_parallel
-    footing = _footing(fleet.device).engine
+    footing = (ON_CPU if on_cpu else ON_GPU).engine
     weights = engine_weights(facts, size, tensor_parallel=wide, on_cpu=on_cpu)
     wanted = max(1, min(_MOST_SEQUENCES, round(job.completions * job.draws / slots)))
-    a_sequence = kv_bytes_per_token(facts, size) / wide * longest
+    a_sequence = facts.kv_values * size / wide * longest
     if on_cpu:
         cache = max(1, -(-(a_sequence * wanted) // _CPU_CACHE_STEP)) * _CPU_CACHE_STEP
         return Engine(weights, cache, 0.0, footing, wanted)
@@ -219,8 +215,3 @@ def _engine(job: Job, facts: ModelFacts, way: Way, fleet: Fleet, *, slots: int, 
 def engine_weights(facts: ModelFacts, bytes_per_value: int, *, tensor_parallel: int, on_cpu: bool = False) -> float:
     """On a CPU three times: the weights, vLLM's packed copies of them, and the mapped file of the last sync."""
     return facts.num_params * bytes_per_value / tensor_parallel * (3 if on_cpu else 1)
-
-
-def kv_bytes_per_token(facts: ModelFacts, bytes_per_value: int) -> float:
-    """Keys and values of one token in all layers (arXiv 2309.06180, section 3)."""
-    return float(facts.kv_values * bytes_per_value)

@@ -49,8 +49,6 @@ class TemplateCheck:
 
 @dataclass(frozen=True, slots=True)
 class Measurements:
-    """What one preflight measured."""
-
     num_prompts: int
     group_size: int
     max_tokens: int
@@ -80,8 +78,6 @@ class Measurements:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """One thing that stops learning or slows it, and what to change."""
-
     level: Level
     what: str
     mend: str
@@ -97,7 +93,6 @@ class Verdict:
 
 
 def verdict(measured: Measurements) -> Verdict:
-    """What the measurements mean for the run."""
     rules = [*_input_rules(measured), *_engine_rules(measured), *_reward_rules(measured)]
     found = [Finding(level, what, mend) for level, what, mend in rules if level is not None]
     found.sort(key=lambda finding: finding.level != "stops")

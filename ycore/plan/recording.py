@@ -16,6 +16,10 @@ from ycore.placement.placement import ROLLOUT
 from ycore.plan.simulation import SimulatedGroup
 from ycore.run.trace import ROUND, SWAP, Span
 
+_EDGES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
+_ENOUGH = 3  # requests that make a point of the curve; fewer join the next point
+_PASSES = 3
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -94,11 +98,6 @@ def _groups(requests: Sequence[Request], group_size: int) -> list[SimulatedGroup
     ]
 
 
-_EDGES = (1, 2, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192)
-_ENOUGH = 3  # requests that make a point of the curve; fewer join the next point
-_PASSES = 3
-
-
 @dataclass(frozen=True, slots=True)
 class Steps(Speed):
     """`seconds[i]` a step with `depths[i]` in flight; beyond both ends the slope is `each`."""
@@ -158,17 +157,15 @@ def _fit(requests: Sequence[Request]) -> tuple[dict[str, Steps], _Met]:
         for one, (seconds, depth) in zip(requests, met, strict=True):
             if seconds > 0:
                 seen.setdefault(one.role, []).append(Seen(one.tokens or 1.0, seconds, depth))
-        speeds = {role: curve(_line(of_role), of_role) for role, of_role in seen.items()}
+        speeds = {}
+        for role, of_role in seen.items():
+            sums = Sums(rounds=1.0)
+            for saw in of_role:
+                sums.observe(seconds=saw.seconds, depth=saw.depth, size=saw.tokens)
+            load = sums.load()
+            assert load is not None, "something was seen"
+            speeds[role] = curve(load.speed, of_role)
     return speeds, met
-
-
-def _line(seen: Sequence[Seen]) -> Speed:
-    sums = Sums(rounds=1.0)
-    for one in seen:
-        sums.observe(seconds=one.seconds, depth=one.depth, size=one.tokens)
-    load = sums.load()
-    assert load is not None, "something was seen"
-    return load.speed
 
 
 def _met(requests: Sequence[Request], speeds: Mapping[str, Speed]) -> _Met:

@@ -7,19 +7,16 @@ from typing import Any
 
 from ycore.config.schema import RunConfig
 from ycore.plan.devices import GIB, Device, Fleet, measured_core, num_cores, parse_devices
-from ycore.plan.job import SHARDINGS, Job, Sharding, Way, job_of, micro_batch_of
+from ycore.plan.job import SHARDINGS, Job, Way, job_of, micro_batch_of
 from ycore.plan.model_facts import known_models, model_facts
 from ycore.plan.step_forecast import Forecast, forecast, simulated
 
 _WORTH_SIMULATING = 1.5  # of the fastest, by the simple bound
 _MOST_ON_CPU = 2  # engines that a run starts by default (ycore/launch/engines.py)
-_ALONE: list[Sharding] = ["ddp"]
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """A change to the settings, and the fastest forecast with it."""
-
     change: str
     forecast: Forecast
 
@@ -84,32 +81,25 @@ def make_plan(
         UserError: a model, a device or a size is not known.
     """
     policy, judge_facts = model_facts(config.model), None if judge is None else model_facts(judge)
-    fleet = _fleet(devices or "cpu", core)
+    devices = devices or "cpu"
+    if core is None:  # measured only where the plan is for cores, since that takes a moment
+        unused = Device("core", GIB, 1e9, 1e9, 1e9, "not measured", on_cpu=True)
+        core = measured_core() if devices.strip().lower().endswith("cpu") else unused
+    fleet = parse_devices(devices, core=core, num_cores=num_cores())
     job = job_of(
         config, policy, judge=judge_facts, judge_tokens=judge_tokens,
         prompt_tokens=prompt_tokens, completion_tokens=completion_tokens,
     )  # fmt: skip
     micro_batch = micro_batch_of(config, ranks=fleet.count, on_cpu=fleet.device.on_cpu)
     shardings = [config.accelerate] if config.accelerate in SHARDINGS else None
-    checkpointing = config.trl.get("gradient_checkpointing")
-    candidates = [
-        way
-        for way in ways(job, fleet, micro_batch=micro_batch, shardings=shardings)
-        if checkpointing is None or way.checkpointing == bool(checkpointing)
-    ]
+    candidates = ways(job, fleet, micro_batch=micro_batch, shardings=shardings)
+    if (checkpointing := config.trl.get("gradient_checkpointing")) is not None:
+        candidates = [way for way in candidates if way.checkpointing == bool(checkpointing)]
     fitting, others = ranked(job, fleet, candidates)
     near: list[Change] = []
     if not fitting:
         near = nearest(job, fleet, micro_batch=micro_batch) or _smaller_model(job, fleet, micro_batch)
     return Plan(job, fleet, tuple(fitting), tuple(others), tuple(near))
-
-
-def _fleet(devices: str, core: Device | None) -> Fleet:
-    """The devices; a core is measured only where the plan is for cores, since that takes a moment."""
-    if core is None and devices.strip().lower().endswith("cpu"):
-        core = measured_core()
-    unused = Device("core", GIB, 1e9, 1e9, 1e9, "not measured", on_cpu=True)
-    return parse_devices(devices, core=core or unused, num_cores=num_cores())
 
 
 def ways(job: Job, fleet: Fleet, *, micro_batch: int, shardings: Iterable[str] | None = None) -> list[Way]:
@@ -122,15 +112,13 @@ def ways(job: Job, fleet: Fleet, *, micro_batch: int, shardings: Iterable[str] |
     on_cpu, count = fleet.device.on_cpu, fleet.count
     chosen = set(SHARDINGS if shardings is None else shardings) - ({"fsdp2"} if on_cpu else set())
     sharded = [name for name in SHARDINGS if name in chosen]
-    widths = (
-        [1] if on_cpu else [width for width in (2**power for power in range(count.bit_length())) if not count % width]
-    )
+    widths = [2**power for power in range(1 if on_cpu else count.bit_length()) if not count % 2**power]
     found: list[Way] = []
     for ranks in {1, count} if on_cpu else {count}:
         if job.prompts_per_step % ranks:
             continue
         size = min(micro_batch, job.completions // ranks)
-        for sharding in sharded if ranks > 1 else _ALONE:
+        for sharding in sharded if ranks > 1 else SHARDINGS[:1]:
             for width in widths:
                 slots = max(min(count, _MOST_ON_CPU), ranks) if on_cpu else count // width
                 base = Way(ranks, slots, sharding, size, tensor_parallel=width)
@@ -155,7 +143,13 @@ def ranked(job: Job, fleet: Fleet, candidates: Iterable[Way]) -> tuple[list[Fore
     forecasts = [forecast(job, way, fleet) for way in candidates]
     fitting = _by_time(one for one in forecasts if one.fits)
     if job.judge is not None:
-        fitting = _by_time(simulated(job, one, fleet) for one in _one_of_a_kind(fitting))
+        # The best way to train for each placement of the engines: rounds do not depend on how training is sharded.
+        best: dict[tuple[object, ...], Forecast] = {}
+        for one in fitting:
+            way = one.way
+            best.setdefault((way.kind, way.judge_slots, way.slots, way.tensor_parallel, way.sleeps), one)
+        enough_s = _WORTH_SIMULATING * min((one.step_s for one in best.values()), default=0.0)
+        fitting = _by_time(simulated(job, one, fleet) for one in best.values() if one.step_s <= enough_s)
     others = sorted((one for one in forecasts if not one.fits), key=lambda one: one.peak[1] - one.capacity)
     return fitting, others
 
@@ -163,16 +157,6 @@ def ranked(job: Job, fleet: Fleet, candidates: Iterable[Way]) -> tuple[list[Fore
 def _by_time(forecasts: Iterable[Forecast]) -> list[Forecast]:
     """Fastest first; ways within a hundredth stay in the order of `ways`, the simpler first."""
     return sorted(forecasts, key=lambda one: round(100 * math.log(one.step_s)))
-
-
-def _one_of_a_kind(fitting: Iterable[Forecast]) -> list[Forecast]:
-    """The best way to train for each placement of the engines: rounds do not depend on how training is sharded."""
-    best: dict[tuple[object, ...], Forecast] = {}
-    for one in fitting:
-        way = one.way
-        best.setdefault((way.kind, way.judge_slots, way.slots, way.tensor_parallel, way.sleeps), one)
-    fastest = min((one.step_s for one in best.values()), default=0.0)
-    return [one for one in best.values() if one.step_s <= _WORTH_SIMULATING * fastest]
 
 
 def why_not(one: Forecast) -> str:
@@ -209,11 +193,8 @@ def nearest(job: Job, fleet: Fleet, *, micro_batch: int, limit: int = 3) -> list
 
 def _changes(job: Job, fleet: Fleet, micro_batch: int) -> list[tuple[str, _Settings]]:
     """Single changes, the least loss first."""
-    found: list[tuple[str, _Settings]] = []
-    size = micro_batch // 2
-    while size >= 1:
-        found.append((f"--per-device-train-batch-size {size}", (job, fleet, size)))
-        size //= 2
+    sizes = [micro_batch >> power for power in range(1, micro_batch.bit_length())]
+    found = [(f"--per-device-train-batch-size {size}", (job, fleet, size)) for size in sizes]
     if job.lora_rank is None:
         found.append(("--lora", (replace(job, lora_rank=16), fleet, micro_batch)))
     if job.judge is None and job.max_tokens > 256:
@@ -242,8 +223,7 @@ def _fitting(changes: Iterable[tuple[str, _Settings]]) -> list[Change]:
 def _smaller_model(job: Job, fleet: Fleet, micro_batch: int) -> list[Change]:
     """The largest known model that fits in this one's place."""
     for facts in sorted(map(model_facts, known_models()), key=lambda facts: -facts.num_params):
-        if facts.num_params < job.policy.num_params:
-            found = _fitting([(f"--model {facts.name}", (replace(job, policy=facts), fleet, micro_batch))])
-            if found:
-                return found
+        change = (f"--model {facts.name}", (replace(job, policy=facts), fleet, micro_batch))
+        if facts.num_params < job.policy.num_params and (found := _fitting([change])):
+            return found
     return []

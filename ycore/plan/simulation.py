@@ -4,6 +4,7 @@ Only the clock, the engines and the completions are made up.
 """
 
 import heapq
+import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed, Usage
-from ycore.placement.placement import ROLLOUT, Start, Swap
+from ycore.placement.placement import ROLLOUT, Start
 from ycore.round.sampling import Yield, num_to_draw
 
 Sizes = Mapping[str, float]
@@ -146,8 +147,6 @@ class Lane(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """A simulated round."""
-
     usage: Usage
     lanes: list[Lane]
     drawn: int
@@ -170,7 +169,7 @@ class _OpenGroup:
     unanswered: int = 0
 
 
-_SWAP_ENDS = -1
+_SWAP_ENDS = -1  # in place of a stamp
 
 
 class SimulatedRound:
@@ -198,7 +197,7 @@ class SimulatedRound:
         self._slots = [VirtualSlot(machine.speeds, machine.reading_s) for _ in range(allocator.pool.num_slots)]
         self._stamps = [0] * len(self._slots)  # a slot's events with an older stamp no longer hold
         self._events: list[tuple[float, int, int, int, int]] = []  # a heap of (time, order, slot, stamp, request)
-        self._num_events = 0
+        self._order = itertools.count()  # among events of one moment
         self._requests: list[_Request] = []
         self._open: dict[int, _OpenGroup] = {}  # by position
         self._lanes: list[Lane] = []
@@ -206,7 +205,6 @@ class SimulatedRound:
         self._written_s = 0.0
 
     def run(self) -> Outcome:
-        """The round, from time 0 to the end of the last request."""
         now = 0.0
         self._allocator.begin_round(now)
         self._draw()
@@ -258,22 +256,18 @@ class SimulatedRound:
                 self._slots[action.slot].start(action.request, request.role, request.size, now)
                 slots.add(action.slot)
             else:
-                self._swap(action, now)
+                costs = self._machine.swap_s
+                seconds = (costs.get(action.asleep, 0.0) + costs.get(action.awake, 0.0)) / 2
+                self._lanes.append(Lane(action.slot, "swap", now, seconds))
+                self._push(now + seconds, action.slot, _SWAP_ENDS, -1)
         for slot in slots:
             self._stamps[slot] += 1
             following = self._slots[slot].next_end()
             if following is not None:
                 self._push(following[0], slot, self._stamps[slot], following[1])
 
-    def _swap(self, swap: Swap, now: float) -> None:
-        costs = self._machine.swap_s
-        seconds = (costs.get(swap.asleep, 0.0) + costs.get(swap.awake, 0.0)) / 2
-        self._lanes.append(Lane(swap.slot, "swap", now, seconds))
-        self._push(now + seconds, swap.slot, _SWAP_ENDS, -1)
-
     def _push(self, when: float, slot: int, stamp: int, request: int) -> None:
-        self._num_events += 1
-        heapq.heappush(self._events, (when, self._num_events, slot, stamp, request))
+        heapq.heappush(self._events, (when, next(self._order), slot, stamp, request))
 
     def _end_request(self, slot: int, number: int, now: float) -> None:
         request = self._requests[number]
@@ -284,7 +278,13 @@ class SimulatedRound:
         if request.role == ROLLOUT:
             self._written_s = now
             opened.unwritten -= 1
-            self._score(request, opened)
+            indices: Iterable[int] = [request.index]
+            if self._allocator.gathers:  # the scorers are asked about all completions once the last is written
+                indices = [] if opened.unwritten else range(len(opened.group.completions))
+            for index in indices:
+                for role in opened.group.completions[index]:
+                    if role != ROLLOUT:
+                        self._ask(role, request.position, index)
         opened.unanswered -= 1
         if not opened.unanswered:
             del self._open[request.position]
@@ -292,13 +292,3 @@ class SimulatedRound:
             self._kept += opened.group.teaches or not self._demand.dynamic
             self._yields.observe(taught=opened.group.teaches)
             self._draw()
-
-    def _score(self, written: _Request, opened: _OpenGroup) -> None:
-        """Ask the scorers about this completion, or, where verdicts are gathered, about all once it is the last."""
-        indices: Iterable[int] = [written.index]
-        if self._allocator.gathers:
-            indices = [] if opened.unwritten else range(len(opened.group.completions))
-        for index in indices:
-            for role in opened.group.completions[index]:
-                if role != ROLLOUT:
-                    self._ask(role, written.position, index)

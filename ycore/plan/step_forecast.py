@@ -9,17 +9,14 @@ from ycore.placement.load import Speed
 from ycore.placement.placement import JUDGE, ROLLOUT, Placement, SlotPool
 from ycore.plan import memory, timing
 from ycore.plan.comparison import simulate
-from ycore.plan.devices import GIB, Device, Fleet
+from ycore.plan.devices import GIB, Fleet
 from ycore.plan.job import Job, Way
 from ycore.plan.memory import Engine, Parts
-from ycore.plan.model_facts import ModelFacts
 from ycore.plan.simulation import Demand, Lengths, Machine, Workload
 
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
-    """What one way of running a job is expected to take."""
-
     way: Way
     trainer: Parts  # one rank's trainer at its peak
     engines: Mapping[str, Engine]
@@ -53,7 +50,6 @@ class Forecast:
 
 
 def forecast(job: Job, way: Way, fleet: Fleet) -> Forecast:
-    """Memory and seconds of one way, whether it fits or not."""
     tokens = float(job.completions * job.completion_tokens)
     one = Forecast(way, *memory.step_memory(job, way, fleet), memory.capacity_of(fleet), {}, tokens)
     return replace(one, seconds=timing.step_seconds(job, way, fleet, at_once=one.at_once))
@@ -61,50 +57,41 @@ def forecast(job: Job, way: Way, fleet: Fleet) -> Forecast:
 
 def simulated(job: Job, one: Forecast, fleet: Fleet) -> Forecast:
     """The same, with the round of a judged run as the simulator plays it: with the live run's own decisions."""
-    round_s = _simulated_round_s(job, one.way, fleet.device, one.at_once)
-    kept = {name: value for name, value in one.seconds.items() if name != "swaps"}
-    step_s = one.seconds["sync"] + round_s + one.seconds["train"]
-    return replace(one, seconds={**kept, "round": round_s, "step": step_s})
-
-
-_SIGMA = 0.5  # spread of the lognormal completion lengths
-
-
-def _simulated_round_s(job: Job, way: Way, device: Device, at_once: Mapping[str, int]) -> float:
-    """Seconds of the second round: the first one only teaches the allocator."""
     assert job.judge is not None
+    way, device, at_once = one.way, fleet.device, one.at_once
     reads = job.judge_prompt_tokens + job.completion_tokens
-    writing = _speed(job, way, device, job.policy, context=job.prompt_tokens, most=at_once[ROLLOUT])
-    judging = _speed(job, way, device, job.judge, context=reads, most=at_once[JUDGE])
-    read_s = timing.Serving(job.judge, device, job.bytes_per_value, way.tensor_parallel).prefill_s(reads)
-    verdict = max(1.0, job.judge_tokens + read_s / judging.step_s(1))  # reading counts as so many tokens
-    spread = _SIGMA if job.completion_tokens < job.max_tokens else 0.0
+    writer = timing.Serving(job.policy, device, job.bytes_per_value, way.tensor_parallel)
+    judge = replace(writer, facts=job.judge)
+    writing = _speed(writer, context=job.prompt_tokens, most=at_once[ROLLOUT])
+    judging = _speed(judge, context=reads, most=at_once[JUDGE])
+    # Reading a question counts as so many tokens.
+    verdict = max(1.0, job.judge_tokens + judge.prefill_s(reads) / judging.step_s(1))
+    spread = 0.5 if job.completion_tokens < job.max_tokens else 0.0  # of lognormal lengths
     lengths = Lengths(float(job.completion_tokens), spread, float(job.max_tokens))
     work = Workload(lengths, {JUDGE: verdict}, job.group_size, 1 / job.draws)
     exclusive = way.sleeps and not device.on_cpu
     swap_s = timing.swap_s(job.policy, job, device) if exclusive else 0.0
     shares = (way.slots - way.judge_slots, way.judge_slots) if way.kind == "split" else ()
-    return simulate(
+    round_s = simulate(
         Placement(way.kind, shares),
         SlotPool(way.slots, (ROLLOUT, JUDGE), at_once, exclusive=exclusive, swap_s=swap_s),
         Machine({ROLLOUT: writing, JUDGE: judging}, {ROLLOUT: swap_s, JUDGE: swap_s}),
         lambda number: work.group_at,
         Demand(job.prompts_per_step, dynamic=job.draws > 1.0),
         num_rounds=1,
-        warm_up=1,
+        warm_up=1,  # the first round only teaches the allocator
     ).seconds
+    kept = {name: value for name, value in one.seconds.items() if name != "swaps"}
+    step_s = one.seconds["sync"] + round_s + one.seconds["train"]
+    return replace(one, seconds={**kept, "round": round_s, "step": step_s})
 
 
-def _speed(job: Job, way: Way, device: Device, facts: ModelFacts, *, context: int, most: int) -> Speed:
+def _speed(engine: timing.Serving, *, context: int, most: int) -> Speed:
     """The line through a step with one request and a step with as many as fit."""
-    engine = timing.Serving(facts, device, job.bytes_per_value, way.tensor_parallel)
     full = max(2, most)
     one_s, full_s = engine.decode_step_s(1, context=context), engine.decode_step_s(full, context=context)
     each = max(1e-9, (full_s - one_s) / (full - 1))
     return Speed(max(1e-9, one_s - each), each)
-
-
-PHASES = ("sync", "round", "train", "step")
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +121,6 @@ def compare(
     The forecast uses the run's own lengths and draws, which no plan can know, so that the formulas are compared.
 
     Args:
-        job: the run's, with lengths as planned.
-        way: how it ran.
-        fleet: the cores that it ran on.
         peaks: bytes by process, from `memory.json`.
         metrics: the rows of `metrics.jsonl`.
 
@@ -148,7 +132,7 @@ def compare(
     planned = expected.phases["all at once"]
     by_role = _by_role(peaks).items()
     rows = [Row(f"memory/{role}", "GiB", planned[role] / GIB, size / GIB) for role, size in by_role if role in planned]
-    for phase in PHASES:
+    for phase in ("sync", "round", "train", "step"):
         seconds = _values(metrics[1:] or metrics, f"ycore/time/{phase}")
         if seconds and (measured := median_high(seconds)):
             rows.append(Row(f"time/{phase}", "s", expected.seconds[phase], measured))

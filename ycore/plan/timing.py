@@ -87,7 +87,10 @@ def train_s(job: Job, way: Way, device: Device, *, cores: int = 1) -> float:
     """
     pace, facts, has_lora = pace_of(device), job.policy, job.lora_rank is not None
     flops, bandwidth = device.flops * pace.training * cores, device.bandwidth * pace.memory
-    tokens = micro_batch_tokens(job, way) * _filled(job)
+    # Completions are packed, so short ones cost less: the mean over the longest tokens of a micro-batch.
+    prompt = job.prompt_tokens / job.group_size
+    filled = (prompt + job.completion_tokens) / (prompt + job.max_tokens)
+    tokens = micro_batch_tokens(job, way) * filled
     completion_tokens = way.micro_batch * job.completion_tokens
     per_token = (4.0 if has_lora else 6.0) + (2.0 if way.checkpointing else 0.0)
     linear = per_token * facts.linear_params * tokens
@@ -117,12 +120,6 @@ def gather_s(job: Job, way: Way, device: Device) -> float:
     if way.shards_weights:
         moved += 2.0 * way.num_passes(job) * share * job.bytes_per_value * job.policy.num_params
     return moved / (device.link * pace_of(device).memory)
-
-
-def _filled(job: Job) -> float:
-    """Mean over longest tokens of a micro-batch: completions are packed, so short ones cost less."""
-    prompt = job.prompt_tokens / job.group_size
-    return (prompt + job.completion_tokens) / (prompt + job.max_tokens)
 
 
 @dataclass(frozen=True, slots=True)

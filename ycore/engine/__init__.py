@@ -26,8 +26,6 @@ class Sampling:
 
 
 class Engine(Protocol):
-    """One policy engine."""
-
     name: str
 
     async def wait_ready(self, *, timeout_s: float) -> None:
@@ -39,27 +37,17 @@ class Engine(Protocol):
         Args:
             seed: The same seed gives the same completion from the same weights.
             greedy: Take the likeliest token every time, whatever `Sampling` says.
-
-        Raises:
-            EngineError: The engine gave no completion.
         """
 
     async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
-        """Score given tokens with the policy.
-
-        Returns:
-            The log-probability of each target token, given the context and the targets before it.
-        """
+        """The log-probability of each target token under the policy, given the context and the targets before it."""
 
     async def load_weights(self, folder: Path, version: int) -> None:
         """Load the policy's new weights.
 
         Args:
             folder: What `weights.write_weights` wrote, with its manifest.
-            version: The policy version of these weights.
-
-        Raises:
-            SyncError: The folder holds another version, or the engine does not hold these weights afterwards.
+            version: The policy version of these weights; SyncError where the folder or then the engine holds another.
         """
 
     async def close(self) -> None:

@@ -99,11 +99,8 @@ def engine_command(engine: EngineSpec) -> list[str]:
 
 
 def engine_environment(engine: EngineSpec, *, base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The server's whole environment: `base` without secrets and thread settings, and what the server needs.
-
-    Args:
-        base: The environment to start from; this process's by default.
-    """
+    """The server's whole environment: `base` (by default this process's) without secrets and thread settings, and
+    more."""
     base = os.environ if base is None else base
     environment = {
         name: value
@@ -140,14 +137,8 @@ def engine_environment(engine: EngineSpec, *, base: Mapping[str, str] | None = N
 
 
 def kv_cache_gib(model_config: Mapping[str, Any], num_tokens: int, *, bytes_per_value: int = 2) -> int:
-    """The size of the keys and values of `num_tokens` tokens in GiB, rounded up.
-
-    Args:
-        model_config: The model's config.json.
-
-    Raises:
-        ConfigError: The config does not have the model's shape.
-    """
+    """The size of the keys and values of `num_tokens` tokens in GiB, rounded up; ConfigError where a size is
+    missing."""
     text = model_config.get("text_config", model_config)
     try:
         num_heads = int(text["num_attention_heads"])
@@ -155,7 +146,6 @@ def kv_cache_gib(model_config: Mapping[str, Any], num_tokens: int, *, bytes_per_
         head_dim = int(text.get("head_dim") or int(text["hidden_size"]) // num_heads)
         values_per_token = 2 * int(text["num_hidden_layers"]) * num_kv_heads * head_dim  # a key and a value each
     except KeyError as missing:
-        raise ConfigError(
-            f"the KV cache's size is derived from the model's config, which has no {missing}; set engine.memory_gib"
-        ) from None
+        rule = "the KV cache's size is derived from the model's config"
+        raise ConfigError(f"{rule}, which has no {missing}; set engine.memory_gib") from None
     return max(1, math.ceil(values_per_token * num_tokens * bytes_per_value / _GIB))

@@ -53,7 +53,6 @@ class VllmJudge(_CountsRefusals, Server):
         """Ask one question.
 
         Args:
-            question: Chat turns, from `Questioner`.
             again: Whether the last reply could not be read; the judge then samples, so that the seed matters.
 
         Raises:
@@ -75,26 +74,25 @@ class RemoteJudge(_CountsRefusals):
     The key is read from the environment, kept here and sent to this address alone.
 
     Args:
-        judge: Its declaration, with a `base_url`.
         request_timeout_s: Limit of one try.
         transport: For tests.
     """
 
     def __init__(
-        self,
-        name: str,
-        judge: Judge,
-        *,
-        request_timeout_s: float,
-        transport: httpx.AsyncBaseTransport | None = None,
+        self, name: str, judge: Judge, *, request_timeout_s: float, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
         assert judge.base_url is not None
+        headers: dict[str, str] = {}
+        if (variable := judge.api_key_env) is not None:
+            if not (key := os.environ.get(variable, "")):
+                raise EngineError(f"{name}: the environment variable {variable} is not set; export it (api_key_env)")
+            headers["Authorization"] = f"Bearer {key}"
         self.name = name
         self._address = judge.base_url
         self._in_flight = asyncio.Semaphore(judge.concurrency)
         self._client = httpx.AsyncClient(
             base_url=judge.base_url.rstrip("/") + "/",
-            headers=_authorization(name, judge.api_key_env),
+            headers=headers,
             timeout=httpx.Timeout(request_timeout_s, connect=20.0, pool=None),
             transport=transport,
             follow_redirects=False,
@@ -104,7 +102,7 @@ class RemoteJudge(_CountsRefusals):
         """Nothing to wait for: the first question finds out whether the address answers."""
 
     async def ask(self, judge: Judge, question: Question, *, seed: int, again: bool = False) -> Reply:
-        """Ask one question; arguments and errors as `VllmJudge.ask`."""
+        """As `VllmJudge.ask`."""
         body = build_chat_request(judge, question, model=judge.model, seed=seed, again=again)
         async with self._in_flight:
             return parse_reply(self._parse(await self._post(body)), name=self.name)
@@ -183,29 +181,15 @@ def parse_reply(answer: Any, *, name: str) -> Reply:
         text = choice["message"]["content"]
         tokens = (choice.get("logprobs") or {}).get("content") or []
         usage = answer.get("usage") or {}
+        likeliest: dict[str, float] = {}  # different tokens may have the same text
+        for candidate in tokens[0]["top_logprobs"] if tokens else ():
+            token = candidate["token"]
+            likeliest[token] = max(float(candidate["logprob"]), likeliest.get(token, float("-inf")))
         return Reply(
             text="" if text is None else str(text),
             finish_reason=str(choice.get("finish_reason")),
-            first_token=_logprob_by_text(tokens[0]) if tokens else None,
+            first_token=likeliest if tokens else None,
             num_tokens=int(usage.get("total_tokens") or 0),
         )
     except (KeyError, IndexError, TypeError, AttributeError) as problem:
         raise EngineError(f"{name}: its answer is no chat completion ({problem!r}); is it an OpenAI API?") from None
-
-
-def _logprob_by_text(token: Mapping[str, Any]) -> dict[str, float]:
-    """Different tokens may have the same text; the likeliest counts."""
-    likeliest: dict[str, float] = {}
-    for candidate in token["top_logprobs"]:
-        text = candidate["token"]
-        likeliest[text] = max(float(candidate["logprob"]), likeliest.get(text, float("-inf")))
-    return likeliest
-
-
-def _authorization(name: str, key_variable: str | None) -> dict[str, str]:
-    if key_variable is None:
-        return {}
-    key = os.environ.get(key_variable, "")
-    if not key:
-        raise EngineError(f"{name}: the environment variable {key_variable} is not set; export it (api_key_env)")
-    return {"Authorization": f"Bearer {key}"}

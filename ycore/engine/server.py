@@ -10,6 +10,7 @@ process is lost meanwhile.
 """
 
 import asyncio
+import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -36,11 +37,8 @@ class BadRequest(EngineError):
 
 
 def is_healthy(socket: Path, *, timeout_s: float = 1.0) -> bool:
-    """Whether the server behind the socket is ready, for callers without an event loop; a sleeping server is.
-
-    Args:
-        timeout_s: Limit of each step (connecting, reading); a hung process does not answer within it.
-    """
+    """Whether the server behind the socket is ready, or sleeps. `timeout_s`: limit of each step (connecting,
+    reading)."""
     return socket.exists() and request_succeeds(socket, "GET", "/health", timeout_s=timeout_s)
 
 
@@ -63,7 +61,6 @@ class Server:
     """Example: `await Server("judge-0", socket, request_timeout_s=60).request("POST", "/v1/completions", body)`.
 
     Args:
-        name: The engine's name: its log is `logs/NAME.log`.
         request_timeout_s: Deadline of a request, retries included.
         restart_timeout_s: How much longer a request waits where its process was lost.
 
@@ -71,14 +68,7 @@ class Server:
         restarts: How often a new process has replaced the one before.
     """
 
-    def __init__(
-        self,
-        name: str,
-        socket: Path,
-        *,
-        request_timeout_s: float,
-        restart_timeout_s: float = 900.0,
-    ) -> None:
+    def __init__(self, name: str, socket: Path, *, request_timeout_s: float, restart_timeout_s: float = 900.0) -> None:
         self.name = name
         self.socket = socket
         self.restarts = 0
@@ -100,16 +90,11 @@ class Server:
             async with asyncio.timeout(timeout_s):
                 await self._wait_healthy()
         except TimeoutError:
-            raise EngineError(
-                f"{self.name}: not ready after {timeout_s:.0f} s; "
-                f"see logs/{self.name}.log, or raise engine.start_timeout_s"
-            ) from None
+            way_out = f"see logs/{self.name}.log, or raise engine.start_timeout_s"
+            raise EngineError(f"{self.name}: not ready after {timeout_s:.0f} s; {way_out}") from None
 
     async def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
-        """Send a request, again after a restart, until a prepared process answers.
-
-        Returns:
-            The answer's JSON; None for an empty answer.
+        """Send a request, and again after a restart, until a prepared process answers; its JSON, or None where empty.
 
         Raises:
             BadRequest: The server rejects this request.
@@ -127,23 +112,19 @@ class Server:
         finally:
             answer.cancel()
         if is_lost:
-            raise EngineError(
-                f"{self.name}: lost, and no answer to {path} from another process within "
-                f"{self._timeout_s + self._restart_timeout_s:.0f} s; see logs/{self.name}.log"
-            )
+            within = f"{self._timeout_s + self._restart_timeout_s:.0f} s; see logs/{self.name}.log"
+            raise EngineError(f"{self.name}: lost, and no answer to {path} from another process within {within}")
         why = f", sent {len(failures) + 1} times; first failure: {failures[0]}" if failures else ""
-        raise EngineError(
-            f"{self.name}: no answer to {path} within {self._timeout_s:.0f} s (engine.request_timeout_s){why}"
-        )
+        within = f"{self._timeout_s:.0f} s (engine.request_timeout_s)"
+        raise EngineError(f"{self.name}: no answer to {path} within {within}{why}")
 
     async def request_once(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
         """Send one request to whatever process is there; NoAnswer where a retry may help, else EngineError."""
         try:
             response = await self._client.request(method, path, json=body)
         except httpx.HTTPError as error:
-            raise NoAnswer(
-                f"{self.name}: {path} failed, {error or type(error).__name__}; see logs/{self.name}.log"
-            ) from error
+            why = str(error) or type(error).__name__
+            raise NoAnswer(f"{self.name}: {path} failed, {why}; see logs/{self.name}.log") from error
         if response.is_error:
             rejected = BadRequest if response.status_code == httpx.codes.BAD_REQUEST else EngineError
             kind = NoAnswer if response.is_server_error else rejected
@@ -202,20 +183,14 @@ class Server:
             return process
 
     def _process(self) -> Process | None:
-        try:
+        with contextlib.suppress(OSError):
             status = self.socket.stat()
-        except OSError:
-            return None
-        return status.st_ino, status.st_mtime_ns
+            return status.st_ino, status.st_mtime_ns
+        return None
 
     async def _wait_healthy(self) -> None:
-        while not await self._is_healthy():
+        while True:
+            with contextlib.suppress(httpx.HTTPError):
+                if self.socket.exists() and (await self._client.get("/health", timeout=5)).is_success:
+                    return
             await asyncio.sleep(0.2)
-
-    async def _is_healthy(self) -> bool:
-        if not self.socket.exists():
-            return False
-        try:
-            return (await self._client.get("/health", timeout=5)).status_code == httpx.codes.OK
-        except httpx.HTTPError:
-            return False

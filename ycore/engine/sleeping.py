@@ -14,6 +14,7 @@ Written to vLLM's documentation and tested against a scripted server only: a CPU
 
 import time
 from collections.abc import Awaitable, Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from ycore.engine.server import Server
 from ycore.placement.learning import DROP, SleepLevels
 
 SLEEP = "/sleep?level={level}"
-_WAKE_WEIGHTS, _WAKE_CACHE = "/wake_up?tags=weights", "/wake_up?tags=kv_cache"
+_CHANGING = ".between"  # suffix of the file while the engine falls asleep or wakes
 
 
 def asleep_file(socket: Path) -> Path:
@@ -31,21 +32,15 @@ def asleep_file(socket: Path) -> Path:
 
 def mark_asleep(socket: Path, level: int) -> None:
     """Record that the engine behind the socket sleeps at this level; a reader never sees half a file."""
-    changing = _changing_file(socket)
+    changing = socket.with_suffix(_CHANGING)
     changing.write_text(str(level))
     changing.replace(asleep_file(socket))
-
-
-def _changing_file(socket: Path) -> Path:
-    """The same file while the engine falls asleep or wakes."""
-    return socket.with_suffix(".between")
 
 
 class SleepingEngine:
     """An engine that can sleep.
 
     Args:
-        server: The engine's server.
         refill: Loads weights that were dropped; by default the engine reads its model from disk.
         levels: Chooses the level of every sleep; None always drops the weights.
 
@@ -61,7 +56,7 @@ class SleepingEngine:
         levels: SleepLevels | None = None,
     ) -> None:
         self._server = server
-        self._asleep, self._changing = asleep_file(server.socket), _changing_file(server.socket)
+        self._asleep, self._changing = asleep_file(server.socket), server.socket.with_suffix(_CHANGING)
         self._refill = refill or partial(reload_from_disk, server)
         self._levels = levels
         self._sleep_s: float | None = None
@@ -87,29 +82,29 @@ class SleepingEngine:
             return
         began, level = time.perf_counter(), int(self._asleep.read_text())
         self._asleep.replace(self._changing)  # first: from now on the launcher restarts the engine if it has died
-        await self._server.request("POST", _WAKE_WEIGHTS)
+        await self._server.request("POST", "/wake_up?tags=weights")
         self.has_weights = True
         if level == DROP:
             await self._refill()
-        await self._server.request("POST", _WAKE_CACHE)
+        await self._server.request("POST", "/wake_up?tags=kv_cache")
         self._changing.unlink()
         if self._levels is not None and self._sleep_s is not None:
             self._levels.observe(level, self._sleep_s + time.perf_counter() - began)
         self._sleep_s = None
 
 
+@dataclass(frozen=True, slots=True)
 class SleepTogether:
     """The engines of one role on one slot, where several models serve the role."""
 
-    def __init__(self, engines: Sequence[SleepingEngine]) -> None:
-        self._engines = engines
+    engines: Sequence[SleepingEngine]
 
     async def sleep(self) -> None:
-        for engine in self._engines:
+        for engine in self.engines:
             await engine.sleep()
 
     async def wake(self) -> None:
-        for engine in self._engines:
+        for engine in self.engines:
             await engine.wake()
 
 

@@ -20,10 +20,6 @@ class VllmEngine(Server):
 
     A restarted process gets the weights that the last one had before its first request.
 
-    Args:
-        request_timeout_s, restart_timeout_s: As `Server`'s.
-        sleeps: Whether the server has vLLM's sleep mode.
-
     Attributes:
         version: The policy version that the engine holds.
         verified_share: The share of the tensors sent last whose sums were read back from the engine, and were right.
@@ -69,13 +65,8 @@ class VllmEngine(Server):
         )
 
     async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
-        request = {
-            "model": ROLLOUT,
-            "prompt": [*context_ids, *target_ids],
-            "max_tokens": 1,
-            "temperature": 0.0,
-            "prompt_logprobs": 0,
-        }
+        prompt = [*context_ids, *target_ids]
+        request = {"model": ROLLOUT, "prompt": prompt, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
         answer = await self.request("POST", "/v1/completions", request)
         by_place = answer["choices"][0]["prompt_logprobs"][len(context_ids) :]
         return tuple(found[str(token)]["logprob"] for found, token in zip(by_place, target_ids, strict=True))
@@ -109,29 +100,19 @@ class VllmEngine(Server):
         if self._weights is None or not self._can_take_weights:
             return
         folder, version, sums = self._weights
-        send = self.request_once
         load = {"method": "load_policy", "kwargs": {"weights_path": str(folder)}}
-        (read_back,) = (await send("POST", "/collective_rpc", load))["results"]
+        (read_back,) = (await self.request_once("POST", "/collective_rpc", load))["results"]
         try:
             self.verified_share = check_read_back(sums, read_back or ()) / len(sums)
         except SyncError as error:
             raise SyncError(f"{self.name}: policy version {version}: {error}") from None
-        await send("POST", "/reset_prefix_cache")
-        await send("POST", "/update_weight_version", {"new_version": str(version)})
+        await self.request_once("POST", "/reset_prefix_cache")
+        await self.request_once("POST", "/update_weight_version", {"new_version": str(version)})
 
 
 class VllmRewardModel(Server):
-    """Example: `VllmRewardModel("reward-model-0", folder.socket("reward-model-0"), request_timeout_s=600)`."""
-
     async def logit(self, token_ids: Sequence[int]) -> float:
-        """Score one text.
-
-        Returns:
-            The classifier's only logit, without an activation; NaN where it gives no number.
-
-        Raises:
-            EngineError: No answer, or more than one number.
-        """
+        """The classifier's only logit, without an activation; NaN where it gives no number."""
         # Without `use_activation: false` vLLM returns the logit's sigmoid.
         body: dict[str, Any] = {"model": REWARD_MODEL, "input": list(token_ids), "use_activation": False}
         answer = await self.request("POST", "/classify", body)

@@ -97,10 +97,8 @@ def _sample(self: Any, logits: Any, generators: Mapping[int, Any], k: Any, p: An
     from vllm.v1.sample.ops.topk_topp_sampler import apply_top_k_top_p, sample_with_exponential_noise
 
     logits = apply_top_k_top_p(logits, k, p)
-    returned = None
-    if self.logprobs_mode == "processed_logits":
-        returned = logits
-    elif self.logprobs_mode == "processed_logprobs":
+    returned = logits if self.logprobs_mode == "processed_logits" else None
+    if self.logprobs_mode == "processed_logprobs":
         returned = logits.log_softmax(dim=-1, dtype=torch.float32)
     probabilities = logits.softmax(dim=-1, dtype=torch.float32)
     noise = torch.empty_like(probabilities)

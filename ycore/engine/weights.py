@@ -20,9 +20,7 @@ from torch.distributed.tensor import DTensor
 from ycore.errors import SyncError
 from ycore.run.files import read_json, write_json_atomic
 
-FILE_BYTES = 2 * 2**30
-"""A file's size, and so the most that the writing rank holds of the policy at a time."""
-
+FILE_BYTES = 2 * 2**30  # of a file, and so the most that the writing rank holds of the policy at a time
 _MANIFEST = "weights.json"
 _MAX_NAMED = 3  # tensors that an error names
 
@@ -36,9 +34,6 @@ def write_weights(
         model: The policy, not wrapped; its adapters are merged in what is written.
         writes: Whether this rank writes; the others only help to gather sharded weights.
         version: The policy version. With one, a manifest is written last, by which engines verify what they load.
-
-    Returns:
-        The bytes written.
     """
     tensors: dict[str, torch.Tensor] = {}
     sums: dict[str, int] = {}
@@ -108,7 +103,6 @@ def _gathered(parameters: list[torch.nn.Parameter]) -> AbstractContextManager[No
 
 
 def _unsharded(weight: torch.Tensor) -> torch.Tensor:
-    """FSDP2's shards as one tensor."""
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
@@ -140,7 +134,6 @@ def byte_sum(tensor: torch.Tensor) -> int:
 
 
 def write_manifest(folder: Path, version: int, sums: Mapping[str, int]) -> None:
-    """Record the policy version and each tensor's sum; call it after the weights are written."""
     write_json_atomic(folder / _MANIFEST, {"version": version, "sums": dict(sums)})
 
 
@@ -151,27 +144,20 @@ def read_manifest(folder: Path, *, version: int) -> dict[str, int]:
         raise SyncError(f"no weights to send: there is no {path}, which the trainer writes after the weights")
     manifest = read_json(path)
     if manifest["version"] != version:
-        raise SyncError(
-            f"stale weights: {folder} holds policy version {manifest['version']}, and {version} was to be sent"
-        )
+        held = manifest["version"]
+        raise SyncError(f"stale weights: {folder} holds policy version {held}, and {version} was to be sent")
     sums: dict[str, int] = manifest["sums"]
     return sums
 
 
 def check_read_back(sums: Mapping[str, int], read_back: Sequence[tuple[Sequence[str], int]]) -> int:
-    """Compare the sums of what was sent with those of what an engine holds.
+    """How many of the sent tensors an engine holds, by their sums; SyncError where some differ, or it has none.
 
     An engine need not report every tensor: a model may keep some in a form without such a sum (fused experts).
 
     Args:
         sums: By checkpoint name.
         read_back: For each of the engine's parameters, the checkpoint tensors that it is made of, and its sum.
-
-    Returns:
-        How many of the sent tensors are verified.
-
-    Raises:
-        SyncError: Some differ, or the engine reports none of them.
     """
     differ: set[str] = set()  # sets, as a tied head is reported beside its embedding, by the same name
     verified: set[str] = set()

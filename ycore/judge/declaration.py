@@ -23,8 +23,6 @@ _OWN_FIELDS = _ANSWER_FIELDS | {"prompt", "reference", "rubric", "how_to_answer"
 
 
 class _NumberVerdict(Strict):
-    """A number from `min` to `max`; any other number is no verdict."""
-
     min: float = 0.0
     max: float = 10.0
 
@@ -98,15 +96,11 @@ Verdict = Annotated[ScoreVerdict | JsonVerdict | LabelVerdict | RankingVerdict, 
 
 
 class TemplateMessage(Strict):
-    """One chat turn of the question, with `{fields}`."""
-
     role: Literal["system", "user", "assistant"]
     content: str
 
 
 class Judge(Strict):
-    """One generative judge."""
-
     model: str = POLICY_BASE  # a hub id, folder, GGUF file or built-in name
     base_url: str | None = None  # an OpenAI-compatible address, which knows the judge as `model`
     api_key_env: str | None = None  # the variable that holds the address's key; the key is never written anywhere

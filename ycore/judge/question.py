@@ -46,21 +46,13 @@ _SELECTORS = frozenset(map(chr, [*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0
 
 @dataclass(frozen=True, slots=True)
 class Questioner:
-    """Writes a judge's questions.
-
-    Args:
-        special_tokens: Those of the judge's tokenizer, where it is known.
-    """
+    """Writes a judge's questions. `special_tokens`: those of the judge's tokenizer, where it is known."""
 
     judge: Judge
     special_tokens: tuple[str, ...] = ()
 
     def pointwise(self, prompt: Prompt, completion: str, *, key: str) -> Question:
-        """The question about one completion.
-
-        Args:
-            key: Identifies the request: the marks follow from it, so the same key gives the same question.
-        """
+        """The question about one completion; the marks follow from the request's `key`."""
         return self._fill(prompt, {"completion": self._shown(completion, key)})
 
     def pairwise(self, prompt: Prompt, first: str, second: str, *, key: str) -> Question:
@@ -104,7 +96,6 @@ class Questioner:
 
 
 def _how_to_answer(judge: Judge) -> str:
-    """The sentence that explains the form of the verdict."""
     match judge.verdict:
         case ScoreVerdict() as verdict:
             return f"End with a number {_number_range(judge, verdict)}, as <{verdict.tag}>N</{verdict.tag}>."
@@ -127,12 +118,8 @@ def _number_range(judge: Judge, verdict: ScoreVerdict | JsonVerdict) -> str:
 
 
 def as_text(content: Content | Any) -> str:
-    """Show any value in a question.
-
-    Args:
-        content: A text; a conversation, of which the system's turns are left out and a single turn loses its role; or
-            any other value of a column, which Python turns into text.
-    """
+    """Show any value in a question; of a conversation, without the system's turns, and a single turn without its
+    role."""
     if isinstance(content, str):
         return content
     is_list = isinstance(content, list) and bool(content)

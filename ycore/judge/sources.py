@@ -54,11 +54,7 @@ def is_rule(spec: RewardConfig) -> bool:
 
 
 def with_declarations(config: RunConfig) -> RunConfig:
-    """Read every judge's file into its reward's `args`.
-
-    Raises:
-        RewardError: A declaration cannot work.
-    """
+    """Read every judge's file into its reward's `args`; RewardError where a declaration cannot work."""
     return config.model_copy(update={"rewards": [_with_declaration(spec) for spec in config.rewards]})
 
 
@@ -77,15 +73,7 @@ def reward_model_of(spec: RewardConfig) -> RewardModel:
 
 
 def require_columns(name: str, judge: Judge, columns: Iterable[str]) -> None:
-    """Check that the dataset has the columns that a judge's questions need.
-
-    Args:
-        name: The judge's name, for the message.
-        columns: The dataset's.
-
-    Raises:
-        RewardError: Naming the first that is missing.
-    """
+    """RewardError where the dataset lacks a column that the questions of the judge `name` need."""
     known = sorted(columns)
     for column in sorted(judge.columns - set(known)):
         what = "reference_column" if column == judge.reference_column else "a field of its messages"

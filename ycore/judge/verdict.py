@@ -35,14 +35,8 @@ class Reply:
 
 
 def read_value(judge: Judge, reply: Reply) -> float:
-    """Read any verdict except a ranking.
-
-    Returns:
-        A value from the verdict's min to its max.
-
-    Raises:
-        Unreadable: With the reason.
-    """
+    """Any verdict but a ranking, from the verdict's min to its max; Unreadable, with the reason, where there is
+    none."""
     match judge.verdict:
         case LabelVerdict() as verdict:
             return _mean_label(verdict, reply)
@@ -61,14 +55,7 @@ def read_value(judge: Judge, reply: Reply) -> float:
 
 
 def read_ranking(judge: Judge, reply: Reply, *, count: int) -> list[int]:
-    """Read a ranking of `count` answers.
-
-    Returns:
-        The answers' places in the question, counted from 0, best first.
-
-    Raises:
-        Unreadable: With the reason.
-    """
+    """The places in the question of `count` answers, from 0, best first; Unreadable, with the reason."""
     verdict = judge.verdict
     assert isinstance(verdict, RankingVerdict)
     inside = _only_tag(_without_thinking(judge, reply), verdict.tag)
@@ -176,10 +163,8 @@ def _mean_label(verdict: LabelVerdict, reply: Reply) -> float:
 
 
 def ring_pairs(size: int, opponents: int) -> list[tuple[int, int]]:
-    """The pairs of a group in a ring in which each meets the next `opponents`; no pair twice.
-
-    Example: `ring_pairs(4, 1)` is `[(0, 1), (1, 2), (2, 3), (0, 3)]`.
-    """
+    """The pairs of a group in a ring in which each meets the next `opponents`: `[(0, 1), (1, 2), (2, 3), (0, 3)]` of 4,
+    1."""
     pairs: dict[tuple[int, int], None] = {}
     for distance in range(1, min(opponents, size // 2) + 1):
         for index in range(size):
@@ -191,11 +176,9 @@ def ring_pairs(size: int, opponents: int) -> list[tuple[int, int]]:
 def win_share(first_shown: float, second_shown: float) -> float:
     """How far one answer beats another, from 0 to 1, by the verdicts of both orders.
 
-    A verdict says how much better the answer in the first place is, from 0 to 1.
-
     Args:
-        first_shown: The verdict with this answer in the first place.
-        second_shown: The verdict with this answer in the second place.
+        first_shown: How much better the first place is, from 0 to 1, with this answer there.
+        second_shown: The same with this answer in the second place.
     """
     return (first_shown + 1.0 - second_shown) / 2
 
@@ -206,11 +189,7 @@ def follows_position(first_shown: float, second_shown: float) -> bool:
 
 
 def shares_of_rank(order: Sequence[int]) -> list[float]:
-    """For each answer, the share of the others that it is ranked before.
-
-    Args:
-        order: The answers' indices, best first.
-    """
+    """For each answer, the share of the others that it is ranked before; `order` is of answers' indices, best first."""
     last = max(1, len(order) - 1)
     return [(last - order.index(answer)) / last for answer in range(len(order))]
 

@@ -62,11 +62,7 @@ class Allocator:
             self._note(slot)
 
     def ask(self, request: int, role: str) -> None:
-        """Add a request that wants a slot; a later `Start` of `decide` names the slot.
-
-        Args:
-            request: a number that no other request of the run has.
-        """
+        """Add a request, by a number that no other of the run has; a later `Start` of `decide` names the slot."""
         self._waiting[role].append(request)
         self._requested[role] += 1
         if role == ROLLOUT and self._has_verdict:
@@ -83,11 +79,7 @@ class Allocator:
             self._leave(running, now)
 
     def ended(self, request: int, now: float, *, size: float = 1.0) -> None:
-        """Remove a request that has its answer.
-
-        Args:
-            size: tokens of the answer; 1 where they are not counted.
-        """
+        """Remove a request that has its answer. `size`: tokens of the answer; 1 where they are not counted."""
         running = self._running.pop(request)
         seconds, depth = self._leave(running, now).since(running.before)
         self._has_verdict |= running.role != ROLLOUT
@@ -121,11 +113,8 @@ class Allocator:
         return [*as_numbers(self._sums, self.pool.roles), self.swap_s, self._seconds, 1.0]
 
     def learn(self, added: Sequence[float]) -> None:
-        """Choose the next round's schedule.
-
-        Args:
-            added: the element-wise sum of all controllers' `numbers`; the same sum gives the same schedule on each.
-        """
+        """Choose the next round's schedule from the element-wise sum of all controllers' `numbers`, so all choose the
+        same."""
         *numbers, swap_s, seconds, controllers = added
         self._learned.learn(numbers, swap_s=swap_s / controllers, round_s=seconds / controllers)
 
@@ -179,7 +168,6 @@ class Allocator:
         return not self._running and not any(self._waiting.values())
 
     def waiting(self) -> dict[str, int]:
-        """Requests per role that have no slot yet."""
         return {role: len(requests) for role, requests in self._waiting.items()}
 
     def in_flight(self) -> dict[tuple[str, int], tuple[int, float]]:

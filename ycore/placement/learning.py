@@ -84,7 +84,6 @@ class Calibration:
         }
 
     def state(self) -> dict[str, list[float]]:
-        """Plain JSON values."""
         return {mode: list(measured) for mode, measured in self.measured.items()}
 
     def restore(self, state: Mapping[str, list[float]]) -> None:
@@ -134,7 +133,6 @@ class Learning:
             self.depth[role] = load.depth(self._pool.num_slots, self._pool.capacity_of(role))
 
     def state(self) -> dict[str, Any]:
-        """Plain JSON values, for a checkpoint."""
         return {
             "sums": {role: list(astuple(sums)) for role, sums in self._sums.items()},
             "experience": self._calibration.state(),

@@ -78,13 +78,7 @@ class Sums:
     rounds: float = 0.0
 
     def observe(self, *, seconds: float, depth: float, size: float) -> None:
-        """Add a finished request.
-
-        Args:
-            seconds: of its engine's own time.
-            depth: mean number of requests that were in flight there.
-            size: tokens.
-        """
+        """Add a finished request: its engine's own seconds, the mean number in flight there, and its tokens."""
         step_s = seconds / size
         self.num += 1
         self.size += size

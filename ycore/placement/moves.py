@@ -35,13 +35,8 @@ class Backlog:
 def best_move(here: Backlog, others: Mapping[str, Backlog], *, swap_s: float, late_s: float = 0.0) -> str | None:
     """The role that an idle slot should wake: where it gains most, at a tie the first; None where it should stay.
 
-    The part of the backlog that the slot would take must also be worth more than the swap.
-
-    Args:
-        here: the slot's own role.
-        others: every other role.
-        swap_s: seconds of a swap.
-        late_s: seconds that prompts wait where the last slot of a role leaves and its verdicts come late.
+    The part of the backlog that the slot would take must also be worth more than the swap. `late_s`: seconds that
+    prompts wait where the last slot of a role leaves and its verdicts come late.
     """
     gains = {
         role: gain_s(here, there, swap_s=swap_s, late_s=late_s)
@@ -84,11 +79,7 @@ def next_schedule(
 ) -> Schedule:
     """The current schedule, unless another promises a round that is shorter by more than the margin and its swaps.
 
-    A pure function: controllers with the same numbers choose the same schedule.
-
-    Args:
-        current: None takes the best as it is.
-        factors: by mode, what a round takes over its forecast.
+    A pure function: controllers with the same numbers choose the same. `factors`: what a round takes over its forecast.
     """
 
     def promised_s(schedule: Schedule) -> float:

@@ -31,11 +31,7 @@ DYNAMIC = Placement("dynamic")
 
 
 def parse_placement(text: str) -> Placement:
-    """Example: `parse_placement("split:3:1") == Placement("split", (3, 1))`.
-
-    Raises:
-        ConfigError: `text` is no placement.
-    """
+    """E.g. `parse_placement("split:3:1") == Placement("split", (3, 1))`; ConfigError where `text` is no placement."""
     name, *shares = text.split(":")
     kind = next((kind for kind in get_args(Kind) if kind == name), None)
     if kind is None:
@@ -48,15 +44,8 @@ def parse_placement(text: str) -> Placement:
 
 
 def check_placement(placement: Placement, *, roles: Sequence[str], num_slots: int) -> None:
-    """Check that a split matches the run.
-
-    Args:
-        roles: the run's roles, in the order of ROLES.
-        num_slots: slots of one controller.
-
-    Raises:
-        ConfigError: the numbers of roles or slots differ; the message names a placement that works.
-    """
+    """ConfigError, with a placement that works, where a split does not match the run's roles and a controller's
+    slots."""
     num_roles, shares = len(roles), placement.shares
     if placement.kind != "split" or (len(shares) == num_roles and sum(shares) == num_slots):
         return

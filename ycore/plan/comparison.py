@@ -66,7 +66,6 @@ def simulate(
         groups_of_round: a round's groups, which may drift from round to round.
         num_rounds: counted rounds, after `warm_up` rounds that only teach.
         position_of: a round's first position; by default the rounds are far apart.
-        yields: the share of groups that teach; learned by default.
     """
     allocator, yields = Allocator(pool, placement), yields or Yield()
     outcomes = []
@@ -104,8 +103,6 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """A result for each placement; `recorded_s` is the mean round of the recording, where there is one."""
-
     note: str
     results: list[Result]
     recorded_s: float | None = None
@@ -169,11 +166,7 @@ def recommend(results: Sequence[Result]) -> Result:
 
 
 def compare_recorded(rounds: Sequence[Sequence[Request]], scenario: Scenario) -> Comparison:
-    """The recorded rounds under every placement; the first ones are played once more before, to learn from.
-
-    Raises:
-        DataError: there is no whole round.
-    """
+    """The recorded rounds under every placement; the first ones are played once more before, to learn from."""
     recording = recorded(rounds, group_size=scenario.group_size)
     roles, num_rounds = in_order(list(recording.speeds)), len(recording.rounds)
     machine = Machine(recording.speeds, dict.fromkeys(roles, scenario.swap_s))

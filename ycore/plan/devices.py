@@ -69,15 +69,8 @@ _MEMORY = re.compile(r"^(\d+(?:\.\d+)?)\s*(gb|gib|g)$", re.IGNORECASE)
 
 
 def parse_devices(text: str, *, core: Device, num_cores: int) -> Fleet:
-    """The devices that `--devices` names.
-
-    Args:
-        text: `8x80GB`, `4xH100`, `cpu` (every core of this machine) or `2xcpu`.
-        core: one core of this machine.
-
-    Raises:
-        ConfigError: `text` is none of these, or asks for more cores than there are.
-    """
+    """The devices that `--devices` names: `8x80GB`, `4xH100`, `cpu` (every core of this machine) or `2xcpu`;
+    ConfigError."""
     match = _PATTERN.match(text.strip())
     kind = match[2].lower() if match else ""
     memory = _MEMORY.match(kind)

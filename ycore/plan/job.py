@@ -93,13 +93,8 @@ def job_of(
     prompt_tokens: int | None = None,
     completion_tokens: int | None = None,
 ) -> Job:
-    """The job of a run.
-
-    Args:
-        judge_tokens: the longest verdict; 128 by default.
-        prompt_tokens: mean length; 256 by default.
-        completion_tokens: mean length; by default `max_tokens`, the longest.
-    """
+    """The job of a run. Tokens: the longest verdict (128 by default), a mean prompt (256) and completion (the
+    longest)."""
     context = policy.context_length or _LONGEST
     return Job(
         policy=policy,

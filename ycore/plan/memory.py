@@ -62,11 +62,7 @@ def capacity_of(fleet: Fleet) -> float:
 
 
 def step_memory(job: Job, way: Way, fleet: Fleet) -> tuple[Parts, Mapping[str, Engine], Mapping[str, Parts]]:
-    """Memory of one way, whether it fits or not.
-
-    Returns:
-        One rank's trainer at its peak; the engines by role; the bytes by phase and role, on the fullest device.
-    """
+    """One rank's trainer at its peak; the engines by role; the bytes by phase and role, on the fullest device."""
     footing = ON_CPU if fleet.device.on_cpu else ON_GPU
     libraries = footing.trainer + (footing.zero if way.sharding.startswith("zero") else 0.0)
     parts, states = trainer_peak(job, way), trainer_states(job, way)

@@ -99,15 +99,7 @@ class ModelFacts:
 
 
 def facts_of(config: Mapping[str, Any], *, name: str) -> ModelFacts:
-    """The sizes in a config.json.
-
-    Args:
-        config: its contents; of a multimodal model, the `text_config` counts.
-        name: what messages call the model.
-
-    Raises:
-        ModelError: a size is missing.
-    """
+    """The sizes in a config.json, of a multimodal model in its `text_config`; ModelError where one is missing."""
     nested = config.get("text_config")
     text: Mapping[str, Any] = {**config, **nested} if isinstance(nested, Mapping) else config
     heads = _size(text, "num_attention_heads", name)
@@ -162,14 +154,7 @@ def _known_configs() -> dict[str, dict[str, Any]]:
 
 
 def model_facts(name: str) -> ModelFacts:
-    """The sizes of a model; its weights are not read.
-
-    Args:
-        name: a config.json, a model's folder, a built-in name, or a hub id.
-
-    Raises:
-        ModelError: no config can be found or read.
-    """
+    """The sizes of a config.json, a model's folder, a built-in name, or a hub id; ModelError where none can be read."""
     path = Path(name).expanduser()
     if path.suffix == ".json" and path.is_file():
         return facts_of(_read(path), name=name)

@@ -68,7 +68,7 @@ def make_plan(
     completion_tokens: int | None = None,
     core: Device | None = None,
 ) -> Plan:
-    """The plan of a run.
+    """The plan of a run; UserError where a model, a device or a size is not known.
 
     Args:
         devices: as `--devices`; by default every core of this machine.
@@ -76,9 +76,6 @@ def make_plan(
         prompt_tokens: mean length; 256 by default.
         completion_tokens: mean length; by default the longest.
         core: one core of this machine; by default measured where the plan is for cores.
-
-    Raises:
-        UserError: a model, a device or a size is not known.
     """
     policy, judge_facts = model_facts(config.model), None if judge is None else model_facts(judge)
     devices = devices or "cpu"
@@ -105,9 +102,7 @@ def make_plan(
 def ways(job: Job, fleet: Fleet, *, micro_batch: int, shardings: Iterable[str] | None = None) -> list[Way]:
     """Every way worth a forecast: how training is sharded, how many devices an engine spans, who has which slots.
 
-    Args:
-        micro_batch: completions in one forward pass of a rank, at most.
-        shardings: only these; by default all.
+    `micro_batch`: completions in one forward pass of a rank, at most. `shardings`: only these; by default all.
     """
     on_cpu, count = fleet.device.on_cpu, fleet.count
     chosen = set(SHARDINGS if shardings is None else shardings) - ({"fsdp2"} if on_cpu else set())

@@ -53,8 +53,7 @@ def pace_of(device: Device) -> Pace:
 def step_seconds(job: Job, way: Way, fleet: Fleet, *, at_once: Mapping[str, int]) -> Mapping[str, float]:
     """Seconds of `sync`, `generate`, `judge` (with a judge), `swaps`, `round`, `train` and the whole `step`.
 
-    Args:
-        at_once: by role, the sequences that one engine holds.
+    `at_once`: by role, the sequences that one engine holds.
     """
     device, wide, in_split = fleet.device, way.tensor_parallel, way.kind == "split"
     slots = max(1, way.slots - (way.judge_slots if in_split else 0))

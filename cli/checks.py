@@ -18,7 +18,6 @@ def checked_plan(config: AnyConfig, *, resume: bool = False, how: Resume = AS_IT
 
     Args:
         resume: the run's folder must hold this run, instead of none.
-        how: from which checkpoint it is resumed.
 
     Raises:
         UserError: the run cannot work.
@@ -41,7 +40,14 @@ def checked_plan(config: AnyConfig, *, resume: bool = False, how: Resume = AS_IT
     check_claim(site.folder, config, resume=resume, how=how)
     return {
         "config": redact(config.model_dump(mode="json")),
-        "model": _model_values(model),
+        "model": {
+            "kind": model.kind,
+            "folder": None if model.folder is None else str(model.folder),
+            "ready": model.ready,
+            "note": model.note,
+            "context_length": model.context_length,
+            "chat": model.has_chat_template is True,
+        },
         "devices": {"gpus": len(site.machine.devices), "cores": len(site.machine.cores)},
         "ranks": {"world": site.layout.world, "here": site.layout.local, "machines": site.layout.num_machines},
         **details,
@@ -51,17 +57,14 @@ def checked_plan(config: AnyConfig, *, resume: bool = False, how: Resume = AS_IT
     }
 
 
-def _model_values(plan: "ModelPlan") -> dict[str, Any]:
-    folder = None if plan.folder is None else str(plan.folder)
-    values = {"kind": plan.kind, "folder": folder, "ready": plan.ready, "note": plan.note}
-    return values | {"context_length": plan.context_length, "chat": plan.has_chat_template is True}
-
-
 def _check_rollouts(config: RunConfig, model: "ModelPlan", site: "Site") -> dict[str, Any]:
     from ycore.config.batch import derive_batch
     from ycore.data.prompts import load_prompts
+    from ycore.judge.sources import is_rule
     from ycore.launch.engines import choose_kind, is_vllm_installed
+    from ycore.launch.scoring_models import check_run_placement, check_scorers
     from ycore.models.names import require_chat_template
+    from ycore.rewards.loading import check_reward
 
     engine = "replay"
     if config.replay is None:
@@ -75,31 +78,17 @@ def _check_rollouts(config: RunConfig, model: "ModelPlan", site: "Site") -> dict
     if prompts.is_chat:
         require_chat_template(model)
     columns = list(prompts.columns)
-    dataset = {
-        "rows": len(prompts.prompts),
-        "columns": columns,
-        "chat": prompts.is_chat,
-        "fingerprint": prompts.fingerprint,
-    }
-    return {
-        "dataset": dataset,
-        "engine": engine,
-        "scorers": _check_rewards(config, columns, engine=engine),
-        "batch": derive_batch(config, world_size=site.layout.world, on_cpu=not site.machine.devices),
-    }
-
-
-def _check_rewards(config: RunConfig, columns: list[str], *, engine: str) -> list[str]:
-    """A line for each judge and reward model."""
-    from ycore.judge.sources import is_rule
-    from ycore.launch.scoring_models import check_run_placement, check_scorers
-    from ycore.rewards.loading import check_reward
-
     for reward in config.rewards:
         if is_rule(reward):
             check_reward(reward, columns)
     check_run_placement(config)
-    return check_scorers(config, columns, engine=engine)
+    num_rows = len(prompts.prompts)
+    return {
+        "dataset": {"rows": num_rows, "columns": columns, "chat": prompts.is_chat, "fingerprint": prompts.fingerprint},
+        "engine": engine,
+        "scorers": check_scorers(config, columns, engine=engine),
+        "batch": derive_batch(config, world_size=site.layout.world, on_cpu=not site.machine.devices),
+    }
 
 
 def _check_examples(config: TuneConfig, model: "ModelPlan", site: "Site") -> dict[str, Any]:
@@ -138,15 +127,18 @@ def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> list[tuple[st
     config, model = plan["config"], plan["model"]
     evaluates, has_rollouts = config["algorithm"] == "eval", "rewards" in config
     context = f", context {model['context_length']}" if model["context_length"] else ""
-    return [
+    rows = [
         ("model", f"{config['model']}: {model['note']}{context}"),
         ("dataset", f"{config['dataset']}: {_dataset_in_words(plan['dataset'])}"),
-        *(_reward_rows(plan) if has_rollouts else []),
-        *([] if evaluates else [("batch", plan["batch"]["in_words"])]),
-        ("run", f"{_run_in_words(plan)}, seed {config['seed']}"),
-        *(_engine_rows(plan) if has_rollouts else []),
-        ("output", config["output"] + (", going on from its last checkpoint" if resume else "")),
     ]
+    if has_rollouts:
+        rows += _reward_rows(plan)
+    if not evaluates:
+        rows.append(("batch", plan["batch"]["in_words"]))
+    rows.append(("run", f"{_run_in_words(plan)}, seed {config['seed']}"))
+    if has_rollouts:
+        rows.append(("engine", f"{plan['engine']}, completions of at most {config['max_tokens']} tokens"))
+    return [*rows, ("output", config["output"] + (", going on from its last checkpoint" if resume else ""))]
 
 
 def _dataset_in_words(dataset: Mapping[str, Any]) -> str:
@@ -170,10 +162,6 @@ def _reward_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
         first, *others = preset_lines(find_preset(config["preset"]), trl=plan["trl"], run=config)
         rows += [("preset", first), *(("", f"  {line}") for line in others)]
     return rows
-
-
-def _engine_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
-    return [("engine", f"{plan['engine']}, completions of at most {plan['config']['max_tokens']} tokens")]
 
 
 def _run_in_words(plan: Mapping[str, Any]) -> str:

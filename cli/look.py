@@ -7,15 +7,16 @@ from typing import Annotated, Any
 import typer
 from ycore_cli import options as o
 
+Page = Annotated[Path | None, typer.Option(help="The page to write; report.html in the first run's folder.")]
 Engines = Annotated[bool, typer.Option("--engines", help="Start a real engine too, which takes half a minute.")]
 Quick = Annotated[bool, typer.Option("--quick", help="The only mode, and the default: about a minute.")]
 Chaos = Annotated[bool, typer.Option("--chaos", hidden=True)]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of the runs and of the step of the kill; e.g. 0.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Say what would run, start nothing.")]
 JsonFile = Annotated[
-    str | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; e.g. card.json.")
+    Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; e.g. card.json.")
 ]
-Output = Annotated[str | None, typer.Option(help="Keep both runs in this folder; else they are removed at the end.")]
+Output = Annotated[Path | None, typer.Option(help="Keep both runs in this folder; else they are removed at the end.")]
 
 
 def watch(
@@ -38,9 +39,7 @@ def watch(
 
 def report(
     runs: Annotated[list[Path], typer.Argument(metavar="RUN [RUN2 ...]", help="Folders of runs, finished or not.")],
-    output: Annotated[
-        Path | None, typer.Option(help="The page to write; report.html in the first run's folder.")
-    ] = None,
+    output: Page = None,
     json: o.Json = False,
 ) -> None:
     """Make one page of a run: curves, where every second went, completions, the command to do it again.
@@ -57,11 +56,10 @@ def report(
     from ycore.view.page import as_json, make_report, write_report
     from ycore.view.record import read_run
 
-    page = runs[0] / "report.html" if output is None else output
+    page = output or runs[0] / "report.html"
     if page.suffix != ".html":
-        raise RunFolderError(
-            f"--output {page} is the page's file, which ends in .html; e.g. {page.with_suffix('.html')}"
-        )
+        example = page.with_suffix(".html")
+        raise RunFolderError(f"--output {page} is the page's file, which ends in .html; e.g. {example}")
     made = make_report([read_run(root) for root in runs])
     written = write_report(made, page)
     if json:
@@ -158,12 +156,11 @@ def selftest(
     if dry_run:
         print("Two runs of a tiny model, one kill, one resume. Nothing was started; leave out --dry-run to begin.")
         return 0
-    folder = None if output is None else Path(output).expanduser()
     for number in (signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.default_int_handler)  # as Ctrl-C: the run that goes on is ended first
-    result = run_selftest(seed=seed, output=folder, say=print_line)
+    result = run_selftest(seed=seed, output=output and output.expanduser(), say=print_line)
     if json is not None:
-        write_json_atomic(Path(json).expanduser().absolute(), result)
+        write_json_atomic(json.expanduser().absolute(), result)
     return 0 if result["passes"] else 1
 
 
@@ -173,7 +170,8 @@ def _print_checks(report: Mapping[str, Any], *, json: bool) -> None:
     if json:
         print_json(report)
         return
-    for_people = [(check, f"  -> {check['mend']}" if check["mend"] else "") for check in report["checks"]]
-    print_table(
-        (check["name"], f"{'ok ' if check['ok'] else '-- '} {check['value']}{mend}") for check, mend in for_people
-    )
+    rows = []
+    for check in report["checks"]:
+        mend = f"  -> {check['mend']}" if check["mend"] else ""
+        rows.append((check["name"], f"{'ok ' if check['ok'] else '-- '} {check['value']}{mend}"))
+    print_table(rows)

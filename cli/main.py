@@ -5,8 +5,8 @@ Nothing heavy is imported until a command runs.
 
 import signal
 import sys
-from collections.abc import Sequence
-from typing import Annotated
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any
 
 import typer
 from ycore_cli.look import doctor, env, recipes, report, selftest, watch
@@ -21,24 +21,19 @@ from ycore.config.algorithms import ALGORITHMS
 from ycore.errors import Interrupted, YcoreError
 from ycore.run.text import printable
 
-_HELP = {"max_content_width": 100, "help_option_names": ["--help", "-h"]}
 _ANY_TRL_FIELD = {"ignore_unknown_options": True, "allow_extra_args": True}
 
-app = typer.Typer(context_settings=_HELP, add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None)
+app = typer.Typer(
+    context_settings={"max_content_width": 100, "help_option_names": ["--help", "-h"]},
+    add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
+)  # fmt: skip
 for algorithm in ALGORITHMS.values():
     app.command(algorithm.name, context_settings=_ANY_TRL_FIELD)(training_command(algorithm))
-app.command("resume", context_settings=_ANY_TRL_FIELD)(resume)
-app.command("eval", context_settings=_ANY_TRL_FIELD)(evaluate)
-app.command("plan", context_settings=_ANY_TRL_FIELD)(plan)
-app.command("preflight", context_settings=_ANY_TRL_FIELD)(preflight)
-app.command("pipeline")(pipeline)
-app.command("recipes")(recipes)
-app.command("env")(env)
-app.command("doctor")(doctor)
-app.command("report")(report)
-app.command("selftest")(selftest)
-app.command("simulate")(simulate)
-app.command("watch")(watch)
+for name, command in {"resume": resume, "eval": evaluate, "plan": plan, "preflight": preflight}.items():
+    app.command(name, context_settings=_ANY_TRL_FIELD)(command)
+_OTHERS: Sequence[Callable[..., Any]] = (pipeline, recipes, env, doctor, report, selftest, simulate, watch)
+for command in _OTHERS:
+    app.command()(command)
 
 
 def _version(wanted: bool) -> None:
@@ -73,29 +68,20 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run one command line and return its exit status; a bug keeps its traceback.
-
-    Args:
-        arguments: what follows `ycore`.
-    """
+    """Run the command line `ycore ARGUMENTS` and return its exit status; a bug keeps its traceback."""
     try:
         status = app(args=_dashed(arguments), prog_name="ycore", standalone_mode=False)
     except YcoreError as error:
-        print(
-            f"{'interrupted' if isinstance(error, Interrupted) else 'error'}: {_one_line(str(error))}", file=sys.stderr
-        )
+        kind = "interrupted" if isinstance(error, Interrupted) else "error"
+        print(f"{kind}: {_one_line(str(error))}", file=sys.stderr)
         return error.exit_code
     except typer.TyperException as error:
-        return _usage_error(error)
+        message = _one_line(error.format_message()).rstrip(".")
+        print(f"error: {message[:1].lower()}{message[1:]}; see `ycore --help`", file=sys.stderr)
+        return 2
     if status == 130:
         print("interrupted", file=sys.stderr)
     return status if isinstance(status, int) else 0
-
-
-def _usage_error(error: typer.TyperException) -> int:
-    message = _one_line(error.format_message()).rstrip(".")
-    print(f"error: {message[:1].lower()}{message[1:]}; see `ycore --help`", file=sys.stderr)
-    return 2
 
 
 def _one_line(text: str) -> str:

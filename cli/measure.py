@@ -18,27 +18,13 @@ _BAR_WIDTH = 30
 _SAMPLE_WIDTH = 100
 
 
-def preflight(
-    context: typer.Context,
-    model: o.Model = None,
-    dataset: o.Dataset = None,
-    reward: o.Reward = None,
-    prompt_column: o.PromptColumn = None,
-    answer_column: o.AnswerColumn = None,
-    system_prompt: o.SystemPrompt = None,
-    trust_remote_code: o.TrustRemoteCode = None,
-    group_size: o.GroupSize = None,
-    max_tokens: o.MaxTokens = None,
-    lora: o.Lora = None,
-    preset: o.Preset = None,
-    engine: o.EngineKind = None,
-    seed: o.Seed = None,
-    set_: o.Set = None,
-    recipe: o.Recipe = None,
-    output: o.Output = None,
-    dry_run: o.DryRun = False,
-    json: o.Json = False,
-) -> None:
+@o.takes({
+    "model": o.Model, "dataset": o.Dataset, "reward": o.Reward, "prompt_column": o.PromptColumn,
+    "answer_column": o.AnswerColumn, "system_prompt": o.SystemPrompt, "trust_remote_code": o.TrustRemoteCode,
+    "group_size": o.GroupSize, "max_tokens": o.MaxTokens, "lora": o.Lora, "preset": o.Preset, "engine": o.EngineKind,
+    "seed": o.Seed, "set_": o.Set, "recipe": o.Recipe, "output": o.Output, "dry_run": o.DryRun, "json": o.Json,
+})  # fmt: skip
+def preflight(context: typer.Context, *, dry_run: bool, json: bool, **_: Any) -> None:
     """Will this run learn? Find out before it starts.
 
     \b
@@ -72,11 +58,7 @@ def preflight(
 
 
 def fly_first(config: "RunConfig") -> None:
-    """Preflight before a training run: print the verdict on standard error.
-
-    Raises:
-        typer.Exit: With status 1, where the verdict is that the run will not learn.
-    """
+    """Preflight before a training run, with the verdict on standard error; exit with status 1 if it will not learn."""
     from ycore_cli.checks import checked_plan
     from ycore_cli.output import print_line, stdout_for_json
 
@@ -90,27 +72,13 @@ def fly_first(config: "RunConfig") -> None:
         raise typer.Exit(1)
 
 
-def evaluate(
-    context: typer.Context,
-    model: o.Model = None,
-    dataset: o.Dataset = None,
-    reward: o.Reward = None,
-    split: o.Split = None,
-    prompt_column: o.PromptColumn = None,
-    answer_column: o.AnswerColumn = None,
-    system_prompt: o.SystemPrompt = None,
-    trust_remote_code: o.TrustRemoteCode = None,
-    num_samples: o.NumSamples = None,
-    limit: o.Limit = None,
-    max_tokens: o.MaxTokens = None,
-    engine: o.EngineKind = None,
-    seed: o.Seed = None,
-    set_: o.Set = None,
-    recipe: o.Recipe = None,
-    output: o.Output = None,
-    dry_run: o.DryRun = False,
-    json: o.Json = False,
-) -> None:
+@o.takes({
+    "model": o.Model, "dataset": o.Dataset, "reward": o.Reward, "split": o.Split, "prompt_column": o.PromptColumn,
+    "answer_column": o.AnswerColumn, "system_prompt": o.SystemPrompt, "trust_remote_code": o.TrustRemoteCode,
+    "num_samples": o.NumSamples, "limit": o.Limit, "max_tokens": o.MaxTokens, "engine": o.EngineKind, "seed": o.Seed,
+    "set_": o.Set, "recipe": o.Recipe, "output": o.Output, "dry_run": o.DryRun, "json": o.Json,
+})  # fmt: skip
+def evaluate(context: typer.Context, *, output: str | None, dry_run: bool, json: bool, **_: Any) -> None:
     """Measure a model: mean reward, pass@1, pass@k.
 
     \b
@@ -169,13 +137,17 @@ def _run_preflight(config: "RunConfig") -> dict[str, Any]:
 
 def _preflight_lines(result: Mapping[str, Any]) -> Iterator[str]:
     """What was measured, the rewards as a histogram, a few completions, the verdict."""
-    from ycore.plan.preflight_verdict import from_json
+    from ycore.plan.preflight_verdict import from_json, histogram
 
     measured = from_json(result["preflight"])
     for name, value in _measured_rows(measured):
         yield f"{name:<10} {value}"
     yield ""
-    yield from _histogram_lines(measured.rewards)
+    bins = [(low, high, count) for low, high, count in histogram(measured.rewards) if count]
+    most = max((count for _, _, count in bins), default=1)
+    for low, high, count in bins:
+        edges = f"{low:.2f}" if low == high else f"{low:.2f} to {high:.2f}"
+        yield f"reward {edges:<16} {count:>4} {'#' * max(1, round(_BAR_WIDTH * count / most))}"
     if result["samples"]:
         yield ""
     for sample in result["samples"]:
@@ -201,13 +173,3 @@ def _measured_rows(measured: "Measurements") -> Iterator[tuple[str, str]]:
     if measured.sync_gap is not None and measured.stale_gap is not None:
         synced = f"after changed weights were sent, by {measured.sync_gap:.4f}"
         yield "sync", f"{synced}; from the old ones by {measured.stale_gap:.4f}"
-
-
-def _histogram_lines(rewards: tuple[float, ...]) -> Iterator[str]:
-    from ycore.plan.preflight_verdict import histogram
-
-    bins = [(low, high, count) for low, high, count in histogram(rewards) if count]
-    most = max((count for _, _, count in bins), default=1)
-    for low, high, count in bins:
-        edges = f"{low:.2f}" if low == high else f"{low:.2f} to {high:.2f}"
-        yield f"reward {edges:<16} {count:>4} {'#' * max(1, round(_BAR_WIDTH * count / most))}"

@@ -4,9 +4,11 @@ Numbers are declared as text, so that a wrong one is refused in ycore's own word
 declare are fields of TRL's config, by TRL's name with dashes or underscores.
 """
 
-from collections.abc import Iterable, Mapping, Sequence
+import inspect
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_args
 
 import typer
 
@@ -155,6 +157,21 @@ _FAMILIAR: Mapping[str, str] = {
 }
 
 
+def takes(options: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callable[..., None]]:
+    """Declare the options of a command to Typer, by the names under which the command gets them."""
+    kind = inspect.Parameter.KEYWORD_ONLY
+    parameters = [inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)]
+    for name, option in options.items():
+        default = False if get_args(option)[0] is bool else None
+        parameters.append(inspect.Parameter(name, kind, annotation=option, default=default))
+
+    def declare(command: Callable[..., None]) -> Callable[..., None]:
+        command.__dict__["__signature__"] = inspect.Signature(parameters)
+        return command
+
+    return declare
+
+
 def resolve_config(context: typer.Context, *, algorithm: str, resume: bool = False) -> "AnyConfig":
     """The validated config of a command, from its recipe and its options.
 
@@ -165,14 +182,13 @@ def resolve_config(context: typer.Context, *, algorithm: str, resume: bool = Fal
     from ycore.config.recipe_files import load_recipe, recipe_name
     from ycore.config.resolve import resolve
 
-    params = context.params
     options = typed_keys(context, algorithm=algorithm) | {"algorithm": algorithm}
-    recipe = params.get("recipe")
+    recipe, sets = context.params.get("recipe"), context.params.get("set_") or ()
     base = load_recipe(recipe, command=algorithm) if recipe else _stored(options, resume=resume)
     if algorithm == "eval":
         base.pop("output", None)  # a recipe's own folder is its training run's
     run_name = recipe_name(recipe) if recipe else None
-    return with_judges(resolve(recipe=base, sets=params.get("set_") or (), options=options, run_name=run_name))
+    return with_judges(resolve(recipe=base, sets=sets, options=options, run_name=run_name))
 
 
 def with_judges(config: "AnyConfig") -> "AnyConfig":
@@ -194,7 +210,7 @@ def typed_keys(context: typer.Context, *, algorithm: str, arguments: Sequence[st
     keys = config_keys(context.params)
     declared = [name for option in context.command.params for name in (*option.opts, *option.secondary_opts)]
     words = context.args if arguments is None else arguments
-    trl = trl_options(words, declared=declared, trl_class=find_algorithm(algorithm).trl_config)
+    trl = _trl_options(words, declared=declared, trl_class=find_algorithm(algorithm).trl_config)
     return keys | ({"trl": {**keys.get("trl", {}), **trl}} if trl else {})
 
 
@@ -217,7 +233,7 @@ def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     return keys
 
 
-def trl_options(arguments: Sequence[str], *, declared: Iterable[str], trl_class: str) -> dict[str, Any]:
+def _trl_options(arguments: Sequence[str], *, declared: Iterable[str], trl_class: str) -> dict[str, Any]:
     """The values of undeclared options, still as text; a ConfigError names the nearest option to an unknown one."""
     from ycore.config.trl_fields import fields_of
 
@@ -234,7 +250,10 @@ def trl_options(arguments: Sequence[str], *, declared: Iterable[str], trl_class:
         if not equals and name not in fields and name.startswith("no_") and name[3:] in flags:
             values[name[3:]] = False
         elif name not in fields or not option.startswith("--"):
-            raise _unknown(option, [*declared, *(field.option for field in fields.values())])
+            known = [*declared, *(field.option for field in fields.values())]
+            familiar = _FAMILIAR.get(option)
+            near = f"; did you mean {familiar!r}?" if familiar in known else nearest(option, known, limit=1)
+            raise ConfigError(f"no option {option}{near}")
         elif equals:
             values[name] = text
         elif rest and not rest[0].startswith("--"):
@@ -258,11 +277,8 @@ def stored_config(run: str) -> dict[str, Any]:
 
 def unused_folder(output: str) -> str:
     """`output`, or the first unused of `output-2`, `-3`, ..., so that a command can be repeated."""
-    candidate, count = output, 1
-    while Path(candidate).exists():
-        count += 1
-        candidate = f"{output}-{count}"
-    return candidate
+    names = itertools.chain([output], (f"{output}-{count}" for count in itertools.count(2)))
+    return next(name for name in names if not Path(name).exists())
 
 
 def _stored(options: Mapping[str, Any], *, resume: bool) -> dict[str, Any]:
@@ -281,9 +297,3 @@ def _parse_number(name: str, text: str) -> float:
     except ValueError:
         option, kind = "--" + name.replace("_", "-"), "a number" if name == "epochs" else "a whole number"
         raise ConfigError(f"{option} takes {kind}; it is {text!r}; e.g. {option} 8") from None
-
-
-def _unknown(option: str, known: Sequence[str]) -> ConfigError:
-    familiar = _FAMILIAR.get(option)
-    hint = f"; did you mean {familiar!r}?" if familiar in known else nearest(option, known, limit=1)
-    return ConfigError(f"no option {option}{hint}")

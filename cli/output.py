@@ -19,11 +19,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def stdout_for_json(wanted: bool) -> Iterator[None]:
-    """Send standard output of this process and its children to standard error, so that only JSON is left on it.
-
-    Args:
-        wanted: Whether the command prints JSON; where it does not, nothing changes.
-    """
+    """If wanted, send standard output of this process and its children to standard error; only JSON stays on it."""
     if not wanted:
         yield
         return

@@ -1,6 +1,6 @@
 """`ycore plan`: the memory and time of a run, from the model's config.json alone and without its devices."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -24,8 +24,6 @@ CompletionTokens = Annotated[
 Top = Annotated[str, typer.Option(metavar="N", help="Ways to show.")]
 
 _GIB = 2**30
-_NUM_UNFIT = 2
-_FILLED_IN = {"dataset": "task:addition", "rewards": ["exact_answer"], "output": "runs/planned"}
 
 
 def plan(
@@ -61,17 +59,15 @@ def plan(
     from ycore.plan.search import make_plan
 
     with stdout_for_json(json):
-        config = sizes_of(context, recipe, fill_in=_FILLED_IN)
+        config = sizes_of(context, recipe)
         named, judge_tokens = _first_judge(config)
         made = make_plan(
             config,
             devices=devices,
             judge=judge or named,
             judge_tokens=judge_tokens,
-            prompt_tokens=None if prompt_tokens is None else whole_number("--prompt-tokens", prompt_tokens),
-            completion_tokens=None
-            if completion_tokens is None
-            else whole_number("--completion-tokens", completion_tokens),
+            prompt_tokens=_maybe("--prompt-tokens", prompt_tokens),
+            completion_tokens=_maybe("--completion-tokens", completion_tokens),
         )
     num_shown = whole_number("--top", top)
     if json:
@@ -83,13 +79,14 @@ def plan(
         raise typer.Exit(1)
 
 
-def sizes_of(context: typer.Context, recipe: str | None, *, fill_in: Mapping[str, Any]) -> "RunConfig":
-    """The run whose sizes the options give; `fill_in` has what only a real run needs, such as its dataset."""
+def sizes_of(context: typer.Context, recipe: str | None, **fill_in: str) -> "RunConfig":
+    """The run whose sizes the options and the recipe give; what only a real run needs is filled in."""
     from ycore.config.recipe_files import load_recipe
     from ycore.config.resolve import require_rollouts, resolve
 
     options = o.typed_keys(context, algorithm="grpo") | {"algorithm": "grpo"}
-    base = {**fill_in, **(load_recipe(recipe) if recipe else {})}
+    base: dict[str, Any] = {"dataset": "task:addition", "rewards": ["exact_answer"], "output": "runs/planned"}
+    base |= fill_in | (load_recipe(recipe) if recipe else {})
     return require_rollouts(resolve(recipe=base, sets=context.params.get("set_") or (), options=options))
 
 
@@ -98,6 +95,10 @@ def whole_number(option: str, text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise ConfigError(f"{option} takes a whole number of 1 or more; it is {text!r}; e.g. {option} 8")
     return int(text)
+
+
+def _maybe(option: str, text: str | None) -> int | None:
+    return None if text is None else whole_number(option, text)
 
 
 def _first_judge(config: "RunConfig") -> tuple[str | None, int | None]:
@@ -124,7 +125,7 @@ def _lines(made: "Plan", *, top: int) -> Iterator[str]:
             yield f"{speed}  {fullest:<28}  {forecast.way.in_words}"
         yield from ["", *_memory_lines(best), "", "seconds of a step of the first"]
         yield "  " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in best.seconds.items())
-    unfit = made.others[: _NUM_UNFIT if made.fitting else top]
+    unfit = made.others[: 2 if made.fitting else top]
     if unfit:
         yield from ["", "does not fit"] if made.fitting else ["nothing fits"]
         yield from (f"  {forecast.way.in_words}: {why_not(forecast)}" for forecast in unfit)

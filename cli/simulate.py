@@ -25,7 +25,6 @@ StepTime = Annotated[str, typer.Option(metavar="BASE:EACH", help="Milliseconds o
 Rounds = Annotated[str, typer.Option(metavar="N", help="Rounds to simulate.")]
 Picture = Annotated[str | None, typer.Option(metavar="FILE", help="Draw the last round of each; e.g. placements.png.")]
 
-_FILLED_IN = {"model": "smollm2-135m", "dataset": "task:addition", "rewards": ["exact_answer"], "output": "runs/none"}
 _WARM_UP = 3
 
 
@@ -63,7 +62,7 @@ def simulate(
 
     from ycore.plan.comparison import Scenario, compare_assumed, compare_recorded, recommend
 
-    config = sizes_of(context, name, fill_in=_FILLED_IN)
+    config = sizes_of(context, name, model="smollm2-135m")
     base_ms, _, each_ms = step_time.partition(":")
     scenario = Scenario(
         num_slots=whole_number("--slots", slots),
@@ -124,9 +123,9 @@ def _print_results(played: "Comparison", best: "Result") -> None:
 
 def _why(best: "Result", played: "Comparison") -> str:
     others = [result for result in played.results if result is not best]
-    if not others:
+    near = min(others, key=lambda result: result.seconds, default=None)
+    if near is None:
         return "there is no other role to place"
-    near = min(others, key=lambda result: result.seconds)
     share = near.seconds / best.seconds - 1
     if share < 0:
         return f"{near.placement} is {-share:.1%} shorter here, but must be chosen anew when lengths drift"

@@ -1,16 +1,16 @@
 """The commands that train: one for each row of the table of algorithms, and `ycore resume`."""
 
-import inspect
 import os
 import shlex
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, get_args
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from ycore_cli import options as o
 
-from ycore.config.algorithms import Algorithm
+from ycore.config.algorithms import Algorithm, find_algorithm
+from ycore.errors import ConfigError, RunFolderError
 
 if TYPE_CHECKING:
     from ycore.config.schema import AnyConfig, TuneConfig
@@ -57,21 +57,10 @@ def training_command(algorithm: Algorithm) -> Callable[..., None]:
     own = _ROLLOUTS if algorithm.learns_from == "rollouts" else _EXAMPLES
     hidden = () if algorithm.preset is None else ("preset", "advantage")
     declared = {name: option for name, option in ({"model": o.Model} | own | _TRAINING).items() if name not in hidden}
-    command.__dict__["__signature__"] = _signature(declared)
     examples = "\n".join(f"ycore {algorithm.name} {example}" for example in algorithm.examples)
     command.__doc__ = f"{algorithm.summary}\n\n\b\n{algorithm.help}\n\n\b\n{examples}"
+    o.takes(declared)(command)
     return command
-
-
-def _signature(options: Mapping[str, Any]) -> inspect.Signature:
-    """The parameters from which Typer reads a command's options."""
-    kind = inspect.Parameter.KEYWORD_ONLY
-    context = inspect.Parameter("context", inspect.Parameter.POSITIONAL_OR_KEYWORD, annotation=typer.Context)
-    parameters = [
-        inspect.Parameter(name, kind, annotation=option, default=False if get_args(option)[0] is bool else None)
-        for name, option in options.items()
-    ]
-    return inspect.Signature([context, *parameters])
 
 
 def resume(
@@ -111,7 +100,6 @@ def resume(
 
 def _folder_among(words: list[str]) -> str:
     """The run's folder among words that may also be options of TRL's, before it or after it."""
-    from ycore.errors import RunFolderError
     from ycore.run.paths import RunFolder
 
     for word in words:
@@ -130,7 +118,6 @@ def _folder_among(words: list[str]) -> str:
 
 def _stored_training(folder: Path) -> dict[str, Any]:
     """The settings of a training run; paths in them are relative to the folder in which it was started."""
-    from ycore.errors import RunFolderError
     from ycore.run.files import read_json
     from ycore.run.paths import RunFolder
 
@@ -148,7 +135,9 @@ def train(
 ) -> None:
     """Check, show the plan, and unless it is a dry run train in the foreground."""
     from ycore_cli.checks import checked_plan, plan_rows
-    from ycore_cli.output import print_json, print_table, stdout_for_json
+    from ycore_cli.output import print_closing, print_json, print_table, stdout_for_json
+
+    from ycore.config.schema import RunConfig
 
     with stdout_for_json(json):
         how = _how_to_resume(config.output, resume=resume, resume_from=resume_from, accept_changes=accept_changes)
@@ -162,12 +151,13 @@ def train(
         print_json(result)
     elif dry_run:
         print("Nothing was started; leave out --dry-run to train.")
+    elif isinstance(config, RunConfig):
+        print_closing(config)
     else:
-        _print_closing(config, result)
+        print_table(_closing_rows(config, result))
 
 
 def _how_to_resume(output: str, *, resume: bool, resume_from: str | None, accept_changes: bool) -> "Resume":
-    from ycore.errors import ConfigError
     from ycore.run.claim import Resume
     from ycore.run.paths import RunFolder
     from ycore.run.resuming import parse_checkpoint
@@ -179,9 +169,8 @@ def _how_to_resume(output: str, *, resume: bool, resume_from: str | None, accept
 
 
 def _check_checkpoints(config: "AnyConfig", how: "Resume") -> None:
-    """What can be refused of checkpoints and journals before anything is started."""
+    """Refuse checkpoints and journals that the run cannot use."""
     from ycore.config.schema import RunConfig
-    from ycore.errors import ConfigError
     from ycore.run.checkpoints import MIN_KEPT
     from ycore.run.paths import RunFolder
     from ycore.run.resuming import check_checkpoint, check_replay
@@ -212,20 +201,8 @@ def run_training(config: "AnyConfig", *, num_steps: int, resume: bool, how: "Res
     return launch.run(config, resume=resume, num_steps=num_steps)
 
 
-def _print_closing(config: "AnyConfig", summary: Mapping[str, Any]) -> None:
-    from ycore_cli.output import print_closing, print_table
-
-    from ycore.config.schema import RunConfig
-
-    if isinstance(config, RunConfig):
-        print_closing(config)
-    else:
-        print_table(_closing_rows(config, summary))
-
-
 def _closing_rows(config: "TuneConfig", summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What was measured, where things lie, what to try next."""
-    from ycore.config.algorithms import find_algorithm
     from ycore.run.paths import RunFolder
 
     folder = RunFolder(Path(config.output))
@@ -241,14 +218,12 @@ def _closing_rows(config: "TuneConfig", summary: Mapping[str, Any]) -> list[tupl
     ]
 
 
-_SHOWN = ("loss", "accuracy", "mean_token_accuracy", "rewards/accuracies", "rewards/margins")
-
-
 def _held_out_rows(measured: Mapping[str, Any]) -> list[tuple[str, str]]:
     before, after = measured.get("before") or {}, measured.get("after") or {}
     if not after:
         return []
-    parts = [f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in _SHOWN if name in after and name in before]
+    names = ("loss", "accuracy", "mean_token_accuracy", "rewards/accuracies", "rewards/margins")
+    parts = [f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in names if name in after and name in before]
     if "accuracy_95" in after:
         low, high = after["accuracy_95"]
         parts.append(f"95 % interval of the accuracy {low:.3f} to {high:.3f}")

@@ -19,49 +19,22 @@ if TYPE_CHECKING:
 class Algorithm:
     """What differs from one algorithm to the next."""
 
-    name: str
-    """The command, and the value of `algorithm` in run.json."""
-
-    summary: str
-    """The first line of `--help`."""
-
-    help: str
-    """What `--help` says next: the columns it reads, and an example of a field of TRL's."""
-
-    examples: tuple[str, ...]
-    """Command lines for `--help`, without `ycore NAME`."""
-
+    name: str  # the command, and the value of `algorithm` in run.json
+    summary: str  # the first line of `--help`
+    help: str  # what `--help` says next: the columns it reads, and an example of a field of TRL's
+    examples: tuple[str, ...]  # command lines for `--help`, without `ycore NAME`
     learns_from: Literal["rollouts", "examples"]
-
-    trl_config: str
-    """TRL's config class, whose fields are options."""
-
-    module: str
-    """The file in `ycore/trl` that builds its trainer."""
-
-    dataset: str
-    """An example of `--dataset`, for messages."""
-
-    learning_rate: float
-    """The default for every weight; TRL's own default serves one of the two kinds of weights only."""
-
-    lora_learning_rate: float
-    """The default for adapters, which start at zero and need larger steps."""
-
-    preset: str | None = None
-    """The preset that its name stands for."""
-
+    trl_config: str  # TRL's config class, whose fields are options
+    module: str  # the file in `ycore/trl` that builds its trainer
+    dataset: str  # an example of `--dataset`, for messages
+    learning_rate: float  # the default for every weight; TRL's own default serves one of the two kinds of weights only
+    lora_learning_rate: float  # the default for adapters, which start at zero and need larger steps
+    preset: str | None = None  # the preset that its name stands for
+    # What an example is: an answer, a better and a worse answer, or an answer with a label.
     rows: Literal["answers", "pairs", "labelled"] | None = None
-    """What an example is: an answer, a better and a worse answer, or an answer with a label."""
-
-    sequences_per_row: int = 1
-    """Sequences that the trainer runs for one row."""
-
-    min_micro_batch: int = 1
-    """The fewest rows in a micro-batch."""
-
-    trains_reward_model: bool = False
-    """Whether the result is a reward model instead of a policy."""
+    sequences_per_row: int = 1  # sequences that the trainer runs for one row
+    min_micro_batch: int = 1  # the fewest rows in a micro-batch
+    trains_reward_model: bool = False  # whether the result is a reward model instead of a policy
 
     @property
     def config(self) -> "type[RunConfig] | type[TuneConfig]":

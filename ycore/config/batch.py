@@ -86,11 +86,8 @@ class TuneBatch(_Batch):
 
     batch_size: int
     steps: int
-    epochs: float
-    """Passes over the rows in these steps."""
-
-    max_length: int | None
-    """Longest sequence in tokens; None cuts nothing."""
+    epochs: float  # passes over the rows in these steps
+    max_length: int | None  # longest sequence in tokens; None cuts nothing
 
     def __str__(self) -> str:
         return self._in_words(f"{self.batch_size} rows")

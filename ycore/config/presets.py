@@ -24,17 +24,11 @@ class Preset:
     name: str
     title: str
     source: str
-    trl: Mapping[str, Any]
-    """Fields of TRL's config."""
-
-    run: Mapping[str, Any] = field(default_factory=dict)
-    """Keys of RunConfig: `advantage`, `sampling`, `loss_from`."""
-
-    notes: Sequence[str] = ()
-    """Differences from the paper, a line each."""
-
+    trl: Mapping[str, Any]  # fields of TRL's config
+    run: Mapping[str, Any] = field(default_factory=dict)  # keys of RunConfig: `advantage`, `sampling`, `loss_from`
+    notes: Sequence[str] = ()  # differences from the paper, a line each
+    # Share of `max_tokens` over which the reward `overlong` falls from 0 to -1; None is without that reward.
     overlong_share: float | None = None
-    """Share of `max_tokens` over which the reward `overlong` falls from 0 to -1; None is without that reward."""
 
 
 @cache

@@ -23,16 +23,11 @@ class Strict(BaseModel):
 class RewardConfig(Strict):
     """One reward source."""
 
-    reward: str
-    """A built-in name, `file.py:function`, `package.module:function`, `judge:FILE.yaml` or `rm:MODEL`."""
-
+    reward: str  # a built-in name, `file.py:function`, `package.module:function`, `judge:FILE.yaml` or `rm:MODEL`
     weight: float = 1.0
-
+    # Keyword arguments bound to the function; for a judge or a reward model, keys of its declaration.
     args: dict[str, Any] = {}
-    """Keyword arguments bound to the function; for a judge or a reward model, keys of its declaration."""
-
-    strip_thinking: bool = False
-    """Score completions without the text before `</think>`."""
+    strip_thinking: bool = False  # score completions without the text before `</think>`
 
 
 class LoraSettings(Strict):
@@ -47,194 +42,122 @@ class LoraSettings(Strict):
 class EngineSettings(Strict):
     """The rollout engines of one node."""
 
+    # `auto` is vLLM where it is installed, else transformers inside the trainer.
     kind: Literal["auto", "vllm", "transformers"] = "auto"
-    """`auto` is vLLM where it is installed, else transformers inside the trainer."""
-
+    # Number of engines; `auto` is one per device, and on a CPU one per core, at most two.
     count: Literal["auto"] | Positive = "auto"
-    """Number of engines; `auto` is one per device, and on a CPU one per core, at most two."""
-
+    # Longest prompt plus completion, in tokens; None is the model's own context, at most 4096.
     max_model_len: Positive | None = None
-    """Longest prompt plus completion, in tokens; None is the model's own context, at most 4096."""
-
+    # KV cache of one engine on a CPU, in GiB; None derives it from the model and the batch.
     memory_gib: Positive | None = None
-    """KV cache of one engine on a CPU, in GiB; None derives it from the model and the batch."""
-
+    # Share of a device's memory for an engine beside the trainer; with `sleep`, for each role in turn.
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.3
-    """Share of a device's memory for an engine beside the trainer; with `sleep`, for each role in turn."""
-
-    sleep: bool = True
-    """On a GPU, engines sleep while the trainer trains, and one role of a slot is awake at a time."""
-
+    sleep: bool = True  # on a GPU, engines sleep while the trainer trains, and one role of a slot is awake at a time
+    # Limit for an engine to become ready, and then for the trainer to reach its first step.
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Limit for an engine to become ready, and then for the trainer to reach its first step."""
-
+    # Limit for an engine to answer a request, including its retries.
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
-    """Limit for an engine to answer a request, including its retries."""
-
+    # How long an engine may be stopped, or not answer `/health`, before it is killed and started again.
     health_timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    """How long an engine may be stopped, or not answer `/health`, before it is killed and started again."""
-
+    # How often engines that died are started again in one run, all engines together; then the run fails.
     restarts: Annotated[int, Field(ge=0, strict=True)] = 3
-    """How often engines that died are started again in one run, all engines together; then the run fails."""
 
 
 class SamplingSettings(Strict):
     """Which groups a step trains on (dynamic sampling: DAPO, arXiv 2503.14476)."""
 
-    dynamic: bool = True
-    """Replace groups whose rewards are all equal, because they have no gradient."""
-
-    max_tries: Positive = 4
-    """Groups drawn for each one needed, at most; then the step trains on fewer."""
-
+    dynamic: bool = True  # replace groups whose rewards are all equal, because they have no gradient
+    max_tries: Positive = 4  # groups drawn for each one needed, at most; then the step trains on fewer
+    # Policy versions by which a surplus group of an earlier round may lag; 0 drops surplus groups.
     max_age: Annotated[int, Field(ge=0)] = 1
-    """Policy versions by which a surplus group of an earlier round may lag; 0 drops surplus groups."""
 
 
 class RewardSettings(Strict):
     """The worker processes in which plain reward functions run."""
 
     workers: Positive = 2
+    # Limit for one call; completions without a reward by then are masked and counted.
     deadline_s: Annotated[float, Field(gt=0)] = 10.0
-    """Limit for one call; completions without a reward by then are masked and counted."""
-
+    # `auto` drops root privileges where ycore runs as root; `same` runs rewards as the user who started the run.
     run_as: Literal["auto", "same"] = "auto"
-    """`auto` drops root privileges where ycore runs as root; `same` runs rewards as the user who started the run."""
 
 
 class BaseConfig(Strict):
     """What every run has."""
 
-    algorithm: str
-    """A row of `algorithms.ALGORITHMS`, or `eval`."""
-
-    model: str
-    """A hub id, a local folder, a GGUF file, or the built-in name `smollm2-135m`."""
-
+    algorithm: str  # a row of `algorithms.ALGORITHMS`, or `eval`
+    model: str  # a hub id, a local folder, a GGUF file, or the built-in name `smollm2-135m`
+    # A hub id (`name` or `name:config`), a JSONL, CSV or Parquet file, `task:NAME?args` or `gym:NAME?args`.
     dataset: str
-    """A hub id (`name` or `name:config`), a JSONL, CSV or Parquet file, `task:NAME?args` or `gym:NAME?args`."""
-
-    output: str
-    """The run's folder; it must be new, empty, or the same run's."""
-
+    output: str  # the run's folder; it must be new, empty, or the same run's
     split: str = "train"
-
-    limit: Positive | None = None
-    """Rows to take from the dataset; None takes all."""
-
+    limit: Positive | None = None  # rows to take from the dataset; None takes all
     trust_remote_code: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**32, strict=True)] = 0
-
+    # What trainer and engine compute in; `auto` is bfloat16. Adapters and full weights are kept in float32.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
-    """What trainer and engine compute in; `auto` is bfloat16. Adapters and full weights are kept in float32."""
-
-    lora: LoraSettings | None = LoraSettings()
-    """None trains every weight."""
-
-    merge: bool = False
-    """Also save the model with its adapters merged in. A reward model is always saved whole."""
-
-    checkpoint_every: Positive | None = None
-    """Steps between checkpoints; None is a fifth of the run."""
-
-    processes: Count = 1
-    """Training ranks on this machine; with rollouts, each has its own share of prompts and engines."""
-
+    lora: LoraSettings | None = LoraSettings()  # None trains every weight
+    merge: bool = False  # also save the model with its adapters merged in; a reward model is always saved whole
+    checkpoint_every: Positive | None = None  # steps between checkpoints; None is a fifth of the run
+    processes: Count = 1  # training ranks on this machine; with rollouts, each has its own share of prompts and engines
+    # `ddp`, `zero1`, `zero2`, `zero3`, `fsdp2`, or an accelerate config file; None is `ddp` for several processes.
     accelerate: str | None = None
-    """`ddp`, `zero1`, `zero2`, `zero3`, `fsdp2`, or an accelerate config file; None is `ddp` for several processes."""
-
-    trl: dict[str, Any] = {}
-    """Any other field of TRL's config class, by TRL's own name."""
+    trl: dict[str, Any] = {}  # any other field of TRL's config class, by TRL's own name
 
 
 class RunConfig(BaseConfig):
     """A run that learns from rollouts, or an evaluation."""
 
     algorithm: str = "grpo"
-
     rewards: Annotated[list[RewardConfig], Field(min_length=1)]
-
+    # None looks for `prompt`, `messages`, `question`, `problem`, `instruction`, in this order.
     prompt_column: str | None = None
-    """None looks for `prompt`, `messages`, `question`, `problem`, `instruction`, in this order."""
-
-    answer_column: str | None = None
-    """Renamed to `answer` for the rewards; None keeps the columns as they are."""
-
+    answer_column: str | None = None  # renamed to `answer` for the rewards; None keeps the columns as they are
     system_prompt: str | None = None
-
     prompts_per_step: Count = 8
+    # Completions of each prompt; TRL's `num_generations`.
     group_size: Annotated[int, Field(gt=1, le=10**6, strict=True)] = 8
-    """Completions of each prompt; TRL's `num_generations`."""
-
-    max_tokens: Positive = 256
-    """Longest completion; TRL's `max_completion_length`."""
-
+    max_tokens: Positive = 256  # longest completion; TRL's `max_completion_length`
     steps: Positive = 100
-
+    # The name of a paper's settings (`presets`); values that are given explicitly win over it.
     preset: str | None = None
-    """The name of a paper's settings (`presets`); values that are given explicitly win over it."""
-
-    advantage: Advantage = "group"
-    """The advantage estimator; `group` leaves it to TRL's `scale_rewards`."""
-
+    advantage: Advantage = "group"  # the advantage estimator; `group` leaves it to TRL's `scale_rewards`
+    # The distance to the reference that TRL's `beta` weighs; the others need a `beta` above 0.
     divergence: Divergence = "reverse-kl"
-    """The distance to the reference that TRL's `beta` weighs; the others need a `beta` above 0."""
-
-    loss_from: Literal["grpo", "gmpo"] = "grpo"
-    """Which of TRL's trainers computes the loss."""
-
+    loss_from: Literal["grpo", "gmpo"] = "grpo"  # which of TRL's trainers computes the loss
+    # Keep every round on disk, for `replay`; else rounds before the oldest checkpoint are dropped.
     keep_journal: bool = False
-    """Keep every round on disk, for `replay`; else rounds before the oldest checkpoint are dropped."""
-
+    # The folder of a run whose journal provides the rounds: nothing is generated, and no engine is started.
     replay: str | None = None
-    """The folder of a run whose journal provides the rounds: nothing is generated, and no engine is started."""
-
-    sync_weights: bool = True
-    """False freezes the engine at its first weights: a control for tests, never for training."""
-
+    sync_weights: bool = True  # False freezes the engine at its first weights: a control for tests, never for training
+    # How often a trainer that died is started again, from the newest checkpoint and the journal.
     restarts: Annotated[int, Field(ge=0, strict=True)] = 0
-    """How often a trainer that died is started again, from the newest checkpoint and the journal."""
-
+    # Longest step, from its beginning to its row of metrics; then all stacks are written and the run fails.
     step_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
-    """Longest step, from its beginning to its row of metrics; then all stacks are written and the run fails."""
-
+    # How long ranks wait for each other in one collective; torch's own default is half an hour on a CPU.
     collective_timeout_s: Annotated[float, Field(gt=0)] = 300.0
-    """How long ranks wait for each other in one collective; torch's own default is half an hour on a CPU."""
-
+    # How rollouts and scorers share the slots: `colocated`, `dynamic`, or `split:3:1` with slots for each role.
     placement: str = "dynamic"
-    """How rollouts and scorers share the slots: `colocated`, `dynamic`, or `split:3:1` with slots for each role."""
-
     sampling: SamplingSettings = SamplingSettings()
     engine: EngineSettings = EngineSettings()
     reward_workers: RewardSettings = RewardSettings()
-
-    num_samples: Positive = 4
-    """Completions of each prompt, for `eval` only."""
+    num_samples: Positive = 4  # completions of each prompt, for `eval` only
 
 
 class TuneConfig(BaseConfig):
     """A run that learns from given examples."""
 
+    # The dataset's own name of a column that the trainer reads: `{prompt: question, chosen: better}`.
     columns: dict[str, str] = {}
-    """The dataset's own name of a column that the trainer reads: `{prompt: question, chosen: better}`."""
-
-    eval_dataset: str | None = None
-    """Where held-out rows come from; None takes them from `dataset`."""
-
+    eval_dataset: str | None = None  # where held-out rows come from; None takes them from `dataset`
+    # The split of the held-out rows; None splits `dataset` so that no prompt is on both sides.
     eval_split: str | None = None
-    """The split of the held-out rows; None splits `dataset` so that no prompt is on both sides."""
-
+    # Rows to measure on, before and after; None is a tenth of the rows, at most 256; 0 measures nothing.
     held_out: Annotated[int, Field(ge=0, strict=True)] | None = None
-    """Rows to measure on, before and after; None is a tenth of the rows, at most 256; 0 measures nothing."""
-
+    # Rows (a pair is one) in an optimizer step, over all ranks; None is 8, or the product of TRL's batch fields.
     batch_size: Positive | None = None
-    """Rows (a pair is one) in an optimizer step, over all ranks; None is 8, or the product of TRL's batch fields."""
-
-    epochs: Annotated[float, Field(gt=0)] = 1.0
-    """Passes over the rows; `steps` wins."""
-
-    steps: Positive | None = None
-    """Optimizer steps; None derives them from `epochs`."""
+    epochs: Annotated[float, Field(gt=0)] = 1.0  # passes over the rows; `steps` wins
+    steps: Positive | None = None  # optimizer steps; None derives them from `epochs`
 
 
 AnyConfig = RunConfig | TuneConfig

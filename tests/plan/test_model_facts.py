@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from ycore.errors import ModelError
-from ycore.plan.model_facts import facts_of, known_config, known_models, model_facts
+from ycore.plan.model_facts import KNOWN_CONFIGS, facts_of, known_config, model_facts
 
 # As the hub tells them, or as the weights' own shapes add up.
 COUNTED = {
@@ -70,4 +70,4 @@ def test_an_unknown_model_comes_with_the_nearest(monkeypatch: pytest.MonkeyPatch
 
 
 def test_every_known_model_can_be_planned() -> None:
-    assert all(model_facts(name).num_params > 1e8 for name in known_models())
+    assert all(model_facts(name).num_params > 1e8 for name in KNOWN_CONFIGS)

@@ -21,9 +21,7 @@ from ycore.models.hub import cache_dir
 from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT
 from ycore.run.reports import RUN_MARKER
 
-_GIB = 2**30
 _BATCHED_TOKENS = 2048  # vLLM's default: tokens of all requests in one pass
-_CPU_BLOCK_SIZE = 32  # tokens; the CPU kernels need a multiple of this
 _DROPPED_SUFFIXES = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 _DROPPED_PREFIXES = ("OMP_", "KMP_", "GOMP_", "VLLM_CPU_")
 
@@ -86,7 +84,7 @@ def engine_command(engine: EngineSpec) -> list[str]:
         options["--distributed-executor-backend"] = "uni"
         # No chunked prefill: when a prompt is read in parts, vLLM rewinds its seeded generator, which a CPU generator
         # cannot do, and the engine dies. So one pass must hold the longest prompt.
-        options["--block-size"] = _CPU_BLOCK_SIZE
+        options["--block-size"] = 32  # tokens; the CPU kernels need a multiple of this
         options["--max-num-batched-tokens"] = max(_BATCHED_TOKENS, engine.max_model_len)
         flags += ["--no-enable-chunked-prefill", "--enforce-eager"]  # the latter: nothing to compile or to warm up
     else:
@@ -148,4 +146,4 @@ def kv_cache_gib(model_config: Mapping[str, Any], num_tokens: int, *, bytes_per_
     except KeyError as missing:
         rule = "the KV cache's size is derived from the model's config"
         raise ConfigError(f"{rule}, which has no {missing}; set engine.memory_gib") from None
-    return max(1, math.ceil(values_per_token * num_tokens * bytes_per_value / _GIB))
+    return max(1, math.ceil(values_per_token * num_tokens * bytes_per_value / 2**30))

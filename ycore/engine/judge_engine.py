@@ -105,7 +105,18 @@ class RemoteJudge(_CountsRefusals):
         """As `VllmJudge.ask`."""
         body = build_chat_request(judge, question, model=judge.model, seed=seed, again=again)
         async with self._in_flight:
-            return parse_reply(self._parse(await self._post(body)), name=self.name)
+            response = await self._post(body)
+        status = response.status_code
+        if status in _REFUSED_STATUS:
+            self._refuse("the address refused the question", details=response.text)
+        self._num_refused = 0
+        if status != httpx.codes.OK:
+            text = " ".join(response.text[:200].split())
+            raise EngineError(f"{self.name}: {self._address} answered {status}: {text}; check base_url, model and key")
+        try:
+            return parse_reply(response.json(), name=self.name)
+        except ValueError:
+            raise EngineError(f"{self.name}: {self._address} answered no JSON; check base_url") from None
 
     async def close(self) -> None:
         await self._client.aclose()
@@ -127,19 +138,6 @@ class RemoteJudge(_CountsRefusals):
             after = response.headers.get("retry-after", "")
             problem, retry_after_s = f"status {response.status_code}", float(after) if after.isdigit() else 0.0
         self._refuse("the address did not answer", details=f"{self._address}, {problem}")
-
-    def _parse(self, response: httpx.Response) -> Any:
-        status = response.status_code
-        if status in _REFUSED_STATUS:
-            self._refuse("the address refused the question", details=response.text)
-        self._num_refused = 0
-        if status != httpx.codes.OK:
-            text = " ".join(response.text[:200].split())
-            raise EngineError(f"{self.name}: {self._address} answered {status}: {text}; check base_url, model and key")
-        try:
-            return response.json()
-        except ValueError:
-            raise EngineError(f"{self.name}: {self._address} answered no JSON; check base_url") from None
 
 
 JudgeEngine = VllmJudge | RemoteJudge

@@ -88,9 +88,23 @@ class TransformersEngine:
         inputs = self._tokenizer.pad(
             {"input_ids": [list(request.prompt_ids) for request in batch]}, padding_side="left", return_tensors="pt"
         ).to(self._model.device)
+        sampling = self._sampling
+        greedy = batch[0].greedy or sampling.temperature == 0
         with torch.random.fork_rng(), self._inference():
             torch.manual_seed(batch[0].seed)  # the batch has one generator, seeded by its first request
-            outputs = self._model.generate(**inputs, **self._arguments(greedy=batch[0].greedy))
+            outputs = self._model.generate(
+                **inputs,
+                max_new_tokens=sampling.max_tokens,
+                do_sample=not greedy,
+                temperature=None if greedy else sampling.temperature,
+                top_p=None if greedy else sampling.top_p,
+                top_k=None if greedy else sampling.top_k,
+                min_p=sampling.min_p or None,
+                repetition_penalty=sampling.repetition_penalty,
+                eos_token_id=list(sampling.stop_token_ids) or None,
+                pad_token_id=self._tokenizer.pad_token_id,
+                use_cache=True,
+            )
         return [self._completion(row) for row in outputs[:, inputs["input_ids"].size(1) :].tolist()]
 
     @contextmanager
@@ -104,22 +118,6 @@ class TransformersEngine:
                 yield
         finally:
             self._model.train(was_training)
-
-    def _arguments(self, *, greedy: bool) -> dict[str, Any]:
-        sampling = self._sampling
-        greedy = greedy or sampling.temperature == 0
-        return {
-            "max_new_tokens": sampling.max_tokens,
-            "do_sample": not greedy,
-            "temperature": None if greedy else sampling.temperature,
-            "top_p": None if greedy else sampling.top_p,
-            "top_k": None if greedy else sampling.top_k,
-            "min_p": sampling.min_p or None,
-            "repetition_penalty": sampling.repetition_penalty,
-            "eos_token_id": list(sampling.stop_token_ids) or None,
-            "pad_token_id": self._tokenizer.pad_token_id,
-            "use_cache": True,
-        }
 
     def _completion(self, tokens: list[int]) -> Completion:
         ends = [position for position, token in enumerate(tokens) if token in self._sampling.stop_token_ids]

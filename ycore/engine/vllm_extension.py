@@ -17,10 +17,7 @@ from vllm.platforms import current_platform
 from ycore.engine.weights import byte_sum
 from ycore.run.reports import dump_stacks_on_signal
 
-__all__ = ["PolicyWorker"]
-
-PACKED_SUMS: dict[Any, int] = {}
-"""The sum of each layer's weight as it was packed, by layer."""
+PACKED_SUMS: dict[Any, int] = {}  # by layer, the sum of its weight as it was packed
 
 
 class PolicyWorker:

@@ -17,6 +17,7 @@ Template = Sequence[tuple[str, str]]
 POLICY_BASE = "policy-base"
 """The weights that the policy starts from; they stay the same while the policy learns."""
 
+_PLAIN_BRACES = "write {{ and }} for plain ones"
 _ANSWER_FIELDS = {"completion", "first", "second", "completions"}
 _OWN_FIELDS = _ANSWER_FIELDS | {"prompt", "reference", "rubric", "how_to_answer"}
 """The fields of a template that ycore fills; any other is a column of the dataset."""
@@ -145,9 +146,13 @@ class Judge(Strict):
 
     @property
     def template(self) -> Template:
+        """The constant part first: engines cache the work of a common prefix."""
         if self.messages:
             return [(message.role, message.content) for message in self.messages]
-        return _default_template(self)
+        rules = [_TASKS[self.mode], *(["{rubric}"] if self.rubric else []), "{how_to_answer}"]
+        rules += [_WARNING] if self.fence else []
+        question = f"Question:\n{{prompt}}\n\n{_ANSWERS[self.mode]}\n\n{{how_to_answer}}"
+        return [("system", "\n".join(rules)), ("user", question)]
 
     @property
     def columns(self) -> set[str]:
@@ -181,14 +186,6 @@ _WARNING = (
 )
 
 
-def _default_template(judge: Judge) -> Template:
-    """The constant part first: engines cache the work of a common prefix."""
-    rules = [_TASKS[judge.mode], *(["{rubric}"] if judge.rubric else []), "{how_to_answer}"]
-    rules += [_WARNING] if judge.fence else []
-    question = f"Question:\n{{prompt}}\n\n{_ANSWERS[judge.mode]}\n\n{{how_to_answer}}"
-    return [("system", "\n".join(rules)), ("user", question)]
-
-
 def _check_template(judge: Judge) -> None:
     """ValueError where the judge would not see what it judges, or where the rubric would be lost."""
     used, needed = _fields_in(judge.template), sorted(_fields_in([("user", _ANSWERS[judge.mode])]))
@@ -206,21 +203,16 @@ def _check_template(judge: Judge) -> None:
 
 
 def _fields_in(template: Template) -> set[str]:
-    """The names in braces; ValueError where a brace is not closed, or holds more than a name."""
     found: set[str] = set()
     for _, text in template:
         try:
             parts = list(Formatter().parse(text))
         except ValueError as problem:
-            raise ValueError(
-                f"a template's braces do not match ({problem}); write {{{{ and }}}} for plain ones"
-            ) from None
+            raise ValueError(f"a template's braces do not match ({problem}); {_PLAIN_BRACES}") from None
         for _, name, format_spec, conversion in parts:
             if name is None:
                 continue
             if not name.isidentifier() or format_spec or conversion:
-                raise ValueError(
-                    f"a field is a plain name in braces, not {{{name}}}; write {{{{ and }}}} for plain ones"
-                )
+                raise ValueError(f"a field is a plain name in braces, not {{{name}}}; {_PLAIN_BRACES}")
             found.add(name)
     return found

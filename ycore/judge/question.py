@@ -37,8 +37,7 @@ _SPECIAL = re.compile(
     r"|</?s>|<(?:bos|eos|pad|unk|start_of_turn|end_of_turn)>|</?think(?:ing)?>",
     re.IGNORECASE,
 )
-_MAX_TAG_LENGTH = 60
-_BRACKETED = re.compile(rf"[{_OPENING}]+([^{_OPENING}{_CLOSING}]{{1,{_MAX_TAG_LENGTH}}})([{_CLOSING}]*)")
+_BRACKETED = re.compile(rf"[{_OPENING}]+([^{_OPENING}{_CLOSING}]{{1,60}})([{_CLOSING}]*)")
 
 _INVISIBLE = ("Cc", "Cf", "Cs", "Co")  # controls, directions, joiners, tags
 _SELECTORS = frozenset(map(chr, [*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0), 0x034F, 0x115F, 0x1160, 0x3164]))
@@ -101,9 +100,8 @@ def _how_to_answer(judge: Judge) -> str:
             return f"End with a number {_number_range(judge, verdict)}, as <{verdict.tag}>N</{verdict.tag}>."
         case JsonVerdict() as verdict:
             keys = f'"reason" and "{verdict.field}"' if verdict.reason else f'"{verdict.field}"'
-            return (
-                f"Answer with a JSON object with {keys}; {verdict.field} is a number {_number_range(judge, verdict)}."
-            )
+            number = _number_range(judge, verdict)
+            return f"Answer with a JSON object with {keys}; {verdict.field} is a number {number}."
         case LabelVerdict() as verdict:
             *others, last = verdict.labels
             return f"Answer with one word: {', '.join(others)} or {last}."
@@ -122,8 +120,11 @@ def as_text(content: Content | Any) -> str:
     role."""
     if isinstance(content, str):
         return content
-    is_list = isinstance(content, list) and bool(content)
-    if is_list and all(isinstance(turn, Mapping) and "content" in turn for turn in content):
+    if (
+        isinstance(content, list)
+        and content
+        and all(isinstance(turn, Mapping) and "content" in turn for turn in content)
+    ):
         turns = [turn for turn in content if turn.get("role") != "system"]
         if len(turns) == 1:
             return str(turns[0]["content"])
@@ -139,7 +140,7 @@ def sanitize(text: str, *, tags: Sequence[str] = (), special_tokens: Sequence[st
         special_tokens: Of the judge's tokenizer; those of common chat formats are broken up in any case.
     """
     text = break_special_tokens(_visible(text), special_tokens)
-    text = _SPECIAL.sub(lambda match: _broken(match[0]), text)
+    text = _SPECIAL.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
     pieces, done = [], 0
     for match in _BRACKETED.finditer(text) if tags else ():
         name = re.sub(r"[\s/\\]", "", fold_lookalikes(match[1]))
@@ -152,7 +153,7 @@ def sanitize(text: str, *, tags: Sequence[str] = (), special_tokens: Sequence[st
 def break_special_tokens(text: str, special_tokens: Sequence[str]) -> str:
     """Put a space into everything that a tokenizer would read as one of these tokens."""
     for token in sorted((token for token in special_tokens if len(token) > 1), key=len, reverse=True):
-        text = text.replace(token, _broken(token))
+        text = text.replace(token, f"{token[0]} {token[1:]}")
     return text
 
 
@@ -165,7 +166,3 @@ def fold_lookalikes(text: str) -> str:
 
 def _visible(text: str) -> str:
     return "".join(c for c in text if c in "\n\t" or not (unicodedata.category(c) in _INVISIBLE or c in _SELECTORS))
-
-
-def _broken(token: str) -> str:
-    return token[0] + " " + token[1:]

@@ -55,7 +55,17 @@ def is_rule(spec: RewardConfig) -> bool:
 
 def with_declarations(config: RunConfig) -> RunConfig:
     """Read every judge's file into its reward's `args`; RewardError where a declaration cannot work."""
-    return config.model_copy(update={"rewards": [_with_declaration(spec) for spec in config.rewards]})
+    rewards: list[RewardConfig] = []
+    for spec in config.rewards:
+        if is_reward_model(spec):
+            reward_model_of(spec)  # only checked: its `args` are all there is
+        elif is_judge(spec):
+            name = spec.reward.removeprefix(JUDGE_PREFIX)
+            name = Path(name).stem if name.endswith(SUFFIXES) else name
+            args = judge_of(spec).model_dump(mode="json", exclude_defaults=True)
+            spec = spec.model_copy(update={"reward": JUDGE_PREFIX + name, "args": args})
+        rewards.append(spec)
+    return config.model_copy(update={"rewards": rewards})
 
 
 def judge_of(spec: RewardConfig) -> Judge:
@@ -79,17 +89,6 @@ def require_columns(name: str, judge: Judge, columns: Iterable[str]) -> None:
         what = "reference_column" if column == judge.reference_column else "a field of its messages"
         near = nearest(column, known, limit=1) or f"; the columns are {', '.join(known) or 'none'}"
         raise RewardError(f"judge {name}: {what} is {column!r}, which is no column of the dataset{near}")
-
-
-def _with_declaration(spec: RewardConfig) -> RewardConfig:
-    if is_reward_model(spec):
-        reward_model_of(spec)  # only checked: its `args` are all there is
-    if not is_judge(spec):
-        return spec
-    name = spec.reward.removeprefix(JUDGE_PREFIX)
-    name = Path(name).stem if name.endswith(SUFFIXES) else name
-    args = judge_of(spec).model_dump(mode="json", exclude_defaults=True)
-    return spec.model_copy(update={"reward": JUDGE_PREFIX + name, "args": args})
 
 
 def _validated(model: type[_Declared], data: Mapping[str, Any], *, what: str) -> _Declared:

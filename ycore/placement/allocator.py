@@ -39,8 +39,6 @@ class Allocator:
         self._waiting: dict[str, deque[int]] = {role: deque() for role in pool.roles}
         self.begin_round(0.0)
 
-    # -- events ----------------------------------------------------------------------------------------------------
-
     def begin_round(self, now: float) -> None:
         """Start a round with the learned schedule's division; the engines in `awake` must be awake."""
         assert not self._running, "a round begins when the last has ended"
@@ -106,8 +104,6 @@ class Allocator:
         busy_s, swap_s = [clock.busy_s for clock in self._clocks], [clock.swap_s for clock in self._clocks]
         return Usage(self._seconds, busy_s, swap_s, self._swaps)
 
-    # -- between rounds --------------------------------------------------------------------------------------------
-
     def numbers(self) -> list[float]:
         """What this controller measured in the round, to be added to the other controllers' numbers."""
         return [*as_numbers(self._sums, self.pool.roles), self.swap_s, self._seconds, 1.0]
@@ -126,8 +122,6 @@ class Allocator:
         """Take what `state` gave; it counts from the next `begin_round` on."""
         self._learned.restore(state)
         self._measured_swap_s = state["swap_s"]
-
-    # -- what is known ---------------------------------------------------------------------------------------------
 
     @property
     def awake(self) -> tuple[str, ...]:
@@ -177,8 +171,6 @@ class Allocator:
             count, oldest = found.get((running.role, running.slot), (0, running.began))
             found[running.role, running.slot] = (count + 1, min(oldest, running.began))
         return found
-
-    # -- decisions -------------------------------------------------------------------------------------------------
 
     def decide(self, now: float) -> list[Action]:
         """The actions to carry out now, in order. Call it after every event, or after several of the same moment."""

@@ -101,7 +101,13 @@ class Learning:
         self.depth = {role: pool.capacity_of(role) for role in pool.roles}
         self._pool = pool
         self._is_dynamic = placement.kind == "dynamic" and len(pool.roles) > 1
-        self.schedule = _first_schedule(pool, placement)
+        division = {role: pool.num_slots if role == ROLLOUT else 0 for role in pool.roles}
+        mode: Mode = "phases" if placement.kind == "colocated" else "together"
+        if len(pool.roles) == 1:
+            mode = "held"
+        elif placement.kind == "split":
+            division, mode = dict(zip(pool.roles, placement.shares, strict=True)), "held"
+        self.schedule = Schedule(division, mode)
         self._was_chosen = False
         self._sums: dict[str, Sums] = {}
         self._calibration = Calibration(ONE_AWAKE if pool.exclusive else ALL_AWAKE)
@@ -151,15 +157,6 @@ class Learning:
         if self._is_dynamic and is_same:
             self._calibration.restore(state["experience"])
             self.schedule, self._was_chosen = Schedule(division, state["manner"]), state["chosen"]
-
-
-def _first_schedule(pool: SlotPool, placement: Placement) -> Schedule:
-    all_roll = {role: pool.num_slots if role == ROLLOUT else 0 for role in pool.roles}
-    if len(pool.roles) == 1:
-        return Schedule(all_roll, "held")
-    if placement.kind == "split":
-        return Schedule(dict(zip(pool.roles, placement.shares, strict=True)), "held")
-    return Schedule(all_roll, "phases" if placement.kind == "colocated" else "together")
 
 
 def _loads(sums: Mapping[str, Sums]) -> dict[str, Load]:

@@ -3,7 +3,6 @@
 models.json has the configs of well-known models, as the hub has them, so that a plan of these needs no network.
 """
 
-import functools
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,8 +13,10 @@ from ycore.errors import ModelError, nearest
 from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, cached_snapshot
 from ycore.models.names import BUILTIN
 
-_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
+KNOWN_CONFIGS: Mapping[str, dict[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text())
+"""By hub id."""
 
+_EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")
 # Model types with weights that their config.json does not mention.
 _BIASED = ("qwen2", "qwen2_moe")  # biases on queries, keys and values
 _NORMED_HEADS = ("qwen3", "qwen3_moe")  # a norm over every query's and key's head
@@ -133,24 +134,15 @@ def _size(config: Mapping[str, Any], key: str, name: str) -> int:
     raise ModelError(f"{problem}; only text decoders can be planned")
 
 
-def known_models() -> list[str]:
-    return sorted(_known_configs())
-
-
 def known_config(name: str) -> dict[str, Any] | None:
     """The config in models.json of a hub id, its base model's id, or its last part; None where there is none."""
     wanted = BUILTIN[name].hub_id if name in BUILTIN else name
-    for hub_id, config in _known_configs().items():
+    for hub_id, config in KNOWN_CONFIGS.items():
         base = hub_id.lower().removesuffix("-instruct")
         ids = (hub_id.lower(), base)
         if wanted.lower() in (*ids, *(one.rpartition("/")[2] for one in ids)):
             return config
     return None
-
-
-@functools.cache
-def _known_configs() -> dict[str, dict[str, Any]]:
-    return _read(Path(__file__).with_name("models.json"))
 
 
 def model_facts(name: str) -> ModelFacts:
@@ -185,7 +177,7 @@ def _from_hub(name: str) -> dict[str, Any]:
     why = f" ({answer.problem})" if answer is not None and answer.problem else ""
     raise ModelError(
         f"no config of {name!r} found: it is no folder, not in the local cache, and not on the hub{why}"
-        + (nearest(name, [*_known_configs(), *BUILTIN]) or "; give a folder or a config.json")
+        + (nearest(name, [*KNOWN_CONFIGS, *BUILTIN]) or "; give a folder or a config.json")
     )
 
 

@@ -8,7 +8,7 @@ from typing import Any
 from ycore.config.schema import RunConfig
 from ycore.plan.devices import GIB, Device, Fleet, measured_core, num_cores, parse_devices
 from ycore.plan.job import SHARDINGS, Job, Way, job_of, micro_batch_of
-from ycore.plan.model_facts import known_models, model_facts
+from ycore.plan.model_facts import KNOWN_CONFIGS, model_facts
 from ycore.plan.step_forecast import Forecast, forecast, simulated
 
 _WORTH_SIMULATING = 1.5  # of the fastest, by the simple bound
@@ -217,7 +217,7 @@ def _fitting(changes: Iterable[tuple[str, _Settings]]) -> list[Change]:
 
 def _smaller_model(job: Job, fleet: Fleet, micro_batch: int) -> list[Change]:
     """The largest known model that fits in this one's place."""
-    for facts in sorted(map(model_facts, known_models()), key=lambda facts: -facts.num_params):
+    for facts in sorted(map(model_facts, sorted(KNOWN_CONFIGS)), key=lambda facts: -facts.num_params):
         change = (f"--model {facts.name}", (replace(job, policy=facts), fleet, micro_batch))
         if facts.num_params < job.policy.num_params and (found := _fitting([change])):
             return found

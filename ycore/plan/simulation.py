@@ -8,7 +8,7 @@ import itertools
 import math
 import random
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
 from ycore.placement.allocator import Allocator
@@ -172,29 +172,24 @@ class _OpenGroup:
 _SWAP_ENDS = -1  # in place of a stamp
 
 
+@dataclass(eq=False)
 class SimulatedRound:
     """Example: `SimulatedRound(allocator, machine, group_at, demand).run()`.
 
     `position` counts on from round to round; `yields` learns the share of groups that teach.
     """
 
-    def __init__(
-        self,
-        allocator: Allocator,
-        machine: Machine,
-        group_at: GroupAt,
-        demand: Demand,
-        *,
-        position: int = 0,
-        yields: Yield | None = None,
-    ) -> None:
-        self.position = position
-        self._allocator = allocator
-        self._machine = machine
-        self._group_at = group_at
-        self._demand = demand
-        self._yields = yields or Yield()
-        self._slots = [VirtualSlot(machine.speeds, machine.reading_s) for _ in range(allocator.pool.num_slots)]
+    allocator: Allocator
+    machine: Machine
+    group_at: GroupAt
+    demand: Demand
+    _: KW_ONLY
+    position: int = 0
+    yields: Yield = field(default_factory=Yield)
+
+    def __post_init__(self) -> None:
+        speeds, reading_s = self.machine.speeds, self.machine.reading_s
+        self._slots = [VirtualSlot(speeds, reading_s) for _ in range(self.allocator.pool.num_slots)]
         self._stamps = [0] * len(self._slots)  # a slot's events with an older stamp no longer hold
         self._events: list[tuple[float, int, int, int, int]] = []  # a heap of (time, order, slot, stamp, request)
         self._order = itertools.count()  # among events of one moment
@@ -206,32 +201,32 @@ class SimulatedRound:
 
     def run(self) -> Outcome:
         now = 0.0
-        self._allocator.begin_round(now)
+        self.allocator.begin_round(now)
         self._draw()
         self._act(now, changed=[])
         while self._events:
             now, _, slot, stamp, request = heapq.heappop(self._events)
             if stamp == _SWAP_ENDS:
-                self._allocator.swapped(slot, now)
+                self.allocator.swapped(slot, now)
                 self._act(now, changed=[])
             elif stamp == self._stamps[slot]:
                 self._end_request(slot, request, now)
                 self._act(now, changed=[slot])
-        assert self._allocator.is_idle, "every request was answered"
-        return Outcome(self._allocator.end_round(now), self._lanes, self._drawn, self._written_s)
+        assert self.allocator.is_idle, "every request was answered"
+        return Outcome(self.allocator.end_round(now), self._lanes, self._drawn, self._written_s)
 
     def _draw(self) -> None:
-        demand = self._demand
+        demand = self.demand
         wanted = num_to_draw(
             need=demand.need,
             kept=self._kept,
             in_flight=self._drawn - self._finished,
             drawn=self._drawn,
             max_draws=demand.need * (demand.max_tries if demand.dynamic else 1),
-            rate=self._yields.rate if demand.dynamic else 1.0,
+            rate=self.yields.rate if demand.dynamic else 1.0,
         )
         for _ in range(wanted):
-            group = self._group_at(self.position)
+            group = self.group_at(self.position)
             if group.after > self._finished:
                 return
             self._drawn += 1
@@ -243,20 +238,20 @@ class SimulatedRound:
     def _ask(self, role: str, position: int, index: int) -> None:
         opened = self._open[position]
         opened.unanswered += 1
-        self._allocator.ask(len(self._requests), role)
+        self.allocator.ask(len(self._requests), role)
         self._requests.append(_Request(role, position, index, opened.group.completions[index][role]))
 
     def _act(self, now: float, *, changed: Iterable[int]) -> None:
         """Carry out what the allocator decides, then find each changed slot's next end once."""
         slots = set(changed)
-        for action in self._allocator.decide(now):
+        for action in self.allocator.decide(now):
             if isinstance(action, Start):
                 request = self._requests[action.request]
                 request.began = now
                 self._slots[action.slot].start(action.request, request.role, request.size, now)
                 slots.add(action.slot)
             else:
-                costs = self._machine.swap_s
+                costs = self.machine.swap_s
                 seconds = (costs.get(action.asleep, 0.0) + costs.get(action.awake, 0.0)) / 2
                 self._lanes.append(Lane(action.slot, "swap", now, seconds))
                 self._push(now + seconds, action.slot, _SWAP_ENDS, -1)
@@ -274,12 +269,12 @@ class SimulatedRound:
         opened = self._open[request.position]
         self._slots[slot].end(request.role, now)
         self._lanes.append(Lane(slot, request.role, request.began, now - request.began))
-        self._allocator.ended(number, now, size=request.size)
+        self.allocator.ended(number, now, size=request.size)
         if request.role == ROLLOUT:
             self._written_s = now
             opened.unwritten -= 1
             indices: Iterable[int] = [request.index]
-            if self._allocator.gathers:  # the scorers are asked about all completions once the last is written
+            if self.allocator.gathers:  # the scorers are asked about all completions once the last is written
                 indices = [] if opened.unwritten else range(len(opened.group.completions))
             for index in indices:
                 for role in opened.group.completions[index]:
@@ -289,6 +284,6 @@ class SimulatedRound:
         if not opened.unanswered:
             del self._open[request.position]
             self._finished += 1
-            self._kept += opened.group.teaches or not self._demand.dynamic
-            self._yields.observe(taught=opened.group.teaches)
+            self._kept += opened.group.teaches or not self.demand.dynamic
+            self.yields.observe(taught=opened.group.teaches)
             self._draw()

@@ -1,8 +1,8 @@
-"""The pictures of the docs, made from a real run: its report in a real browser, and its live view.
+"""Make the pictures of the docs from a real run: its report in a real browser, and its live view.
 
     python docs/pictures.py runs/quickstart
 
-Needs Chromium on the path. Not here: the run, which any recipe makes.
+Needs Chromium on the path, and a finished run of any recipe.
 """
 
 import argparse

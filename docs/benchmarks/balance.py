@@ -1,10 +1,9 @@
-"""How even the ranks' tokens are before and after groups are dealt, over long-tailed lengths. Pure, a few seconds.
+"""How even the ranks' tokens are before and after groups are dealt, for long-tailed lengths. Takes a few seconds.
 
     python docs/benchmarks/balance.py
 
-A completion has lognormal(5, 1) tokens, at most 4096 (median 148, mean about 240); a group has eight of them.
-
-Not here: what a deal costs on the wire (`coordination`).
+A completion has lognormal(5, 1) tokens, at most 4096 (median 148, mean about 240); a group has eight completions.
+`coordination` measures what a deal costs to send.
 """
 
 import argparse

@@ -1,10 +1,8 @@
-"""The yardstick of the trainer: `python bare.py ORDER.json ANSWER.json` times a bare forward and backward.
+"""Time a bare forward and backward pass, the reference for the trainer: `python bare.py ORDER.json ANSWER.json`.
 
-The same model with the same adapters as peft makes them, on sequences as long as those of a recorded round: sorted
-by length, cut into batches with hardly any padding, logits for the completions only, no optimizer. It tries batch
-sizes, with and without autocast, and keeps the fastest.
-
-Not here: a trainer. Losses, advantages, old log-probabilities, metrics and the optimizer's step are all left out.
+It has the same model with the adapters that peft makes, on sequences as long as those of a recorded round: sorted by
+length, cut into batches with almost no padding, logits for the completions only. It tries batch sizes with and without
+autocast, and keeps the fastest. Losses, advantages, old log-probabilities, metrics and the optimizer are left out.
 """
 
 import contextlib

@@ -1,9 +1,8 @@
-"""The reward that both sides of the benchmark learn from, and the record of how long their completions were.
+"""The reward that both sides of the benchmark learn from, and a record of the lengths of their completions.
 
-It costs nothing and varies between completions, so that every group has a gradient. Each call adds a line to
-`completions.jsonl` in the working folder: the step, and of each completion its prompt and its number of tokens.
-
-Not here: anything worth learning.
+It costs almost no time and varies between completions, so that every group has a gradient; what it rewards has no
+meaning. Each call adds a line to `completions.jsonl` in the working folder: the step, and for each completion its
+prompt and its number of tokens.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""One process of the benchmark: its output in a file, its time bounded, nothing of it left behind.
-
-Not here: what is run (`contestants`).
-"""
+"""Run one process of the benchmark: its output goes to a file, its time is limited, and it leaves nothing behind."""
 
 import contextlib
 import os

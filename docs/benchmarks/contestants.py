@@ -1,7 +1,4 @@
-"""The two command lines that are compared, told the same things, and the times that each leaves behind.
-
-Not here: when they run (`trl_and_ycore`), and what is made of the times (`report`).
-"""
+"""The two command lines that are compared, built from the same settings, and the times that each run records."""
 
 import json
 import os

@@ -1,17 +1,15 @@
-"""What coordination costs as controllers grow: N parallel controllers against one central one doing the same work.
+"""What coordination costs as controllers are added: N parallel controllers against one central controller.
 
     python docs/benchmarks/coordination.py --output runs/coordination
 
-Real: the controllers (`Round`, its tally, its meetings, the deal, the exchange of groups), their processes, the process
-group, the unix sockets, the client that speaks to the engines, a megabyte of prompt in every request. Stubs: the
-engines, processes that read a request to its end and answer at once with a made-up completion, and the rewards, which
-are made up in the controller. So what is measured is moving and deciding, not generating.
+These parts are real: the controllers (`Round`, its tally, its meetings, the deal, the exchange of groups), their
+processes, the process group, the unix sockets, the client of the engines, and a megabyte of prompt in every request.
+The engines are stubs: processes that read a whole request and return a made-up completion at once. The rewards are
+made up in the controller. So the benchmark measures data transfer and decisions, without generation.
 
-The parallel way has N controllers with an engine each; the central way has one controller with N engines, and N times
-the groups. Wall time says nothing with more processes than cores, so processor seconds and bytes are counted, by
-process. Needs `fork`.
-
-Not here: balance alone (`balance`).
+The parallel way has N controllers with one engine each. The central way does the same work with one controller and N
+engines, which has N times the groups. Wall time means nothing with more processes than cores, so the benchmark counts
+processor seconds and bytes for each process. Needs `fork`.
 """
 
 import argparse

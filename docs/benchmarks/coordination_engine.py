@@ -1,9 +1,7 @@
-"""A stub engine for `coordination`: a process behind a unix socket that reads all of a request and makes up an answer.
+"""A stub engine for `coordination`: a process that reads a whole request from a unix socket and makes up a completion.
 
-It speaks just enough HTTP for ycore's own client, and looks for the seed at the end of the request instead of parsing
-it: an engine's work is not what is measured.
-
-Not here: anything of vLLM's but the shape of its answer.
+It speaks only as much HTTP as ycore's client needs. It searches the end of the request for the seed instead of parsing
+it, because the work of an engine is not measured. Its answers have the shape of vLLM's.
 """
 
 import asyncio

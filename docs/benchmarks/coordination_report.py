@@ -1,7 +1,4 @@
-"""From the counts of `coordination` to a table and a picture.
-
-Not here: measuring.
-"""
+"""From the counts of `coordination` to a table and a picture."""
 
 from collections.abc import Mapping
 from pathlib import Path

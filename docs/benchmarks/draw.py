@@ -1,6 +1,6 @@
-"""Where a step's time goes, side by side: `python docs/benchmarks/draw.py runs/benchmark/results.json bars.png`.
+"""Draw the parts of a step side by side: `python docs/benchmarks/draw.py runs/benchmark/results.json bars.png`.
 
-Not here: the figures (`trl_and_ycore`).
+The figures come from `trl_and_ycore`.
 """
 
 import json

@@ -1,12 +1,12 @@
-"""Groups that teach, an hour, with dynamic sampling and without it, one after the other, on real engines.
+"""Groups per hour that can teach, with and without dynamic sampling, in turn, on real engines.
 
     python docs/benchmarks/dynamic_sampling.py --output runs/dynamic --repeats 3
 
-The task: one-digit additions of which two thirds pay the same reward whatever is written, so that two thirds of the
-groups have no variance; the reward of the others differs with every completion. Both sides run `ycore grpo` with the
-same seed and sizes, and differ in `--no-dynamic-sampling` alone.
+The task is one-digit additions. For two thirds of them the reward is the same for every completion, so two thirds of
+the groups have no variance. For the others the reward differs with every completion. Both sides run `ycore grpo` with
+the same seed and sizes; only `--no-dynamic-sampling` differs.
 
-Not here: whether more such groups teach better (they are the ones with a gradient).
+It does not measure whether more such groups lead to a better policy.
 """
 
 import argparse

@@ -1,14 +1,13 @@
-"""Two settings of engines on a CPU, each against what stands without it: blocks of 32 tokens, and a short spin.
+"""Two settings of engines on a CPU, each with and without: blocks of 32 tokens, and a short spin.
 
     python docs/benchmarks/engine_settings.py --output runs/settings
 
-Blocks: eight prompts of 40, 70 and 140 tokens, eight completions of 24 tokens each, on one core; with vLLM's blocks of
-128 tokens, and with ycore's. A prompt is read once for all of its completions as far as it fills blocks.
+Blocks: eight prompts of 40, 70 and 140 tokens, eight completions of 24 tokens each, on one core, with vLLM's blocks of
+128 tokens and with ycore's. A prompt is read once for all of its completions, as far as it fills blocks.
 
-Spin: two engines with two threads each on the same two cores, eight completions of 24 tokens from each, in turn and at
-once; with libgomp's own spin, and with ycore's where engines share cores.
-
-Not here: whole rounds (`placement`).
+Spin: two engines with two threads each on the same two cores, eight completions of 24 tokens from each, one engine
+after the other and both at the same time, with libgomp's default spin and with ycore's setting when engines share
+cores.
 """
 
 import argparse

@@ -1,7 +1,4 @@
-"""What the figures were measured on.
-
-Not here: what must be installed (`ycore env` says that).
-"""
+"""A description of the machine on which figures are measured."""
 
 import os
 import platform

@@ -2,19 +2,19 @@
 
     python docs/benchmarks/placement.py --output runs/placement
 
-Two slots are two cores; on each stands a rollout engine and a judge's, vLLM servers all four, of the same small model.
-The live run's own `Round`, `Slots` and allocator drive them. Nothing is trained, and no weights are sent.
+Two slots are two cores. Each has a rollout engine and a judge's engine: four vLLM servers with the same small model.
+They are driven by the `Round`, `Slots` and allocator of a live run. Nothing is trained, and no weights are sent.
 
-The same work: how long a completion is follows from its seed alone (long-tailed, up to --longest tokens, end of text
-ignored), a judge reads it and writes --judge-tokens tokens, and which groups can teach is a coin of their position.
-Groups that cannot are replaced one for one, so every placement draws the same prompts in the end. Engines are never
-slept here: a CPU has no sleep, and waking a role is a change of who gets requests.
+The work is the same for every placement. The length of a completion follows from its seed alone (long-tailed, up to
+--longest tokens, end of text ignored). A judge reads it and writes --judge-tokens tokens. Whether a group can teach is
+a random function of its position. Groups that cannot teach are replaced one for one, so every placement draws the same
+prompts in the end. Engines never sleep here: a CPU has no sleep, and waking a role only changes which engine gets
+requests. `simulate_sweep` has the placements of a GPU, where a swap costs time.
 
-Before, between and after the rounds the engines' speeds are measured alone (`placement_speeds`); at the end the
-simulator is given these speeds and the lengths, and its seconds are set beside the real ones. So is what it says of all
-three from the recorded rounds of each, as `ycore simulate --trace` does.
-
-Not here: the placements of a GPU, where a swap costs something (`simulate_sweep`).
+Before, between and after the rounds, the speeds of the engines are measured alone (`placement_speeds`). At the end the
+simulator gets these speeds and the lengths, and the table compares its seconds with the real ones. It also compares
+what the simulator predicts for all three placements from the recorded rounds of each, as `ycore simulate --trace`
+does.
 """
 
 import argparse

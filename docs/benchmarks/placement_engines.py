@@ -1,7 +1,4 @@
-"""The engines of `placement`: a rollout's and a judge's on each of two cores, stock vLLM servers, gone at the end.
-
-Not here: what they are asked (`placement`).
-"""
+"""The engines of `placement`: vLLM servers of a rollout and of a judge on each of two cores, stopped at the end."""
 
 import argparse
 import os

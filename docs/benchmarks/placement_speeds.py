@@ -1,9 +1,8 @@
-"""How fast the engines of `placement` are, without a round: a step at several depths, and reading a prompt.
+"""The speeds of the engines of `placement` without a round: a decoding step at several depths, and reading a prompt.
 
-All engines of a role are asked at once, one on each slot, as in a round: two cores share the memory's bandwidth. It is
-done before, between and after the rounds, since such a machine is not equally fast all the time.
-
-Not here: the engines (`placement_engines`), and what is predicted from this (`placement`).
+All engines of a role get requests at once, one on each slot, as in a round, because two cores share the memory's
+bandwidth. The speeds are measured before, between and after the rounds, because such a machine is not equally fast all
+the time.
 """
 
 import asyncio

@@ -1,16 +1,13 @@
-"""Plan against measured on this machine: real runs of models of several sizes, each beside what the formulas say of it.
+"""The plan compared with real runs of models of several sizes on this machine.
 
     python docs/benchmarks/plan_and_measured.py --output runs/plan-and-measured
 
-Each combination is a size (30m, 135m, 360m), what is trained (full, lora), the number of ranks, how they share, and
-whether a judge scores too. The models have random weights, so every completion is as long as it may be and a run's work
-is known. At the start the processor is measured for a few seconds, with torch, on one core. Figures go to
-`results.json` in the output folder as they come; the table is printed. `time/step` is read from the clock,
-`processor/step` from the processes: their seconds of processor time over the cores, which others at work on the machine
-disturb less.
-
-Not here: the models (`shaped_models`), the processor (`processor_speed`), processor time (`processor_clock`), the
-formulas (`ycore.plan`).
+Each combination is a size (30m, 135m, 360m), what is trained (full, lora), the number of ranks, how they share the
+work, and whether a judge scores too. The models (`shaped_models`) have random weights, so every completion is as long
+as allowed and the work of a run is known. At the start `processor_speed` measures the processor for a few seconds,
+with torch, on one core. The figures are written to `results.json` in the output folder as they are measured, and the
+table is printed. `time/step` is wall time. `processor/step` is processor time of the processes over the number of
+cores (`processor_clock`); other work on the machine disturbs it less.
 """
 
 import argparse

@@ -1,9 +1,7 @@
-"""Processor seconds of every role of a run, step by step, read from outside while it runs.
+"""Processor seconds of every role of a run, step by step, read from outside during the run.
 
-Seconds on the clock say how long a step took here and now, others at work on the machine included; processor seconds
-over the cores say how long it takes where nobody else works, as long as both cores are kept busy, which they are.
-
-Not here: what is expected of them (`plan_and_measured`).
+Wall time says how long a step took, with other work on the machine included. Processor seconds over the number of
+cores say how long it takes on an idle machine, if both cores are kept busy, as they are here.
 """
 
 import threading

@@ -1,10 +1,8 @@
-"""What one core and all cores of this machine reach, with torch, in a few seconds: the calibration of a plan for it.
+"""The speed of one core and of all cores of this machine, with torch, in a few seconds: the calibration of a plan.
 
     python docs/benchmarks/processor_speed.py
 
-Matrix products of the widths that small models have, and a copy, which is as much as the plan's formulas want to know.
-
-Not here: the formulas (`ycore.plan`).
+It times matrix products of the widths that small models have, and a copy. The plan's formulas need no more.
 """
 
 import json

@@ -1,8 +1,7 @@
-"""The prompts of the benchmark: as many as a step takes, so that every step of both sides asks the same ones.
+"""The prompts of the benchmark: as many as a step needs, so that every step of both sides has the same ones.
 
-Additions are answered in a few words, explanations take more or less of the room they have, stories all of it.
-
-Not here: turning them into tokens (the model's chat template does, on both sides).
+The answers to additions have a few words. Explanations use more or less of the allowed tokens, and stories all of
+them.
 """
 
 import json

@@ -1,7 +1,4 @@
-"""From measured steps to the table of docs/benchmarks.md. Pure.
-
-Not here: measuring (`trl_and_ycore`).
-"""
+"""From measured steps to the table of docs/benchmarks.md. Pure."""
 
 from collections.abc import Mapping, Sequence
 from statistics import median

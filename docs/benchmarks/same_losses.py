@@ -1,14 +1,12 @@
-"""Two ranks, each with an engine of its own, against one rank: the same seeds, the same rounds, the same losses.
+"""Two ranks, each with its own engine, against one rank: the same seeds, the same rounds, the same losses.
 
     python docs/benchmarks/same_losses.py --output runs/same_losses
 
-`ycore grpo` runs alone and with `--processes 2 --accelerate ddp|zero2|zero3`, in float32, without dynamic sampling, so
-that a step takes the same prompts whatever the number of ranks: a prompt's place in the run, and with it the seed of
-each completion, does not depend on who asks. Where the tokens are the same, the losses must be, to float32 rounding;
-where rounding made an engine choose another token, the table says in which step, and that step and those after it are
-not compared.
-
-Not here: the same on recorded rounds, which the tests hold (tests/distributed/test_same_losses.py).
+`ycore grpo` runs alone and with `--processes 2 --accelerate ddp|zero2|zero3`, in float32, without dynamic sampling. A
+step then has the same prompts for any number of ranks, because a prompt's position in the run, and with it the seed of
+each completion, does not depend on the rank. Where the tokens are the same, the losses must be the same, up to float32
+rounding. Where rounding made an engine choose another token, the table names the step; this step and those after it
+are not compared. tests/distributed/test_same_losses.py does the same on recorded rounds.
 """
 
 import argparse

@@ -1,9 +1,7 @@
-"""Models of a given size with random weights, and prompts for them: what a step costs does not depend on what they say.
+"""Models of a given size with random weights, and prompts for them. The cost of a step does not depend on the text.
 
-The tokenizer is SmolLM2's, so that the vocabulary has a real size. Random weights hardly ever write an end token, so
-every completion has as many tokens as it may.
-
-Not here: what is run with them (`plan_and_measured`).
+The tokenizer is SmolLM2's, so that the vocabulary has a realistic size. Random weights hardly ever produce an end
+token, so every completion has as many tokens as allowed.
 """
 
 import json

@@ -1,23 +1,21 @@
-"""Where moving slots pays: dynamic against every static split and colocated, in virtual time, over drifting lengths.
+"""Where moving slots pays: dynamic against every static split and colocated, in virtual time, with drifting lengths.
 
     python docs/benchmarks/simulate_sweep.py --output runs/sweep
 
-The simulator drives the live run's allocator and sampling decisions. Workload: engines whose step takes
-`base + each * n` seconds (8B: 12 ms and 0.1 ms; 0.6B: 3 ms and 0.03 ms), lognormal lengths up to 8192 tokens whose mean
-goes from 1000 up to 3000 and back over 200 steps, a judge whose requests keep one size, 8 completions a prompt, seven
-groups in ten that teach, 32 completions a slot and round (8 on 512 slots). Published: a sleep and a wake of 8B take
-12.8 s at level 1 and 6.8 s at level 2, of 0.6B 1.4 s and 1.9 s.
+The simulator drives the live run's allocator and sampling decisions. Workload: engines whose step takes `base + each *
+n` seconds (8B: 12 ms and 0.1 ms; 0.6B: 3 ms and 0.03 ms), lognormal lengths up to 8192 tokens whose mean rises from
+1000 to 3000 and falls back over 200 steps, a judge whose requests keep one size, 8 completions per prompt, seven
+groups in ten that can teach, 32 completions per slot and round (8 on 512 slots). Published times: a sleep and a wake
+of 8B take 12.8 s at level 1 and 6.8 s at level 2, of 0.6B 1.4 s and 1.9 s.
 
-Of the 200 steps, stretches of consecutive ones are played, so that lengths drift for `dynamic` as fast as they would.
-It plays two steps before each stretch, to learn from, which are not counted. On 8 slots all splits are tried; on more
-they are looked for from coarse to fine: the quarters, then again and again the neighbours of the best at half the
-distance, down to a thirty-second of the slots. The best static split is the best on the mean over all steps, in
+Of the 200 steps, stretches of consecutive steps are played, so that lengths drift for `dynamic` as fast as in the
+whole run. Before each stretch two steps are played for learning and not counted. On 8 slots all splits are tried. On
+more slots they are searched from coarse to fine: the quarters, then repeatedly the neighbours of the best at half the
+distance, down to a thirty-second of the slots. The best static split is the one with the best mean over all steps, in
 hindsight.
 
-Break-even: what counts is a round's length over a swap's cost. So the rounds stay as they are (8B; 8 slots, and 2,
-which no split fits), and the cost of a swap goes from a thousandth of the best split's round to all of it.
-
-Not here: drawing (`sweep_picture`), real engines (`placement`).
+Break-even depends on the length of a round over the cost of a swap. So the rounds stay the same (8B; 8 slots, and 2,
+which no split fits), and the cost of a swap varies from a thousandth of the best split's round to all of it.
 """
 
 import argparse

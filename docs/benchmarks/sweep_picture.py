@@ -1,7 +1,4 @@
-"""The sweep's numbers as a picture and as a table.
-
-Not here: the sweep (`simulate_sweep`).
-"""
+"""The figures of `simulate_sweep` as a picture and as a table."""
 
 from pathlib import Path
 from typing import Any

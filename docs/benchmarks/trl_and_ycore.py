@@ -2,11 +2,10 @@
 
     python docs/benchmarks/trl_and_ycore.py --tokens 16 --tokens 128 --repeats 3 --steps 4 --output runs/benchmark
 
-Every run is a process of its own. Before the runs, TRL's micro-batch is tried at several sizes and the fastest kept;
-after them, the bare passes of `bare` are timed on the lengths of a round that ycore ran. Figures go to
-`results.json` in the output folder, as they come; the tables are printed.
-
-Not here: the command lines (`contestants`), the clocks inside TRL (`trl_probe`), the tables (`report`).
+Every run is a separate process (`contestants` has the command lines, `trl_probe` the clocks inside TRL). Before the
+runs, several sizes of TRL's micro-batch are tried and the fastest is kept. After them, the passes of `bare` are timed
+on the lengths of a round that ycore ran. The figures are written to `results.json` in the output folder as they are
+measured, and the tables are printed.
 """
 
 import argparse

@@ -1,10 +1,8 @@
-"""Clocks inside a stock `trl grpo` run: named as its reward, this module is imported by TRL before it trains.
+"""Clocks inside an unmodified `trl grpo` run: it is named as the run's reward, so TRL imports it before training.
 
-Importing it adds a callback that times whole steps, from `on_step_begin` to `on_step_end` as ycore times its own, and
-listens to TRL's own profiling, which TRL otherwise tells trackers only. Each step adds a line to `clock.jsonl` in the
-working folder. Nothing else of TRL is changed.
-
-Not here: the reward itself (`benchmark_reward`).
+Its import adds a callback that times whole steps, from `on_step_begin` to `on_step_end`, as ycore times its own. It
+also listens to TRL's own profiling, which TRL otherwise sends only to trackers. Each step adds a line to `clock.jsonl`
+in the working folder. Nothing else of TRL is changed. The reward itself is `benchmark_reward`.
 """
 
 import json

@@ -62,7 +62,7 @@ def test_shares_add_up_to_the_seconds_covered(
     window, whole = Window(until, cell_s, num_cells), joined(told)
     shares = window.shares(whole)
     assert len(shares) == num_cells and all(0 <= share <= 1 for share in shares)
-    assert until - cell_s <= window.since + window.seconds - cell_s <= until
+    assert until - cell_s <= window.since + window.cell_s * window.num_cells - cell_s <= until
     lengths = [min(cell_s, until - window.since - place * cell_s) for place in range(num_cells)]
     covered = math.fsum(max(0.0, min(until, a + s) - max(window.since, a)) for a, s in whole)
     assert math.fsum(map(math.prod, zip(shares, lengths, strict=True))) == pytest.approx(covered, abs=1e-6)

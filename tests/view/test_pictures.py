@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 
 from ycore.run.paths import RunFolder
-from ycore.run.trace import ROUND, SWAP, Span, read_trace
-from ycore.view.pictures import draw_curve, draw_timeline, finish_trace_and_draw, last_rounds, points, smooth
+from ycore.run.trace import ROUND, SWAP, Span, TraceWriter, read_trace
+from ycore.view.pictures import draw_curve, finish_trace_and_draw, last_rounds, points, smooth
 
 
 @pytest.mark.parametrize("steps", [1, 3, 200])
@@ -62,6 +62,11 @@ def test_the_last_rounds_are_drawn(tmp_path: Path) -> None:
     judged = [Span("judge", 0, 1, 100.0 * step + 46, 30) for step in range(6)]
     told = [*rounds, *turns, *swaps, *judged]
     assert {span.began // 100 for span in last_rounds(told)} == {2, 3, 4, 5}
-    path = tmp_path / "timeline.png"
-    assert draw_timeline(told, path, "dynamic")
-    assert path.read_bytes().startswith(b"\x89PNG") and list(tmp_path.iterdir()) == [path]
+    folder = RunFolder(tmp_path)
+    writer = TraceWriter(folder.trace)
+    for span in told:
+        writer.add(span)
+    writer.flush()
+    finish_trace_and_draw(folder, "dynamic")
+    assert folder.timeline.read_bytes().startswith(b"\x89PNG")
+    assert sorted(tmp_path.iterdir()) == [folder.timeline, folder.trace]

@@ -265,7 +265,8 @@ class Supervisor:
         return write_stacks(RunWatch(self._folder.run_id).look(), path, why=why)
 
     def _activity(self) -> str:
-        return RunActivity(self._folder.root).look().in_words()
+        now = RunActivity(self._folder.root).look()
+        return "; ".join([now.now(), *now.queue_words()])
 
 
 class SaveWatch:

@@ -20,10 +20,8 @@ TRAIN = "train"
 PHASES: Mapping[str, str] = {SYNC: "sending weights", ROUND: "generating and scoring", TRAIN: "training"}
 """In the order of a step."""
 
-_LOOK_EVERY_S = 0.5
 _DOES = {"rollout": "generating", "judge": "judging", "reward_model": "scoring by model"}
 _LONG_S = 10.0
-_MAX_SWAPS = 1000
 _CLOCK_S = 0.05  # a file's time is a few milliseconds behind the clock
 
 
@@ -48,7 +46,7 @@ class Activity:
                 case Span(name=name) if name == SWAP:
                     swaps = self.lanes.setdefault((event.rank, event.slot), Lane()).swaps
                     swaps.append((event.began, event.seconds, str(event.details.get("awake", ""))))
-                    del swaps[:-_MAX_SWAPS]
+                    del swaps[:-1000]
                 case Span():
                     turns.setdefault(((event.rank, event.slot), event.name), []).append((event.began, event.seconds))
                     self.newest = max(self.newest, event.began + event.seconds)
@@ -56,19 +54,15 @@ class Activity:
                     self.is_full = True
                 case Mark():
                     self.phases[event.rank] = (event.name, event.at)
+                case Levels(name=name) if name == IN_FLIGHT:
+                    self.in_flight[event.rank] = event
+                    self.newest = max(self.newest, event.at)
+                    for key in event.values:
+                        self.lanes.setdefault((event.rank, _role_and_slot(key)[1]), Lane())
                 case Levels():
-                    self._add_levels(event)
+                    self.waiting[event.rank] = event
         for (place, role), stretches in turns.items():
             self.lanes.setdefault(place, Lane()).add(role, stretches)
-
-    def _add_levels(self, levels: Levels) -> None:
-        if levels.name != IN_FLIGHT:
-            self.waiting[levels.rank] = levels
-            return
-        self.in_flight[levels.rank] = levels
-        self.newest = max(self.newest, levels.at)
-        for key in levels.values:
-            self.lanes.setdefault((levels.rank, _role_and_slot(key)[1]), Lane())
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,53 +116,36 @@ class Scene:
         return levels.at >= self.step_began - _CLOCK_S
 
     def now(self) -> str:
-        """`training for 12 s, 28 s into the step`."""
+        """`training for 12 s, 28 s into the step`: the phase of the rank that is least far in this step."""
         if self.step_began is None:
             return "starting"
         if self.step_ended is not None and self.step_ended >= self.step_began:
             return f"between steps for {self._for(self.step_ended)}"
-        phase, since, who = self._phase(self.step_began)
-        into = f"{self._for(self.step_began)} into the step"
-        if not phase:
+        into, order = f"{self._for(self.step_began)} into the step", [*PHASES]
+        known = [
+            (order.index(phase), -since, rank)
+            for rank, (phase, since) in self.activity.phases.items()
+            if since >= self.step_began - _CLOCK_S and phase in order
+        ]
+        if not known:
             return into
-        if phase != ROUND:
-            return f"{who}{PHASES[phase]} for {self._for(since)}, {into}"
-        return f"{who}{self._in_round()} for {self._for(since)}, {self._oldest() or into}"
-
-    def in_words(self) -> str:
-        """Phase and queues on one line: `generating for 58 s; rollout 3 in flight, 0 waiting`."""
-        return "; ".join([self.now(), *self.queue_words()])
+        place, minus_since, rank = min(known)
+        phase, queues = order[place], self.queues()
+        who = "" if all(other == place for other, *_ in known) else f"rank {rank}: "
+        does = PHASES[phase]
+        if phase == ROUND and queues:  # with nothing in flight and nothing waiting it waits for the reward functions
+            busy = [_DOES.get(role, role) for role, counts in queues.items() if any(counts)]
+            does = ", ".join(busy) or "scoring"
+        oldest = min((at for lane in self.activity.lanes for at in self.open_since(lane).values()), default=self.until)
+        if phase == ROUND and self.until - oldest >= _LONG_S:
+            into = f"one request for {self._for(oldest)}"
+        return f"{who}{does} for {self._for(-minus_since)}, {into}"
 
     def queue_words(self) -> list[str]:
         return [
             f"{role.replace('_', ' ')} {flying} in flight, {waiting} waiting"
             for role, (flying, waiting) in self.queues().items()
         ]
-
-    def _phase(self, step_began: float) -> tuple[str, float, str]:
-        """(phase, since, which rank) of the rank that is least far in this step; an empty phase where none is known."""
-        order = [*PHASES]
-        known = {
-            rank: (phase, since)
-            for rank, (phase, since) in self.activity.phases.items()
-            if since >= step_began - _CLOCK_S and phase in order
-        }
-        if not known:
-            return "", step_began, ""
-        rank, (phase, since) = min(known.items(), key=lambda item: (order.index(item[1][0]), -item[1][1]))
-        alike = all(other == phase for other, _ in known.values())
-        return phase, since, "" if alike else f"rank {rank}: "
-
-    def _in_round(self) -> str:
-        """What a round waits for: with nothing in flight and nothing waiting it is the reward functions."""
-        queues = self.queues()
-        busy = [_DOES.get(role, role) for role, counts in queues.items() if any(counts)]
-        return ", ".join(busy) or ("scoring" if queues else PHASES[ROUND])
-
-    def _oldest(self) -> str:
-        since = [began for place in self.activity.lanes for began in self.open_since(place).values()]
-        is_long = since and self.until - min(since) >= _LONG_S
-        return f"one request for {self._for(min(since))}" if is_long else ""
 
     def _for(self, since: float) -> str:
         return as_duration(max(0.0, self.until - since))
@@ -195,7 +172,7 @@ class RunActivity:
         """The run at this moment, as far as its files show."""
         with self._lock:
             moment = time.monotonic()
-            if self._scene is None or moment - self._looked >= _LOOK_EVERY_S:
+            if self._scene is None or moment - self._looked >= 0.5:
                 self._scene, self._looked = self._look(), moment
             return self._scene
 

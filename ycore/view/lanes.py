@@ -17,10 +17,8 @@ MAX_CELLS = 60
 
 # Names of the terminal's own palette where it has a fit one: they are readable on a dark ground and on a light one.
 _COLOURS: Mapping[str, str] = {"rollout": "bright_blue", "judge": "dark_orange", "reward_model": "green"}
-_OTHER = "magenta"
 _HEIGHTS = "▁▂▃▄▅▆▇"
 _IDLE, _SWAP = "·", "┃"
-_CELL_S = (1, 2, 5, 10, 20, 30, 60, 120, 300, 600)
 
 Stretch = tuple[float, float]
 """(began, seconds); began is in seconds since the epoch."""
@@ -38,10 +36,8 @@ class Lane:
 
     def add(self, role: str, stretches: Sequence[Stretch]) -> None:
         """Stretches may come in any order; only the old ones that they reach into are joined anew."""
-        if not stretches:
-            return
-        there = self.busy.setdefault(role, [])
-        first, touched = min(began for began, _ in stretches), list(stretches)
+        there, touched = self.busy.setdefault(role, []), list(stretches)
+        first = min((began for began, _ in stretches), default=math.inf)
         while there and sum(there[-1]) >= first:
             touched.append(there.pop())
         there += joined(touched)
@@ -59,10 +55,6 @@ class Window:
     def since(self) -> float:
         return (math.floor(self.until / self.cell_s) + 1 - self.num_cells) * self.cell_s
 
-    @property
-    def seconds(self) -> float:
-        return self.cell_s * self.num_cells
-
     def shares(self, stretches: Sequence[Stretch]) -> list[float]:
         """The share of each cell that the stretches cover; `stretches` are in order and do not overlap."""
         covered, since = [0.0] * self.num_cells, self.since
@@ -76,10 +68,10 @@ class Window:
         return [min(1.0, part / length) if length > 0 else 0.0 for part, length in zip(covered, lengths, strict=True)]
 
 
-def cell_seconds(at_least_s: float, *, num_cells: int = MAX_CELLS) -> float:
-    """How long a cell is, so that all of them together show a minute, and no less than `at_least_s`."""
-    wanted = max(at_least_s, 60.0) / num_cells
-    return float(next((one for one in _CELL_S if one >= wanted), _CELL_S[-1]))
+def cell_seconds(at_least_s: float) -> float:
+    """How long a cell is, so that MAX_CELLS of them show a minute, and no less than `at_least_s`."""
+    wanted = max(at_least_s, 60.0) / MAX_CELLS
+    return float(next((one for one in (1, 2, 5, 10, 20, 30, 60, 120, 300) if one >= wanted), 600))
 
 
 def draw_lane(lane: Lane, window: Window, *, open_since: Mapping[str, float] | None = None) -> Text:
@@ -114,7 +106,7 @@ def _swapped(lane: Lane, window: Window) -> dict[int, str]:
 
 def draw_legend(roles: Iterable[str], window: Window, *, swaps: bool) -> Text:
     """`the last 60 s: ▇ rollout  ▇ judge  · idle  ┃ swap`."""
-    seconds = window.seconds
+    seconds = window.cell_s * window.num_cells
     drawn = Text(f"the last {seconds:.0f} s: " if seconds <= 120 else f"the last {seconds / 60:.0f} min: ")
     for role in in_order(roles):
         drawn.append(_HEIGHTS[-1], colour(role)).append(f" {role.replace('_', ' ')}  ")
@@ -135,4 +127,4 @@ def in_order(roles: Iterable[str]) -> list[str]:
 
 
 def colour(role: str) -> str:
-    return _COLOURS.get(role, _OTHER)
+    return _COLOURS.get(role, "magenta")

@@ -6,48 +6,44 @@ columns.
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ycore.run.metrics import REWARD, STEP_SECONDS, number
+from ycore.run.metrics import REWARD, STEP_SECONDS, Row, number
 from ycore.run.text import as_duration, printable
 from ycore.view.activity import PHASES, Scene
 from ycore.view.lanes import MAX_CELLS, MAX_LANES, Window, cell_seconds, draw_lane, draw_legend, lane_names
 
-Row = Mapping[str, Any]
-
 _BARS = "▁▂▃▄▅▆▇█"
-_CURVE_WIDTH = 32
-_MIN_CELLS = 10
-_BESIDE_CELLS = 7  # columns: two gaps, and the number in flight
 
 # The numbers of a step, line by line: how each is written, and its names in a row of metrics.jsonl.
-_GROUPS = (
-    ("zero-variance {:.0%}", "frac_reward_zero_std"),
-    ("drawn {:.0f}", "ycore/sampling/drawn"),
-    ("yield {:.0%}", "ycore/sampling/yield"),
-    ("left over {:.0f}", "ycore/sampling/surplus"),
-    ("swaps {:.0f}", "ycore/swaps"),
-    ("idle {:.0%}", "ycore/idle_share"),
-)
-_TOKENS = (
-    ("{:.0f} a second", "ycore/tokens_per_s"),
-    ("length {:.0f}", "completions/mean_length"),
-    ("cut off {:.0%}", "completions/clipped_ratio"),
-    ("gap {:.4f}", "ycore/logprob_gap"),
-)
-_TIMES = (
-    ("step {:.1f} s:", "ycore/time/step"),
-    ("sync {:.1f}", "ycore/time/sync"),
-    ("round {:.1f}", "ycore/time/round"),
-    ("train {:.1f}", "ycore/time/train"),
-)
+_NUMBERS = {
+    "groups": (
+        ("zero-variance {:.0%}", "frac_reward_zero_std"),
+        ("drawn {:.0f}", "ycore/sampling/drawn"),
+        ("yield {:.0%}", "ycore/sampling/yield"),
+        ("left over {:.0f}", "ycore/sampling/surplus"),
+        ("swaps {:.0f}", "ycore/swaps"),
+        ("idle {:.0%}", "ycore/idle_share"),
+    ),
+    "tokens": (
+        ("{:.0f} a second", "ycore/tokens_per_s"),
+        ("length {:.0f}", "completions/mean_length"),
+        ("cut off {:.0%}", "completions/clipped_ratio"),
+        ("gap {:.4f}", "ycore/logprob_gap"),
+    ),
+    "time": (
+        ("step {:.1f} s:", "ycore/time/step"),
+        ("sync {:.1f}", "ycore/time/sync"),
+        ("round {:.1f}", "ycore/time/round"),
+        ("train {:.1f}", "ycore/time/train"),
+    ),
+}
 
 Look = Callable[[], Scene]
 Line = tuple[str, Text | str]
@@ -63,11 +59,8 @@ class RunView:
     """
 
     def __init__(self, num_steps: int | None, *, unit: str = "step", look: Look | None = None) -> None:
-        self._num_steps = num_steps
-        self._unit = unit
-        self._look = look
-        self._clock = TimeLeft(num_steps)
-        self._left = ""
+        self._num_steps, self._unit, self._look = num_steps, unit, look
+        self._clock, self._left = TimeLeft(num_steps), ""
         self._last: Row = {}
         self._watched = "reward"
         self._values: list[float] = []  # of the reward, or of the loss where there is no reward
@@ -83,8 +76,7 @@ class RunView:
         self._has_masked = self._has_masked or bool(row.get("ycore/reward_problems"))
         value = number(row, *REWARD)
         self._watched = "loss" if value is None and "loss" in row else "reward"
-        if self._watched == "loss":
-            value = number(row, "loss")
+        value = number(row, "loss") if self._watched == "loss" else value
         if value is not None:
             self._values.append(value)
 
@@ -94,37 +86,31 @@ class RunView:
         return bool(self._last) or (self._look is not None and self._look().has_begun)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        scene = self._look() if self._look is not None else None
+        step, total = int(self._last.get("step", 0)), "" if self._num_steps is None else f"/{self._num_steps}"
+        head = Table.grid(padding=(0, 2))
+        bar = ProgressBar(total=self._num_steps, completed=step, width=24) if self._num_steps else Text("")
+        head.add_row(f"{self._unit} {step}{total}", bar, self._left)
+        yield head
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
         table.add_column(no_wrap=True, overflow="ellipsis")
-        for name, text in [*self._lines(), *([] if scene is None else self._scene_lines(scene, options.max_width))]:
+        scene = [] if self._look is None else self._scene_lines(self._look(), options.max_width)
+        for name, text in [*self._lines(), *scene]:
             table.add_row(name, text if isinstance(text, Text) else Text(text))
-        yield self._head()
         yield table
-
-    def _head(self) -> RenderableType:
-        step = int(self._last.get("step", 0))
-        head = Table.grid(padding=(0, 2))
-        total = "" if self._num_steps is None else f"/{self._num_steps}"
-        bar = ProgressBar(total=self._num_steps, completed=step, width=24) if self._num_steps else Text("")
-        head.add_row(f"{self._unit} {step}{total}", bar, self._left)
-        return head
 
     def _lines(self) -> list[Line]:
         row = self._last
-        lines: list[Line] = [(self._watched, self._curve())] if self._values else []
-        for name, wanted in (("groups", _GROUPS), ("tokens", _TOKENS), ("time", _TIMES)):
-            lines.append((name, "  ".join(parts(row, wanted))))
+        lines: list[Line] = []
+        if self._values:
+            spread = number(row, "reward_std")
+            last = f"{self._values[-1]:.3f}" + ("" if spread is None else f" ± {spread:.3f}")
+            lines.append((self._watched, Text.assemble(f"{last}  ", (sparkline(self._values, width=32), "green"))))
+        lines += [(name, "  ".join(parts(row, wanted))) for name, wanted in _NUMBERS.items()]
         lines.append(("slowest", slowest_part(row)))
         lines.append(("masked", (", ".join(reward_problems(row)) or "none") if self._has_masked else ""))
         lines.append(("workers", restarted_workers(row)))
         return [(name, text) for name, text in lines if text]
-
-    def _curve(self) -> Text:
-        spread = number(self._last, "reward_std")
-        last = f"{self._values[-1]:.3f}" + ("" if spread is None else f" ± {spread:.3f}")
-        return Text.assemble(f"{last}  ", (sparkline(self._values, width=_CURVE_WIDTH), "green"))
 
     def _scene_lines(self, scene: Scene, width: int) -> list[Line]:
         """What the run does, its queues, and a lane a slot."""
@@ -139,7 +125,8 @@ class RunView:
         lanes = scene.activity.lanes
         places = sorted(lanes)[:MAX_LANES]
         names = lane_names(places)
-        num_cells = min(MAX_CELLS, max(_MIN_CELLS, width - max(map(len, ["slowest", *names])) - _BESIDE_CELLS))
+        taken = max(map(len, ["slowest", *names])) + 7  # columns: the name, two gaps, and the number in flight
+        num_cells = min(MAX_CELLS, max(10, width - taken))
         window = Window(scene.until, cell_seconds(self._longest_s), num_cells)
         roles = {role for lane in lanes.values() for role in lane.busy} | set(scene.queues())
         lines: list[Line] = [("slots", draw_legend(roles, window, swaps=any(lane.swaps for lane in lanes.values())))]

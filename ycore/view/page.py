@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ycore.run.files import write_json_atomic
@@ -36,21 +37,17 @@ def make_report(runs: Sequence[RunRecord]) -> Report:
 
 
 def write_report(report: Report, page: Path) -> list[Path]:
-    """Write the page, and beside it the same as `.json` and the curves as `.png`.
-
-    Returns:
-        The files written.
-    """
+    """Write the page, and beside it the same as `.json` and the curves as `.png`; return the files written."""
     page.parent.mkdir(parents=True, exist_ok=True)
     partial = page.with_name(f".{page.name}")
     partial.write_text(as_page(report), encoding="utf-8")
     partial.replace(page)
     write_json_atomic(page.with_suffix(".json"), as_json(report))
-    drawn = curves(report.runs)
-    if drawn is None:
-        return [page, page.with_suffix(".json")]
-    save_png(drawn, page.with_suffix(".png"))
-    return [page, page.with_suffix(".json"), page.with_suffix(".png")]
+    written = [page, page.with_suffix(".json")]
+    if (drawn := curves(report.runs)) is not None:
+        written.append(page.with_suffix(".png"))
+        save_png(drawn, written[-1])
+    return written
 
 
 def as_json(report: Report) -> dict[str, Any]:
@@ -123,11 +120,8 @@ def chosen(completions: Sequence[ScoredCompletion]) -> list[ScoredCompletion]:
 
 def _judge_rows(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:
     names = sorted({name for row in metrics for name in row if name.startswith("ycore/judge/")})
-    rows = []
-    for name in names:
-        if values := points(metrics, name)[1]:
-            rows.append((name.removeprefix("ycore/judge/"), f"{sum(values) / len(values):.4g} a step"))
-    return rows
+    series = {name.removeprefix("ycore/judge/"): points(metrics, name)[1] for name in names}
+    return [(name, f"{fmean(values):.4g} a step") for name, values in series.items() if values]
 
 
 def _short(value: Any) -> str:

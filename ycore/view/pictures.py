@@ -4,7 +4,7 @@ Figures are drawn to files only, so no display is needed.
 """
 
 import contextlib
-import math
+import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,20 +25,19 @@ _PHASES = (
     ("ycore/time/round", "generate and score", BLUE),
     ("ycore/time/train", "train", GREEN),
 )
-# Beneath a loss: of each panel the first series that the run has, and its title.
+# Beneath a loss, left and right: of each panel the first series that the run has, and its title.
 _BENEATH_A_LOSS = (
-    (
-        ("rewards/accuracies", "pairs in the right order"),
-        ("accuracy", "pairs in the right order"),
-        ("mean_token_accuracy", "tokens predicted"),
-    ),
-    (
-        ("rewards/margins", "margin of the implicit rewards"),
-        ("margin", "margin of the rewards"),
-        ("learning_rate", "learning rate"),
-    ),
+    {
+        "rewards/accuracies": "pairs in the right order",
+        "accuracy": "pairs in the right order",
+        "mean_token_accuracy": "tokens predicted",
+    },
+    {
+        "rewards/margins": "margin of the implicit rewards",
+        "margin": "margin of the rewards",
+        "learning_rate": "learning rate",
+    },
 )
-_MAX_ROUNDS = 4
 _MAX_LANES = 64
 
 
@@ -61,8 +60,12 @@ def draw_curve(metrics: Sequence[Row], path: Path, title: str) -> bool:
         left.set_ylim(bottom=0)
         _draw_time(right, metrics)
     else:
-        for axes, names in zip((left, right), _BENEATH_A_LOSS, strict=True):
-            _draw_first(axes, metrics, names)
+        for axes, titles in zip((left, right), _BENEATH_A_LOSS, strict=True):
+            drawn = next((name for name in titles if points(metrics, name)[0]), None)
+            axes.set_visible(drawn is not None)
+            if drawn is not None:
+                axes.plot(*points(metrics, drawn), color=GREY, linewidth=1.5)
+                axes.set_title(titles[drawn], fontsize=11, loc="left")
     for axes in figure.axes:
         style(axes)
     figure.suptitle(literal(title), fontsize=14, fontweight="bold", x=0.01, ha="left")
@@ -110,13 +113,8 @@ def points(metrics: Sequence[Row], *names: str) -> Points:
 
 def smooth(values: Sequence[float], *, window: int) -> list[float]:
     """The mean of the values within `window // 2` steps on either side; shorter at the ends, so never shifted."""
-    half = window // 2
-    means = []
-    for index in range(len(values)):
-        reach = min(half, index, len(values) - 1 - index)
-        near = values[index - reach : index + reach + 1]
-        means.append(math.fsum(near) / len(near))
-    return means
+    reaches = [min(window // 2, index, len(values) - 1 - index) for index in range(len(values))]
+    return [statistics.fmean(values[at - reach : at + reach + 1]) for at, reach in enumerate(reaches)]
 
 
 def _draw_main(axes: Any, series: Points, name: str) -> None:
@@ -145,29 +143,12 @@ def _draw_time(axes: Any, metrics: Sequence[Row]) -> None:
     axes.legend(loc="upper right", frameon=False, fontsize=9, ncols=3)
 
 
-def _draw_first(axes: Any, metrics: Sequence[Row], names: Sequence[tuple[str, str]]) -> None:
-    for name, title in names:
-        series = points(metrics, name)
-        if series[0]:
-            axes.plot(*series, color=GREY, linewidth=1.5)
-            axes.set_title(title, fontsize=11, loc="left")
-            return
-    axes.set_visible(False)
-
-
-def draw_timeline(spans: Sequence[Span], path: Path, title: str) -> bool:
-    """Draw the last rounds of a trace to `path`; False, and no file, where there are none."""
-    shown = last_rounds(spans)
-    if shown:
-        draw_panels([(title, shown)], path)
-    return bool(shown)
-
-
 def finish_trace_and_draw(folder: RunFolder, title: str) -> None:
-    """Close the run's trace.json and draw timeline.png beside it; a picture that fails is not worth a run's result."""
+    """Close the run's trace.json and draw its last rounds beside it; a picture is not worth a run's result."""
     with contextlib.suppress(OSError, RuntimeError, ValueError):
         finish_trace(folder.trace)
-        draw_timeline(read_trace(folder.trace), folder.timeline, title)
+        if shown := last_rounds(read_trace(folder.trace)):
+            draw_panels([(title, shown)], folder.timeline)
 
 
 def draw_panels(panels: Sequence[tuple[str, Sequence[Span]]], path: Path) -> None:
@@ -184,7 +165,7 @@ def draw_panels(panels: Sequence[tuple[str, Sequence[Span]]], path: Path) -> Non
     save_png(figure, path)
 
 
-def last_rounds(spans: Sequence[Span], num_rounds: int = _MAX_ROUNDS) -> list[Span]:
+def last_rounds(spans: Sequence[Span], num_rounds: int = 4) -> list[Span]:
     """What happened on slots since the beginning of the last rounds, without the rounds themselves."""
     begins = sorted({span.details.get("step", 0): span.began for span in spans if span.name == ROUND}.values())
     since = begins[-num_rounds:][0] if begins else 0.0
@@ -198,8 +179,7 @@ def _draw_lanes(axes: Any, spans: Sequence[Span], lanes: Sequence[tuple[int, int
         # Backwards, so that rollouts come first: where roles share a slot, the others lie over them; swaps over all.
         for name in sorted({span.name for span in own}, key=lambda name: (name != SWAP, name), reverse=True):
             stretches = busy_stretches(span for span in own if span.name == name)
-            bars = [(began - start, seconds) for began, seconds in stretches]
-            colour = ROLE_COLOURS.get(name, GREY)
+            bars, colour = [(began - start, seconds) for began, seconds in stretches], ROLE_COLOURS.get(name, GREY)
             if name == SWAP:
                 axes.broken_barh(bars, (row - 0.4, 0.8), facecolor="white", edgecolor=colour, hatch="////", linewidth=1)
                 axes.vlines([began for began, _ in bars], row - 0.45, row + 0.45, color=colour, linewidth=1)

@@ -5,24 +5,21 @@
 
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Protocol, TextIO
+from typing import TextIO
 
-from rich.console import Console, RenderableType
+from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
 from ycore.errors import RunFolderError
 from ycore.run.claim import is_held
 from ycore.run.files import read_json
-from ycore.run.metrics import REWARD, MetricsFollower
+from ycore.run.metrics import REWARD, MetricsFollower, Row
 from ycore.run.paths import RunFolder
 from ycore.run.text import as_duration, printable
 from ycore.view.activity import RunActivity
-from ycore.view.live import Look, Row, RunView, TimeLeft, parts, restarted_workers, reward_problems
-
-_LOOK_EVERY_S = 0.5
+from ycore.view.live import Look, RunView, TimeLeft, parts, restarted_workers, reward_problems
 
 _STEP = (
     ("length {:.0f}", "completions/mean_length"),
@@ -36,22 +33,9 @@ _STEP = (
 )
 
 
-class RunProgress(Protocol):
-    """Shows a run. Whatever a model, a dataset or a reward wrote is shown as data."""
-
-    def say(self, line: str) -> None:
-        """A line about the run as a whole: engines starting, a model being fetched."""
-
-    def step(self, row: Row) -> None:
-        """One row of metrics.jsonl."""
-
-    def close(self) -> None:
-        """Leave the terminal as it was."""
-
-
 def open_progress(
     num_steps: int | None, *, unit: str = "step", stream: TextIO | None = None, look: Look | None = None
-) -> RunProgress:
+) -> "RunProgress":
     """The live view where `stream` is a terminal, plain lines where it is not.
 
     Args:
@@ -67,7 +51,7 @@ def open_progress(
 
 
 class PlainProgress:
-    """One line a step, for logs and pipes."""
+    """One line a step, for logs and pipes. Whatever a model, a dataset or a reward wrote is shown as data."""
 
     def __init__(self, num_steps: int | None, unit: str, stream: TextIO) -> None:
         self._total = "" if num_steps is None else f"/{num_steps}"
@@ -76,9 +60,11 @@ class PlainProgress:
         self._clock = TimeLeft(num_steps)
 
     def say(self, line: str) -> None:
+        """A line about the run as a whole: engines starting, a model being fetched."""
         print(printable(line), file=self._stream, flush=True)
 
     def step(self, row: Row) -> None:
+        """One row of metrics.jsonl."""
         if "step" in row:
             head = f"{self._unit} {row['step']}{self._total}"
             self.say("  ".join([head, *describe_step(row), self._clock.after(row)]).rstrip())
@@ -92,11 +78,12 @@ class LiveProgress:
 
     def __init__(self, num_steps: int | None, unit: str, stream: TextIO, look: Look | None = None) -> None:
         self._view = RunView(num_steps, unit=unit, look=look)
-        self._live = Live(console=Console(file=stream), refresh_per_second=2, get_renderable=self._drawn)
+        self._live = Live(
+            console=Console(file=stream),
+            refresh_per_second=2,
+            get_renderable=lambda: self._view if self._view.has_begun else "",
+        )
         self._live.start()
-
-    def _drawn(self) -> RenderableType:
-        return self._view if self._view.has_begun else ""
 
     def say(self, line: str) -> None:
         self._live.console.print(Text(printable(line)), soft_wrap=True)
@@ -105,24 +92,26 @@ class LiveProgress:
         self._view.add(row)
 
     def close(self) -> None:
+        """Leave the terminal as it was."""
         self._live.stop()
+
+
+RunProgress = PlainProgress | LiveProgress
 
 
 def describe_step(row: Row) -> list[str]:
     """The numbers of one step that a person watches; the loss is one of them only where there is no reward."""
-    has_reward = any(name in row for name in REWARD)
-    first = parts(row, [("reward {:.3f}", *REWARD)]) if has_reward else _without_reward(row)
-    words = [*first, *parts(row, _STEP), *reward_problems(row), restarted_workers(row)]
+    first: list[tuple[str, ...]] = [("reward {:.3f}", *REWARD)]
+    if not any(name in row for name in REWARD):
+        accuracy = ("accuracy {:.0%}", "accuracy", "rewards/accuracies")
+        first = [
+            ("loss {:.4f}", "loss"),
+            accuracy if parts(row, [accuracy]) else ("token accuracy {:.0%}", "mean_token_accuracy"),
+            ("margin {:.3f}", "rewards/margins", "margin"),
+            ("rate {:.1e}", "learning_rate"),
+        ]
+    words = [*parts(row, [*first, *_STEP]), *reward_problems(row), restarted_workers(row)]
     return [word for word in words if word]
-
-
-def _without_reward(row: Row) -> list[str]:
-    accuracy = parts(row, [("accuracy {:.0%}", "accuracy", "rewards/accuracies")])
-    return [
-        *parts(row, [("loss {:.4f}", "loss")]),
-        *(accuracy or parts(row, [("token accuracy {:.0%}", "mean_token_accuracy")])),
-        *parts(row, [("margin {:.3f}", "rewards/margins", "margin"), ("rate {:.1e}", "learning_rate")]),
-    ]
 
 
 def watch(root: Path, *, stream: TextIO | None = None, once: bool = False) -> None:
@@ -144,22 +133,17 @@ def watch(root: Path, *, stream: TextIO | None = None, once: bool = False) -> No
     progress = open_progress(config.get("steps"), stream=stream, look=look)
     try:
         progress.say(f"{root}: {config.get('algorithm')} of {config.get('model')} on {config.get('dataset')}")
-        for row in _rows(folder, progress, once=once):
-            progress.step(row)
+        follower = MetricsFollower(folder.metrics, from_the_start=True, say=progress.say)
+        while True:
+            is_over = once or not is_held(folder)  # before reading: what it wrote last is then read too
+            for row in follower.read():
+                progress.step(row)
+            if is_over:
+                break
+            time.sleep(0.5)
         progress.say(_ending(folder))
     finally:
         progress.close()
-
-
-def _rows(folder: RunFolder, progress: RunProgress, *, once: bool) -> Iterator[Row]:
-    """Rows as they come; the end of the run ends them, after its last one."""
-    follower = MetricsFollower(folder.metrics, from_the_start=True, say=progress.say)
-    while True:
-        over = once or not is_held(folder)  # before reading: what it wrote last is then read too
-        yield from follower.read()
-        if over:
-            return
-        time.sleep(_LOOK_EVERY_S)
 
 
 def _ending(folder: RunFolder) -> str:

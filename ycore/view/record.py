@@ -3,6 +3,7 @@
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
@@ -92,22 +93,19 @@ def read_run(root: Path) -> RunRecord:
 
 
 def _optional(file: Path) -> Row:
-    try:
-        found: Row = read_json(file)
-    except (OSError, ValueError):
-        return {}
+    found: Row = {}
+    with suppress(OSError, ValueError):
+        found = read_json(file)
     return found
 
 
 def _last_completions(folder: RunFolder, config: Row, problems: list[str]) -> list[ScoredCompletion]:
     """Of every rank; none where no journal is kept."""
     rounds = rounds_in(folder.journal)
-    if not rounds:
-        return []
-    step = max(rounds)
+    step = max(rounds, default=0)
     weights = [float(reward.get("weight", 1.0)) for reward in config.get("rewards", [])]
     found: list[ScoredCompletion] = []
-    for rank in sorted(rounds[step]):
+    for rank in sorted(rounds.get(step, ())):
         try:
             _, content = read_round(round_file(folder.journal, step, rank))
         except RunFolderError as error:
@@ -116,14 +114,11 @@ def _last_completions(folder: RunFolder, config: Row, problems: list[str]) -> li
         for group in content["groups"]:
             prompt = as_text(group["draw"]["prompt"]["content"])
             for completion, scores in zip(group["completions"], group["scores_GR"], strict=True):
-                found.append(ScoredCompletion(prompt, completion["text"], _total(scores, weights)))
+                values = [score["value"] for score in scores]
+                given = [value * weight for value, weight in zip(values, weights, strict=True) if value is not None]
+                reward = sum(given) if len(given) == len(values) else None
+                found.append(ScoredCompletion(prompt, completion["text"], reward))
     return found
-
-
-def _total(scores: Sequence[Row], weights: Sequence[float]) -> float | None:
-    values = [score["value"] for score in scores]
-    given = [value * weight for value, weight in zip(values, weights, strict=True) if value is not None]
-    return sum(given) if len(given) == len(values) else None
 
 
 def as_text(content: Any) -> str:
@@ -144,7 +139,6 @@ PARTS = (
     "training",
     "other",
 )
-_WRITES = "rollout"  # the role whose turns are completions; the others score them
 
 
 @dataclass(frozen=True, slots=True)
@@ -174,8 +168,7 @@ def spent(metrics: Sequence[Row], *, prompts_per_step: int, num_slots: int, judg
 
     `judging` is the run's `judging_share`, taken as that of every step.
     """
-    seconds = dict.fromkeys(PARTS, 0.0)
-    informative = 0.0
+    seconds, informative = dict.fromkeys(PARTS, 0.0), 0.0
     for row in metrics:
         if number(row, *STEP_SECONDS) is None:
             continue
@@ -225,11 +218,7 @@ def judging_share(spans: Iterable[Span]) -> float:
             lanes.setdefault((span.rank, span.slot, span.name), []).append(span)
     busy = {lane: math.fsum(seconds for _, seconds in busy_stretches(own)) for lane, own in lanes.items()}
     whole = math.fsum(busy.values())
-    return math.fsum(seconds for (*_, role), seconds in busy.items() if role != _WRITES) / whole if whole else 0.0
-
-
-_SHARES = (0.25, 0.5, 0.75, 1.0)
-_WINDOW = 10  # steps
+    return math.fsum(seconds for (*_, role), seconds in busy.items() if role != "rollout") / whole if whole else 0.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -259,15 +248,16 @@ def at_equal_seconds(curves: Sequence[RewardCurve]) -> list[list[Reached]]:
     if not curves or any(not curve for curve in curves):
         return [[] for _ in curves]
     common = min(curve[-1][0] for curve in curves)
-    return [[reached for share in _SHARES if (reached := _at(curve, common * share))] for curve in curves]
+    marks = [common * share for share in (0.25, 0.5, 0.75, 1.0)]
+    return [[reached for device_s in marks if (reached := _at(curve, device_s))] for curve in curves]
 
 
 def _at(curve: RewardCurve, device_s: float) -> Reached | None:
-    before = [point for point in curve if point[0] <= device_s * (1 + 1e-9)]
+    before = [point for point in curve if point[0] <= device_s * (1 + 1e-9)][-10:]
     if not before:
         return None
-    window = [reward for _, _, reward in before[-_WINDOW:]]
-    return Reached(device_s, before[-1][1], statistics.fmean(window), half_width(window), len(window))
+    rewards = [reward for _, _, reward in before]
+    return Reached(device_s, before[-1][1], statistics.fmean(rewards), half_width(rewards), len(rewards))
 
 
 # Student's t, 97.5 % quantile, by degrees of freedom from 0 (none) to 9, the most that a window has.

@@ -105,10 +105,7 @@ def problem_of(checkpoint: Path) -> str | None:
 def newest_whole(folder: Path, *, say: Say) -> Path | None:
     """The latest checkpoint that verifies; None where no checkpoint was ever saved.
 
-    Each damaged one is named in a line, moved aside and passed over.
-
-    Raises:
-        RunFolderError: every checkpoint is damaged.
+    Each damaged one is named in a line, moved aside and passed over; RunFolderError where all are damaged.
     """
     reasons = []
     for checkpoint in reversed(checkpoints_in(folder)):
@@ -127,12 +124,7 @@ def newest_whole(folder: Path, *, say: Say) -> Path | None:
 
 
 def newest_for(folder: Path, *, world: int, say: Say) -> Path | None:
-    """The checkpoint that a run of `world` ranks goes on from; what a killed save left is cleared away.
-
-    Raises:
-        RunFolderError: every checkpoint is damaged.
-        RunError: the checkpoint was saved by another number of ranks.
-    """
+    """Like `newest_whole`, after what a killed save left is cleared away; RunError where another `world` saved it."""
     clear_leftovers(folder)
     newest = newest_whole(folder, say=say)
     if newest is not None and (saved := read_manifest(newest).get("world")) != world:

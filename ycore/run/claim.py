@@ -8,6 +8,7 @@ import fcntl
 import hashlib
 import importlib.metadata
 import os
+import platform
 import shutil
 import sys
 import time
@@ -30,13 +31,10 @@ _PACKAGES = ("ycore", "torch", "transformers", "trl", "accelerate", "peft", "dat
 
 
 class Claim:
-    """A claimed folder: nobody else's while any process holds `descriptor` open.
+    """A claimed folder: nobody else's while any process holds `descriptor` open; RunFolderError where another does.
 
     A guardian inherits it, so that a next run of the folder waits until the last one's processes are gone. The package
     filelock does not serve here: it hides its descriptor, and its release would unlock the guardian's too.
-
-    Raises:
-        RunFolderError: another run holds the folder, and has not released it within some seconds.
     """
 
     def __init__(self, folder: RunFolder) -> None:
@@ -171,12 +169,10 @@ def write_description(folder: RunFolder, config: BaseModel, *, resume: bool) -> 
 
 def installed_versions() -> dict[str, str | None]:
     """By package: the installed version or None, read from metadata, so that nothing is imported."""
-    versions: dict[str, str | None] = {"python": ".".join(map(str, sys.version_info[:3]))}
+    versions: dict[str, str | None] = {"python": platform.python_version(), **dict.fromkeys(_PACKAGES)}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
             versions[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            versions[package] = None
     return versions
 
 

@@ -28,16 +28,12 @@ def read_json(path: Path) -> Any:
 
 
 def write_json_atomic(path: Path, value: Any) -> None:
-    """Replace `path` by `value` as JSON, readable by its owner only; a kill leaves the old file or the new one.
-
-    Raises:
-        ValueError: a number in `value` is NaN or infinite (see `json_safe`).
-    """
+    """Replace `path` by `value` as JSON without NaN (see `json_safe`); a kill leaves the old file or the new one."""
     write_bytes_atomic(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
 def write_bytes_atomic(path: Path, data: bytes) -> None:
-    """Replace `path` by `data`, in the same way."""
+    """Replace `path` by `data`, readable by its owner only, in the same way."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         with open(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "wb") as file:

@@ -84,8 +84,7 @@ def read_metrics(path: Path, *, say: Say = warn) -> list[dict[str, Any]]:
 class MetricsFollower:
     """Reads metrics.jsonl while the trainer writes it: `for row in follower.read(): ...`, again and again.
 
-    Each whole row comes once. The trainer of a resumed run puts a shorter file in place of the old one: only the rows
-    that are new in it come.
+    Each whole row comes once, also where the trainer of a resumed run puts a shorter file in place of the old one.
 
     Args:
         from_the_start: Read the rows that are there already too.

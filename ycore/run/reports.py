@@ -12,7 +12,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import FrameType
 
 from ycore.errors import UserError, YcoreError
 from ycore.run.files import read_json, write_json_atomic
@@ -40,9 +39,8 @@ class Rank:
 def this_rank(environment: Mapping[str, str] | None = None) -> Rank:
     """The rank of this process; the only one where no launcher of ranks started it."""
     variables = os.environ if environment is None else environment
-    if "LOCAL_WORLD_SIZE" not in variables:
-        return Rank()
-    return Rank(*(int(variables[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
+    names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+    return Rank(*(int(variables[name]) for name in names)) if names[-1] in variables else Rank()
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +75,7 @@ def forget_reports(folder: RunFolder) -> None:
 
 
 def take_place(folder: RunFolder, rank: Rank, *, cores: list[int] | None) -> None:
-    """Make this process the rank: its output goes to the rank's log, and its report gives its process id.
-
-    Args:
-        cores: The cores that it keeps to; None leaves them as they are.
-    """
+    """Make this process the rank: with the rank's log for its output, its process id in its report, on its cores."""
     log = os.open(folder.log(f"trainer-{rank.number}"), os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600)
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
@@ -102,11 +96,7 @@ def report_end(folder: RunFolder, rank: Rank, exit_code: int, message: str = "",
 
 
 def run_alone(module: str, work: Callable[[Path], None]) -> int:
-    """Do a run folder's work as a whole process: `python -m MODULE RUN_FOLDER`.
-
-    Returns:
-        The exit status: 0 finished, 2 the user's mistake, 130 interrupted, else 1.
-    """
+    """Do a run folder's work as a whole process, `python -m MODULE RUN_FOLDER`; return the exit status."""
     if len(sys.argv) != 2:
         print(f"usage: python -m {module} RUN_FOLDER", file=sys.stderr)
         return 2
@@ -127,9 +117,5 @@ def print_error(error: YcoreError) -> int:
 
 def on_stop(ask: Callable[[], None]) -> None:
     """From now on SIGINT and SIGTERM only call `ask`."""
-
-    def handle(signum: int, frame: FrameType | None) -> None:
-        ask()
-
     for name in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(name, handle)
+        signal.signal(name, lambda signum, frame: ask())

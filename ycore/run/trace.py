@@ -1,10 +1,7 @@
 """trace.json: every turn, swap and round of a run, in the format that Perfetto and chrome://tracing open.
 
-A span is written when it is over. For whoever watches the run there are moments too: once a second how many requests
-wait and are in flight, and the beginning of each phase of a step.
-
-It is JSON's array form, an event a line. The format lets the closing bracket be missing, so the file of a run that was
-killed opens all the same. Ranks append to one file, whole lines at a time.
+A span is written when it is over; levels are written once a second. The file is a JSON array, an event a line. The
+format lets the closing bracket be missing, so the file of a killed run opens too. Ranks append whole lines to it.
 """
 
 import fcntl
@@ -19,8 +16,7 @@ from ycore.run.files import LineFollower
 
 _OPENING, _CLOSING = "[\n", "\n]\n"
 
-SWAP, ROUND = "swap", "round"
-SYNC = "sync"
+SWAP, ROUND, SYNC = "swap", "round", "sync"
 WAITING, IN_FLIGHT = "waiting", "in flight"
 FULL = "trace is full"
 
@@ -39,10 +35,7 @@ class Span:
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """How many requests are WAITING (by role) or IN_FLIGHT (by role and slot, as `judge 3`) at a moment.
-
-    `oldest_s` is for how many seconds the oldest of them has been there.
-    """
+    """How many requests are WAITING (by role) or IN_FLIGHT (by role and slot, as `judge 3`), and the oldest's age."""
 
     name: str
     rank: int
@@ -116,9 +109,7 @@ def finish_trace(path: Path) -> None:
 
 def read_trace(path: Path) -> list[Span]:
     """Every whole span of a trace, also of one that was cut off; none where there is no file."""
-    if not path.is_file():
-        return []
-    events = map(parse_event, path.read_text(encoding="utf-8").splitlines())
+    events = map(parse_event, path.read_text(encoding="utf-8").splitlines() if path.is_file() else ())
     return [event for event in events if isinstance(event, Span)]
 
 

@@ -11,8 +11,7 @@ from typing import Any
 
 from ycore.run.files import write_json_atomic
 from ycore.run.text import as_duration, printable
-from ycore.view.figures import RUN_COLOURS, as_svg, curves, over_seconds, seconds_went
-from ycore.view.pictures import points, save_png
+from ycore.view.pictures import RUN_COLOURS, as_svg, curves, over_seconds, points, save_png, seconds_went
 from ycore.view.record import PARTS, Reached, RunRecord, ScoredCompletion, as_text, at_equal_seconds
 
 _SHOWN = 4  # completions at either end of the last round, and in its middle

@@ -1,18 +1,20 @@
-"""The pictures beside a run: curve.png, its reward or its loss over steps, and timeline.png, a lane a slot.
+"""A run's pictures: curve.png, timeline.png with a lane a slot, and the report's figures, of one run or of several.
 
 Figures are drawn to files only, so no display is needed.
 """
 
 import contextlib
+import io
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from ycore.run.metrics import REWARD, Row, number
+from ycore.run.metrics import REWARD, STEP_SECONDS, Row, number
 from ycore.run.paths import RunFolder
 from ycore.run.trace import ROUND, SWAP, Span, busy_stretches, finish_trace, read_trace
 from ycore.view.lanes import lane_names
+from ycore.view.record import PARTS, RunRecord
 
 Points = tuple[list[float], list[float]]
 """Steps, and the values at them."""
@@ -40,13 +42,28 @@ _BENEATH_A_LOSS = (
 )
 _MAX_LANES = 64
 
+RUN_COLOURS = ("#2456a6", "#c2571a", "#3f8f5f", "#8a4fa3", "#b03a48", "#4a9aa8", "#77622a", "#5c6470")
+"""Of runs, in their order; more runs begin again."""
+
+_PART_COLOURS = ("#2456a6", "#7da3d6", "#c9d3e0", "#8a4fa3", "#b03a48", "#e4e6ea", "#d9a441", "#3f8f5f", "#9aa0a8")
+_PANELS = (
+    ("reward", REWARD),
+    ("completion length, tokens", ("completions/mean_length",)),
+    ("share of groups without variance", ("frac_reward_zero_std",)),
+    ("share cut off at the limit", ("completions/clipped_ratio",)),
+    ("entropy, nats", ("entropy",)),
+    ("gradient norm", ("grad_norm",)),
+    ("KL to the reference", ("kl",)),
+    ("logprob gap, engine to trainer", ("ycore/logprob_gap",)),
+    ("tokens per second", ("ycore/tokens_per_s",)),
+    ("seconds a step", STEP_SECONDS),
+    ("idle share of the slots", ("ycore/idle_share",)),
+    ("round over its bound", ("ycore/bound_ratio",)),
+)
+
 
 def draw_curve(metrics: Sequence[Row], path: Path, title: str) -> bool:
-    """Draw a run's steps to a PNG of 1200 x 700 pixels: its reward, or its loss where it has no reward.
-
-    Returns:
-        False, and no file is written, where no step has either yet.
-    """
+    """Draw a run's reward, or its loss, to a PNG of 1200 x 700 pixels; False, and no file, where no step has either."""
     reward, loss = points(metrics, *REWARD), points(metrics, "loss")
     if not (reward[0] or loss[0]):
         return False
@@ -111,9 +128,10 @@ def points(metrics: Sequence[Row], *names: str) -> Points:
     return [step for step, _ in known], [value for _, value in known]
 
 
-def smooth(values: Sequence[float], *, window: int) -> list[float]:
-    """The mean of the values within `window // 2` steps on either side; shorter at the ends, so never shifted."""
-    reaches = [min(window // 2, index, len(values) - 1 - index) for index in range(len(values))]
+def smooth(values: Sequence[float], *, window: int | None = None) -> list[float]:
+    """The mean within half a window (by default a tenth of all) on either side; shorter at the ends: never shifted."""
+    half = (max(3, len(values) // 10) if window is None else window) // 2
+    reaches = [min(half, index, len(values) - 1 - index) for index in range(len(values))]
     return [statistics.fmean(values[at - reach : at + reach + 1]) for at, reach in enumerate(reaches)]
 
 
@@ -122,8 +140,7 @@ def _draw_main(axes: Any, series: Points, name: str) -> None:
     steps, values = series
     marker = "o" if len(values) <= 60 else None
     axes.plot(steps, values, color=GREY, linewidth=1, alpha=0.7, label="each step", marker=marker, markersize=3)
-    smoothed = smooth(values, window=max(3, len(values) // 10))
-    axes.plot(steps, smoothed, color=BLUE, linewidth=2.6, label="smoothed")
+    axes.plot(steps, smooth(values), color=BLUE, linewidth=2.6, label="smoothed")
     axes.set_ylabel(name)
     if name == "reward" and min(values) >= 0 and max(values) <= 1:
         axes.set_ylim(-0.02, 1.02)
@@ -137,7 +154,7 @@ def _draw_time(axes: Any, metrics: Sequence[Row]) -> None:
     axes.set_title("seconds a step", fontsize=11, loc="left")
     if not steps:
         return
-    labels, colours = [label for _, label, _ in _PHASES], [colour for _, _, colour in _PHASES]
+    _, labels, colours = zip(*_PHASES, strict=True)
     axes.stackplot(steps, heights, labels=labels, colors=colours, alpha=0.85)
     axes.set_ylim(0, max(map(sum, zip(*heights, strict=True))) * 1.35 or 1)
     axes.legend(loc="upper right", frameon=False, fontsize=9, ncols=3)
@@ -196,10 +213,77 @@ def _add_legend(figure: Any, names: set[str]) -> None:
     from matplotlib.patches import Patch
 
     known = [name for name in (*ROLE_COLOURS, *sorted(names - ROLE_COLOURS.keys())) if name in names]
-    patches = [
-        Patch(facecolor="white", edgecolor=ROLE_COLOURS[SWAP], hatch="////", label="swap")
-        if name == SWAP
-        else Patch(color=ROLE_COLOURS.get(name, GREY), label=name.replace("_", " "))
-        for name in known
-    ]
+    hatched: dict[str, Any] = {"facecolor": "white", "edgecolor": ROLE_COLOURS[SWAP], "hatch": "////"}
+    looks = {name: hatched if name == SWAP else {"color": ROLE_COLOURS.get(name, GREY)} for name in known}
+    patches = [Patch(**look, label=name.replace("_", " ")) for name, look in looks.items()]
     figure.legend(handles=patches, loc="outside upper right", ncols=len(patches), frameon=False, fontsize=10)
+
+
+def curves(runs: Sequence[RunRecord]) -> Any | None:
+    """A figure with a panel for each measure that some run has, a colour a run; None where no run has any."""
+    panels = [(title, [points(run.metrics, *names) for run in runs]) for title, names in _PANELS]
+    panels = [(title, series) for title, series in panels if any(steps for steps, _ in series)]
+    if not panels:
+        return None
+    columns = min(3, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = new_figure(4.2 * columns, 2.5 * rows)
+    for place, (title, series) in enumerate(panels, 1):
+        axes = figure.add_subplot(rows, columns, place)
+        for index, one in enumerate(series):
+            _draw_smoothed(axes, one, index)
+        axes.set_title(title, fontsize=10, loc="left")
+        style(axes)
+    return figure
+
+
+def over_seconds(runs: Sequence[RunRecord]) -> Any | None:
+    """A figure of reward over device seconds, which compares runs whose steps cost different time."""
+    if not any(run.reward_curve for run in runs):
+        return None
+    figure = new_figure(11, 3.6)
+    axes = figure.add_subplot()
+    for index, run in enumerate(runs):
+        series = [at for at, _, _ in run.reward_curve], [reward for _, _, reward in run.reward_curve]
+        _draw_smoothed(axes, series, index, label=literal(run.name))
+    axes.set_ylabel("reward")
+    axes.legend(frameon=False)
+    style(axes, below="device seconds")
+    return figure
+
+
+def _draw_smoothed(axes: Any, series: Points, index: int, *, label: str = "") -> None:
+    colour, (at, values) = RUN_COLOURS[index % len(RUN_COLOURS)], series
+    axes.plot(at, values, color=colour, linewidth=0.8, alpha=0.35)
+    axes.plot(at, smooth(values), color=colour, linewidth=2, label=label)
+
+
+def seconds_went(runs: Sequence[RunRecord]) -> Any:
+    """A figure with one bar a run: its device seconds, by what they went into."""
+    figure = new_figure(11, 1.3 + 0.55 * len(runs))
+    axes = figure.add_subplot()
+    upwards = list(reversed(runs))
+    names = [literal(run.name) for run in upwards]
+    left = [0.0] * len(names)
+    for part, colour in zip(PARTS, _PART_COLOURS, strict=True):
+        widths = [100 * run.spent.share(part) for run in upwards]
+        if not any(widths):
+            continue
+        axes.barh(names, widths, left=left, color=colour, label=part, height=0.62)
+        for place, width in enumerate(widths):
+            if width >= 6:
+                ink = "white" if part in ("useful tokens", "judging", "swaps", "training") else "#20242a"
+                axes.text(left[place] + width / 2, place, f"{width:.0f}%", ha="center", va="center", color=ink)
+        left = [start + width for start, width in zip(left, widths, strict=True)]
+    style(axes, below="% of device seconds")
+    axes.set_xlim(0, 100)
+    axes.legend(loc="lower center", bbox_to_anchor=(0.5, 1.0), ncols=5, frameon=False, fontsize=9)
+    return figure
+
+
+def as_svg(figure: Any) -> str:
+    """The picture as an `<svg>` element, which a page can hold without another file."""
+    text = io.StringIO()
+    figure.savefig(text, format="svg", metadata={"Date": None, "Creator": None})
+    whole = text.getvalue()
+    return whole[whole.index("<svg") :]

@@ -54,10 +54,8 @@ class PlainProgress:
     """One line a step, for logs and pipes. Whatever a model, a dataset or a reward wrote is shown as data."""
 
     def __init__(self, num_steps: int | None, unit: str, stream: TextIO) -> None:
-        self._total = "" if num_steps is None else f"/{num_steps}"
-        self._unit = unit
-        self._stream = stream
-        self._clock = TimeLeft(num_steps)
+        self._unit, self._total = unit, "" if num_steps is None else f"/{num_steps}"
+        self._stream, self._clock = stream, TimeLeft(num_steps)
 
     def say(self, line: str) -> None:
         """A line about the run as a whole: engines starting, a model being fetched."""
@@ -115,15 +113,7 @@ def describe_step(row: Row) -> list[str]:
 
 
 def watch(root: Path, *, stream: TextIO | None = None, once: bool = False) -> None:
-    """Show every step of the run in `root`, from its first, until it has ended.
-
-    Args:
-        stream: Standard output by default.
-        once: Show the steps that are there, and return.
-
-    Raises:
-        RunFolderError: `root` is no run's folder.
-    """
+    """Show every step of the run in `root`, from its first, until it has ended, or `once` those that are there."""
     folder = RunFolder(root)
     if not folder.config.is_file():
         raise RunFolderError(f"{root} has no run.json, so it is no run's folder; name the folder that --output named")

@@ -68,7 +68,7 @@ def engines_running(job: argparse.Namespace, output: Path, *, length_of: Callabl
     try:
         for engine in planned:
             processes.append(
-                ManagedProcess.start(
+                ManagedProcess(
                     engine.name,
                     engine_command(engine),
                     environment=engine_environment(engine),

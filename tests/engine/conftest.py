@@ -78,7 +78,7 @@ def _serving(folder: RunFolder, engines: Sequence[EngineSpec]) -> Iterator[None]
 
 
 def _start(folder: RunFolder, engine: EngineSpec) -> ManagedProcess:
-    return ManagedProcess.start(
+    return ManagedProcess(
         engine.name,
         engine_command(engine),
         environment=engine_environment(engine),

@@ -105,7 +105,7 @@ def test_a_real_engine_starts_answers_and_leaves_nothing(tmp_path: Path, cpu_eng
     for path in (folder.sockets, engine.temporary):
         make_private(path)
     before = shared_memory_files()
-    process = ManagedProcess.start(
+    process = ManagedProcess(
         engine.name,
         engine_command(engine),
         environment=engine_environment(engine),

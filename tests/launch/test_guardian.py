@@ -35,7 +35,7 @@ child = ("import subprocess, sys, time; subprocess.Popen(['sleep', '600'], start
          "subprocess.Popen(['sleep', '600'], start_new_session=True, env={}); time.sleep(600)")
 with guarded(folder, held):
     folder.socket("rollout-0").touch()
-    ManagedProcess.start("worker", [sys.executable, "-c", child], environment=os.environ,
+    ManagedProcess("worker", [sys.executable, "-c", child], environment=os.environ,
                          run_id=folder.run_id, log=folder.log("worker"))
     (folder.root / "ready").touch()
     time.sleep(float(sys.argv[2]))
@@ -131,7 +131,7 @@ def test_what_an_earlier_run_left_is_cleared_before_the_next(folder: RunFolder) 
     held = Claim(folder)
     with guarded(folder, held):
         assert left.wait(WITHIN_S) == -signal.SIGTERM
-        process = ManagedProcess.start(
+        process = ManagedProcess(
             "new", ["sleep", "600"], environment=os.environ, run_id=folder.run_id, log=folder.log("new")
         )
         assert process.exit_code is None

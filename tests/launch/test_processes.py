@@ -20,7 +20,7 @@ WITHIN_S = 20.0
 
 
 def start(tmp_path: Path, code: str, *, cores: list[int] | None = None) -> ManagedProcess:
-    return ManagedProcess.start(
+    return ManagedProcess(
         "child",
         [sys.executable, "-c", code],
         environment=os.environ,
@@ -125,7 +125,7 @@ def rank(folder: RunFolder) -> Iterator[Callable[[int, str], "subprocess.Popen[b
 
 @pytest.fixture
 def trainer(folder: RunFolder) -> Iterator[RankedTrainer]:
-    launcher = ManagedProcess.start(
+    launcher = ManagedProcess(
         "trainer", [sys.executable, "-c", SLEEPER], environment={}, run_id="test-ranks", log=folder.log("trainer")
     )
     yield RankedTrainer(launcher, folder, num_ranks=2)

@@ -6,6 +6,7 @@ several processes share is counted for each of them.
 """
 
 import os
+import re
 import signal
 import time
 from collections import Counter
@@ -24,7 +25,7 @@ from ycore.launch.scoring_models import scoring_models
 from ycore.placement.placement import JUDGE
 from ycore.plan.devices import Device, Fleet, measured_core
 from ycore.plan.job import Way, job_of
-from ycore.plan.model_facts import ModelFacts, facts_of
+from ycore.plan.model_facts import facts_of
 from ycore.plan.step_forecast import Row, compare
 from ycore.run.files import read_json
 from ycore.run.reports import RUN_MARKER
@@ -99,8 +100,8 @@ def role_of(command: Sequence[str]) -> str | None:
 
 def peak_bytes(pid: int) -> int | None:
     """The most memory that a process has held; None where it has ended or the system does not say."""
-    peak = _status(pid).get("VmHWM")  # 123456 kB
-    return None if peak is None else int(peak.split()[0]) * 1024
+    peak = _status(pid, "VmHWM")  # 123456 kB
+    return int(peak.split()[0]) * 1024 if peak else None
 
 
 def plan_and_measured(config: RunConfig, site: Site, metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -127,32 +128,21 @@ def compared(config: RunConfig, site: Site, metrics: Sequence[Mapping[str, Any]]
         checkpointing=bool(config.trl.get("gradient_checkpointing")),
     )
     fleet = Fleet(core, max(len(site.machine.cores), way.ranks))
-    judge, judge_tokens = _first_judge(config, engines)
+    served = next((scorer for scorer in engines.get("scorers", []) if scorer["role"] == JUDGE), None)
+    declared = next((model for model in scoring_models(config) if model.role == JUDGE), None)
+    judge, judge_tokens = None, None
+    if served is not None and declared is not None:
+        judge = facts_of(read_json(Path(served["model"]) / "config.json"), name=declared.name)
+        judge_tokens = declared.max_new_tokens
     job = job_of(config, policy, judge=judge, judge_tokens=judge_tokens)
     return compare(job, way, fleet, peaks=read_json(site.folder.memory), metrics=metrics)
 
 
-def _first_judge(config: RunConfig, engines: Mapping[str, Any]) -> tuple[ModelFacts | None, int | None]:
-    """The judge's model, and the tokens that it may write."""
-    served = next((scorer for scorer in engines.get("scorers", []) if scorer["role"] == JUDGE), None)
-    declared = next((model for model in scoring_models(config) if model.role == JUDGE), None)
-    if served is None or declared is None:
-        return None, None
-    facts = facts_of(read_json(Path(served["model"]) / "config.json"), name=declared.name)
-    return facts, declared.max_new_tokens
-
-
 def write_stacks(processes: Iterable[psutil.Process], path: Path, *, why: str) -> Path:
-    """Write the stack of each process to a file that only its owner can read.
+    """Write the stack of each process to a file that only its owner can read; its first line is `why`.
 
     ycore's processes, and vLLM's engine core, write their stacks to their logs on SIGUSR2 (Python's faulthandler),
     even in the middle of a call that never ends. Of any other process, its state in the kernel is written instead.
-
-    Args:
-        why: the first line of the file.
-
-    Returns:
-        `path`.
     """
     with open(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "w", encoding="utf-8") as file:
         file.write(f"{why}\n")
@@ -166,9 +156,11 @@ def write_stacks(processes: Iterable[psutil.Process], path: Path, *, why: str) -
 
 
 def _stack(pid: int) -> str:
-    log, state = _log_of(pid), _kernel_state(pid)
-    caught = int(_status(pid).get("SigCgt", "0"), 16)
-    if log is None or not caught >> (signal.SIGUSR2 - 1) & 1:  # without a handler the signal would end it
+    where = _proc(pid, "wchan").strip("0\n")
+    state = f"state {_status(pid, 'State') or 'gone'}" + (f", in {where}" if where else "")
+    catches = int(_status(pid, "SigCgt") or "0", 16) >> (signal.SIGUSR2 - 1) & 1  # else the signal would end it
+    log = Path(os.path.realpath(f"/proc/{pid}/fd/2"))  # of standard error
+    if not catches or not os.path.isfile(log):
         return f"cannot be asked for its stack; {state}"
     before = log.stat().st_size
     os.kill(pid, signal.SIGUSR2)
@@ -179,30 +171,17 @@ def _stack(pid: int) -> str:
     return f"{state}\n{stack}" if stack else f"wrote no stack within {_STACK_WITHIN_S:.0f} s; {state}"
 
 
-def _log_of(pid: int) -> Path | None:
-    """The file that a process's standard error goes to, if it is one."""
+def _status(pid: int, name: str) -> str:
+    """A value of /proc/PID/status; empty for a process that has ended."""
+    found = re.search(rf"^{name}:\s*(.*)", _proc(pid, "status"), re.MULTILINE)
+    return found[1] if found else ""
+
+
+def _proc(pid: int, name: str) -> str:
     try:
-        target = Path(os.readlink(f"/proc/{pid}/fd/2"))
+        return Path(f"/proc/{pid}/{name}").read_text()
     except OSError:
-        return None
-    return target if target.is_file() else None
-
-
-def _kernel_state(pid: int) -> str:
-    try:
-        where = Path(f"/proc/{pid}/wchan").read_text().strip("0\n")
-    except OSError:
-        where = ""
-    return f"state {_status(pid).get('State', 'gone')}" + (f", in {where}" if where else "")
-
-
-def _status(pid: int) -> dict[str, str]:
-    """/proc/PID/status; empty for a process that has ended."""
-    try:
-        lines = Path(f"/proc/{pid}/status").read_text().splitlines()
-    except OSError:
-        return {}
-    return {name: value.strip() for name, _, value in (line.partition(":") for line in lines)}
+        return ""
 
 
 def _appended(log: Path, before: int) -> str:

@@ -6,6 +6,8 @@ prepare a new process, for example with the policy's weights, before they use it
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import KW_ONLY, dataclass, field
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -20,6 +22,7 @@ from ycore.placement.learning import DROP, KEEP
 from ycore.placement.placement import ROLLOUT
 from ycore.run.paths import RunFolder
 from ycore.run.process_tree import is_alive, kill_tree
+from ycore.run.text import Say
 
 _POLL_S = 0.2
 _POLL_STARTING_S = 1.0
@@ -49,7 +52,7 @@ class LiveEngine:
     def _start(self) -> None:
         self._engine.socket.unlink(missing_ok=True)  # left by a killed process; nobody listens on it
         asleep_file(self._engine.socket).unlink(missing_ok=True)
-        self._process = ManagedProcess.start(
+        self._process = ManagedProcess(
             self.name,
             engine_command(self._engine),
             environment=engine_environment(self._engine),
@@ -93,17 +96,12 @@ class LiveEngine:
         if self.is_ready:
             return False
         self.is_ready = self.was_ready = True
-        self._parts = self._lasting_parts()
-        return True
-
-    def _lasting_parts(self) -> dict[str, psutil.Process]:
-        """Its children that were there before it was ready: a compiler for a first request comes and goes."""
+        # Its children that were there before it was ready: a compiler for a first request comes and goes.
         before = self._seen_starting
         parts = [part for part in self._process.tree()[1:] if before is None or part in before]
-        try:
-            return {f"{part.name()} ({part.pid})": part for part in parts}
-        except psutil.Error:
-            return {}
+        with suppress(psutil.Error):
+            self._parts = {f"{part.name()} ({part.pid})": part for part in parts}
+        return True
 
     def trouble(self) -> Trouble | None:
         """What is wrong with it; None where nothing is.
@@ -114,8 +112,7 @@ class LiveEngine:
         if asleep_file(self._engine.socket).exists():
             return None
         if self._process.exit_code is not None:
-            line = self.last_line()
-            return Trouble(f"ended with {self._process.how_it_ended()}" + (f": {line}" if line else ""))
+            return Trouble(f"ended with {self._process.how_it_ended()}: {self.last_line()}".removesuffix(": "))
         for name, part in self._parts.items():
             if not is_alive(part):
                 return Trouble(f"lost its process {name}, killed or out of memory")
@@ -130,69 +127,62 @@ class LiveEngine:
         return None
 
 
+@dataclass(eq=False)
 class EngineWatch:
     """All engines of a run. `max_restarts` is for all of them together; `on_hang` is called before a hung one ends."""
 
-    def __init__(
-        self,
-        engines: Sequence[LiveEngine] = (),
-        *,
-        max_restarts: int = 0,
-        start_timeout_s: float = 0.0,
-        say: Callable[[str], None] = lambda line: None,
-    ) -> None:
-        self._engines = engines
-        self._max_restarts = max_restarts
-        self._start_timeout_s = start_timeout_s
-        self._say = say
-        self._began = time.monotonic()
-        self.num_restarts = 0
-        self.on_hang: Callable[[str], object] = lambda why: None
+    engines: Sequence[LiveEngine] = ()
+    _: KW_ONLY
+    max_restarts: int = 0
+    start_timeout_s: float = 0.0
+    say: Say = print
+    on_hang: Callable[[str], object] = lambda why: None
+    num_restarts: int = field(default=0, init=False)
+    _began: float = field(default_factory=time.monotonic, init=False)
 
     @property
     def are_ready(self) -> bool:
-        return all(engine.is_ready for engine in self._engines)
+        return all(engine.is_ready for engine in self.engines)
 
     def processes(self) -> list[psutil.Process]:
-        return [process for engine in self._engines for process in engine.processes()]
+        return [process for engine in self.engines for process in engine.processes()]
 
     def look(self) -> None:
         """Poll all engines, and start again what died; EngineError for what cannot be mended."""
-        for engine in self._engines:
+        for engine in self.engines:
             if engine.poll():
                 self._say_ready(engine)
             trouble = engine.trouble()
             if trouble is not None:
                 self._restart(engine, trouble)
-            elif not engine.is_ready and time.monotonic() - engine.started > self._start_timeout_s:
-                why = f"{engine.name} was not ready after {self._start_timeout_s:.0f} s: {engine.last_line()}"
+            elif not engine.is_ready and time.monotonic() - engine.started > self.start_timeout_s:
+                why = f"{engine.name} was not ready after {self.start_timeout_s:.0f} s: {engine.last_line()}"
                 self.on_hang(why)
                 raise EngineError(f"{why} (see {engine.log}, or raise engine.start_timeout_s)")
 
     def check(self) -> None:
         """EngineError where one is in trouble; nothing is started."""
-        for engine in self._engines:
-            trouble = engine.trouble()
-            if trouble is not None:
+        for engine in self.engines:
+            if (trouble := engine.trouble()) is not None:
                 raise EngineError(f"{engine.name} {trouble.what} (see {engine.log})")
 
     def _restart(self, engine: LiveEngine, trouble: Trouble) -> None:
         if trouble.hangs:
             self.on_hang(f"{engine.name} {trouble.what}")
-        if not engine.was_ready or self.num_restarts >= self._max_restarts:
-            spent = f"; the run's {self._max_restarts} restarts are used up (engine.restarts)"
-            is_spent = engine.was_ready and self._max_restarts
+        if not engine.was_ready or self.num_restarts >= self.max_restarts:
+            spent = f"; the run's {self.max_restarts} restarts are used up (engine.restarts)"
+            is_spent = engine.was_ready and self.max_restarts
             raise EngineError(f"{engine.name} {trouble.what} (see {engine.log}){spent if is_spent else ''}")
         self.num_restarts += 1
-        self._say(f"{engine.name} {trouble.what}; starting it again ({self.num_restarts} of {self._max_restarts})")
+        self.say(f"{engine.name} {trouble.what}; starting it again ({self.num_restarts} of {self.max_restarts})")
         engine.restart()
 
     def _say_ready(self, engine: LiveEngine) -> None:
         if self.num_restarts:
-            self._say(f"{engine.name} is back after {time.monotonic() - engine.started:.0f} s")
+            self.say(f"{engine.name} is back after {time.monotonic() - engine.started:.0f} s")
         elif self.are_ready:
-            engines = "engine" if len(self._engines) == 1 else f"{len(self._engines)} engines"
-            self._say(f"{engines} ready after {time.monotonic() - self._began:.0f} s")
+            engines = "engine" if len(self.engines) == 1 else f"{len(self.engines)} engines"
+            self.say(f"{engines} ready after {time.monotonic() - self._began:.0f} s")
 
 
 def start_engines(
@@ -201,13 +191,9 @@ def start_engines(
     *,
     health_timeout_s: float,
     start_timeout_s: float,
-    say: Callable[[str], None],
+    say: Say,
 ) -> list[LiveEngine]:
-    """Start all engines at once; those that share a device by sleeping in turn, each asleep before the next starts.
-
-    Returns:
-        The engines in the order of `planned`. Only sleeping ones are known to be ready.
-    """
+    """Start all engines at once; those that share a device by sleeping in turn, each asleep before the next starts."""
     if not any(engine.sleeps for engine in planned):
         return [LiveEngine(engine, folder, health_timeout_s=health_timeout_s) for engine in planned]
     started: dict[str, LiveEngine] = {}

@@ -15,7 +15,7 @@ from ycore.config.schema import RunConfig
 from ycore.engine.commands import EngineSpec, kv_cache_gib
 from ycore.errors import ConfigError
 from ycore.launch.layout import Machine, Site
-from ycore.launch.scoring_models import ScoringModel, check_run_placement, scoring_models
+from ycore.launch.scoring_models import check_run_placement, scoring_models
 from ycore.models.folder import context_length
 from ycore.placement.placement import ROLLOUT
 from ycore.run.files import read_json
@@ -31,7 +31,6 @@ _PROMPT_TOKENS = 512  # tokens of KV cache for a sequence's prompt; longer promp
 _MAX_ROLLOUT_SEQS = 256
 _MAX_SCORER_SEQS = 32
 _INSTALL_VLLM = "pip install 'ycore[cpu]' (or 'ycore[gpu]')"
-_BYTES = {"bfloat16": 2, "float32": 4}
 
 
 class Slot(NamedTuple):
@@ -55,7 +54,7 @@ class ServedModel:
         return self.engines[0].role
 
     def as_json(self) -> dict[str, Any]:
-        """What the trainer reads about a scorer in engines.json."""
+        """A scorer in engines.json."""
         return {
             "role": self.role,
             "sources": list(self.sources),
@@ -112,14 +111,7 @@ def is_vllm_installed() -> bool:
 
 
 def choose_kind(requested: str, *, vllm_installed: bool) -> tuple[Kind, str]:
-    """What generates on this machine, and a note about it.
-
-    Args:
-        requested: the value of `engine.kind`: auto, vllm or transformers.
-
-    Raises:
-        ConfigError: vLLM was requested and is not installed.
-    """
+    """What generates on this machine, by `engine.kind`, and a note about it; ConfigError where vLLM is missing."""
     if requested == "transformers":
         return "transformers", "generating with transformers in the trainer's process, as requested"
     if vllm_installed:
@@ -134,9 +126,7 @@ def choose_kind(requested: str, *, vllm_installed: bool) -> tuple[Kind, str]:
 def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch, sleeps: bool = False) -> EnginePlan:
     """Plan every engine of this machine: one a device, or two on a CPU, and at least one for each rank.
 
-    Args:
-        fetch: makes a model's name its local folder.
-        sleeps: engines on devices can be put to sleep.
+    `sleeps`: engines on devices can be put to sleep.
     """
     model = fetch(config.model)
     model_config = read_json(model / "config.json")
@@ -153,6 +143,8 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch, sleeps: bool = 
         return EnginePlan(kind, length, how)
     slots = _slots(config.engine.count, site.machine, least=site.layout.local)
     check_run_placement(config, num_slots=len(slots) // site.layout.local)
+    num_engines = len(slots) * site.layout.num_machines  # all completions of a round run at once
+    round_size = config.prompts_per_step * (config.num_samples if config.algorithm == "eval" else config.group_size)
     spec = EngineSpec(
         name="",
         model=model,
@@ -161,7 +153,7 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch, sleeps: bool = 
         run_id=site.folder.run_id,
         dtype="float32" if config.dtype == "float32" else "bfloat16",
         max_model_len=length,
-        max_num_seqs=_rollout_seqs(config, len(slots) * site.layout.num_machines),
+        max_num_seqs=max(1, min(_MAX_ROLLOUT_SEQS, math.ceil(round_size / num_engines))),
         seed=config.seed,
         device=slots[0].device,
         gpu_memory_utilization=config.engine.gpu_memory_utilization,
@@ -178,38 +170,27 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch, sleeps: bool = 
 def plan_scorers(
     config: RunConfig, folder: RunFolder, rollouts: Sequence[EngineSpec], *, fetch: Fetch
 ) -> list[ServedModel]:
-    """An engine of every scoring model beside every rollout engine, on the same cores or device.
-
-    Args:
-        rollouts: the rollout engines, slot by slot.
-        fetch: makes a model's name its local folder.
-    """
+    """An engine of every scoring model beside every rollout engine (slot by slot), on the same cores or device."""
     planned: list[ServedModel] = []
     models = scoring_models(config) if rollouts else []
     slots = [Slot(rollout.cores, rollout.device) for rollout in rollouts]
     for model in models:
+        path = fetch(model.name)
+        model_config = read_json(path / "config.json")
+        # Beside the trainer all models share the device's memory; where engines sleep, those of one role do.
+        together = [other for other in models if other.role == model.role or not rollouts[0].sleeps]
+        spec = replace(
+            rollouts[0],
+            model=path,
+            max_model_len=model_length(model.max_model_len, model_config, option=f"max_model_len of {model.name}"),
+            max_num_seqs=min(rollouts[0].max_num_seqs, _MAX_SCORER_SEQS),
+            gpu_memory_utilization=config.engine.gpu_memory_utilization / len(together),
+            has_neighbours=True,
+        )
+        spec = replace(spec, memory_gib=_memory_gib(spec, model_config, config.max_tokens + model.max_new_tokens))
         first = sum(len(earlier.engines) for earlier in planned if earlier.role == model.role)
-        spec = _scorer(model, models, rollouts[0], config, fetch=fetch)
         planned.append(ServedModel(_on_slots(spec, model.role, slots, folder, first=first), model.sources))
     return planned
-
-
-def _scorer(
-    model: ScoringModel, models: Sequence[ScoringModel], rollout: EngineSpec, config: RunConfig, *, fetch: Fetch
-) -> EngineSpec:
-    path = fetch(model.name)
-    model_config = read_json(path / "config.json")
-    # Beside the trainer all models share the device's memory; where engines sleep, those of one role do.
-    together = [other for other in models if other.role == model.role or not rollout.sleeps]
-    spec = replace(
-        rollout,
-        model=path,
-        max_model_len=model_length(model.max_model_len, model_config, option=f"max_model_len of {model.name}"),
-        max_num_seqs=min(rollout.max_num_seqs, _MAX_SCORER_SEQS),
-        gpu_memory_utilization=config.engine.gpu_memory_utilization / len(together),
-        has_neighbours=True,
-    )
-    return replace(spec, memory_gib=_memory_gib(spec, model_config, config.max_tokens + model.max_new_tokens))
 
 
 def model_length(requested: int | None, model_config: Mapping[str, Any], *, option: str) -> int:
@@ -247,18 +228,13 @@ def _slots(count: int | Literal["auto"], machine: Machine, *, least: int) -> lis
     return [Slot(cores, None) for cores in machine.split_cores(number)]
 
 
-def _rollout_seqs(config: RunConfig, num_engines: int) -> int:
-    """Sequences that one engine must hold so that all completions of a round run at once."""
-    group = config.num_samples if config.algorithm == "eval" else config.group_size
-    return max(1, min(_MAX_ROLLOUT_SEQS, math.ceil(config.prompts_per_step * group / num_engines)))
-
-
 def _memory_gib(engine: EngineSpec, model_config: Mapping[str, Any], new_tokens: int) -> int:
     """KV cache of one engine on a CPU, in GiB; on a device vLLM sizes it by itself."""
     if not engine.on_cpu:
         return 1
+    num_bytes = 4 if engine.dtype == "float32" else 2
     tokens = engine.max_num_seqs * min(engine.max_model_len, _PROMPT_TOKENS + new_tokens)
-    return kv_cache_gib(model_config, max(tokens, engine.max_model_len), bytes_per_value=_BYTES[engine.dtype])
+    return kv_cache_gib(model_config, max(tokens, engine.max_model_len), bytes_per_value=num_bytes)
 
 
 def _describe(slots: Sequence[Slot]) -> str:

@@ -48,8 +48,9 @@ class RunWatch:
     def look(self) -> list[psutil.Process]:
         """The run's living processes."""
         for process in psutil.process_iter():
-            if self._is_marked(process):
-                self._remember(process)
+            with suppress(psutil.Error, OSError):  # another user's, a zombie, or gone
+                if process.pid not in self._keep and process.environ().get(RUN_MARKER) == self._run_id:
+                    self._remember(process)
         for process in [process for process in self._known.values() if is_alive(process)]:
             for child in descendants(process.pid):
                 self._remember(child)
@@ -59,11 +60,7 @@ class RunWatch:
         return list(self._known.values())
 
     def kill(self, *, grace_s: float = 3.0) -> int:
-        """End every process of the run: SIGTERM first, SIGKILL after `grace_s`.
-
-        Returns:
-            How many processes there were.
-        """
+        """End every process of the run: SIGTERM first, SIGKILL after `grace_s`; returns how many there were."""
         met: set[tuple[int, float]] = set()
         force_from = time.monotonic() + grace_s
         while self.look():
@@ -92,12 +89,6 @@ class RunWatch:
     def _remember(self, process: psutil.Process) -> None:
         if process.pid not in self._keep and is_alive(process):
             self._known[(process.pid, process.create_time())] = process
-
-    def _is_marked(self, process: psutil.Process) -> bool:
-        try:
-            return process.pid not in self._keep and process.environ().get(RUN_MARKER) == self._run_id
-        except (psutil.Error, OSError):
-            return False  # another user's, a zombie, or gone
 
 
 def _kill(process: psutil.Process, *, tracker_too: bool) -> None:
@@ -153,15 +144,11 @@ def guarded(folder: RunFolder, held: Claim) -> Iterator[None]:
     try:
         yield
     finally:
-        assert guardian.stdin is not None
-        guardian.stdin.close()
-        try:
-            has_cleared = guardian.wait(_CLEARS_WITHIN_S) == 0
-        except subprocess.TimeoutExpired:
+        with suppress(subprocess.TimeoutExpired):
+            guardian.communicate(timeout=_CLEARS_WITHIN_S)  # closes its pipe first
+        if guardian.returncode != 0:
             guardian.kill()
             guardian.wait()
-            has_cleared = False
-        if not has_cleared:
             kill_run(folder.run_id)
             remove_leftovers(folder)
 

@@ -6,9 +6,8 @@ The trainer and the engines are started by module name, never imported.
 import os
 import sys
 import time
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -63,17 +62,9 @@ def run_worker(
     num_steps: int | None = None,
     stream: TextIO | None = None,
 ) -> dict[str, Any]:
-    """Run a worker, with the engines of its run, in the foreground.
+    """Run a worker, with the engines of its run, in the foreground; `ycore.launch.run` explains the arguments.
 
     However that ends, nothing is left running, and summary.json says how it ended.
-
-    Args:
-        resume: continue the run in the folder instead of beginning a new one.
-        num_steps: steps that the progress bar counts to, where the config does not say it.
-        stream: where progress is shown; standard output by default.
-
-    Returns:
-        The content of summary.json; with `stop_asked` when the run finished although it was asked to stop.
     """
     began = time.monotonic()
     site = site_of(config, trains=worker.trains)
@@ -82,99 +73,147 @@ def run_worker(
         progress = open_progress(config.steps or num_steps, stream=stream, look=RunActivity(site.folder.root).look)
     else:
         progress = open_progress(None, unit="prompts", stream=stream)
-    sum_up = partial(_sum_up, worker, config, site, progress, began=began)
+    run = _Run(worker, config, site, progress, began)
     try:
         with StopRequests() as stops, guarded(site.folder, held):
-            _work(worker, config, site, progress, stops)
+            run.work(stops)
     except BaseException as error:
-        sum_up("interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed", error=error)
+        run.sum_up("interrupted" if isinstance(error, Interrupted | KeyboardInterrupt) else "failed", error=error)
         raise
     else:
-        return sum_up("finished") | ({"stop_asked": True} if stops.count else {})
+        return run.sum_up("finished") | ({"stop_asked": True} if stops.count else {})
     finally:
         progress.close()
         held.release()
 
 
-def _work(worker: Worker, config: AnyConfig, site: Site, progress: RunProgress, stops: StopRequests) -> None:
-    """Fetch the models, start engines and worker, and return when the worker has finished."""
-    with stops.at_once():
-        engines = _start_engines(worker, config, site, progress)
-    limits = Limits()
-    if isinstance(config, RunConfig):
-        engine = config.engine
-        limits = Limits(engine.start_timeout_s, config.step_timeout_s, engine.health_timeout_s, config.restarts)
-    supervisor = Supervisor(
-        lambda: _start_worker(worker, config, site),
-        engines,
-        folder=site.folder,
-        home=RunFolder(Path(config.output)),
-        progress=progress,
-        stops=stops,
-        limits=limits,
-        saves=worker.trains,
-    )
-    supervisor.watch()
+@dataclass(frozen=True, slots=True)
+class _Run:
+    worker: Worker
+    config: AnyConfig
+    site: Site
+    progress: RunProgress
+    began: float
 
+    def work(self, stops: StopRequests) -> None:
+        """Fetch the models, start engines and worker, and return when the worker has finished."""
+        with stops.at_once():
+            engines = self._start_engines()
+        limits = Limits()
+        if isinstance(self.config, RunConfig):
+            engine = self.config.engine
+            times = (engine.start_timeout_s, self.config.step_timeout_s, engine.health_timeout_s)
+            limits = Limits(*times, restarts=self.config.restarts)
+        Supervisor(
+            start=self._start_worker,
+            engines=engines,
+            folder=self.site.folder,
+            home=RunFolder(Path(self.config.output)),
+            progress=self.progress,
+            stops=stops,
+            limits=limits,
+            saves=self.worker.trains,
+        ).watch()
 
-def _start_engines(worker: Worker, config: AnyConfig, site: Site, progress: RunProgress) -> EngineWatch:
-    """Fetch the models and start the engines; engines.json describes both to the worker."""
+    def _start_engines(self) -> EngineWatch:
+        """Fetch the models and start the engines; engines.json describes both to the worker."""
+        config, folder, say = self.config, self.site.folder, self.progress.say
+        fetch = cache(self._fetch)
+        facts = {
+            "model": str(fetch(config.model).resolve()),
+            "home": str(Path(config.output).resolve()),
+            "cores": self.site.rank_cores,
+        }
+        if not isinstance(config, RunConfig):
+            write_json_atomic(folder.engines, {"kind": "none", "engines": [], **facts})
+            return EngineWatch()
+        settings = config.engine
+        plan = plan_engines(config, self.site, fetch=fetch, sleeps=self.worker.trains and settings.sleep)
+        say(plan.note + (", starting ..." if plan.engines else ""))
+        write_json_atomic(folder.engines, {**plan.as_json(), **facts})
+        live = start_engines(
+            [engine for model in plan.served for engine in model.engines],
+            folder,
+            health_timeout_s=settings.health_timeout_s,
+            start_timeout_s=settings.start_timeout_s,
+            say=say,
+        )
+        return EngineWatch(live, max_restarts=settings.restarts, start_timeout_s=settings.start_timeout_s, say=say)
 
-    @cache
-    def fetch(name: str) -> Path:
-        return _fetch(name, config, site.folder, progress)
+    def _fetch(self, name: str) -> Path:
+        """A model's folder. A process that converts it carries the run's marker, so that it never outlives the run."""
+        model = resolve_model(name, trust_remote_code=self.config.trust_remote_code)
+        self.progress.say(f"model {name}: {model.note}")
+        os.environ[RUN_MARKER] = self.site.folder.run_id
+        try:
+            return fetch_model(model, log=self.site.folder.log("model"))
+        finally:
+            os.environ.pop(RUN_MARKER, None)
 
-    facts = {
-        "model": str(fetch(config.model).resolve()),
-        "home": str(Path(config.output).resolve()),
-        "cores": site.rank_cores,
-    }
-    if not isinstance(config, RunConfig):
-        write_json_atomic(site.folder.engines, {"kind": "none", "engines": [], **facts})
-        return EngineWatch()
-    settings = config.engine
-    plan = plan_engines(config, site, fetch=fetch, sleeps=worker.trains and settings.sleep)
-    progress.say(plan.note + (", starting ..." if plan.engines else ""))
-    write_json_atomic(site.folder.engines, {**plan.as_json(), **facts})
-    live = start_engines(
-        [engine for model in plan.served for engine in model.engines],
-        site.folder,
-        health_timeout_s=settings.health_timeout_s,
-        start_timeout_s=settings.start_timeout_s,
-        say=progress.say,
-    )
-    return EngineWatch(live, max_restarts=settings.restarts, start_timeout_s=settings.start_timeout_s, say=progress.say)
+    def _start_worker(self) -> ManagedProcess | RankedTrainer:
+        """One process, or accelerate's launcher with the worker as its module."""
+        worker, folder, layout = self.worker, self.site.folder, self.site.layout
+        environment = worker_environment(self.config)
+        launch: list[str] = []
+        if layout.accelerate is not None:
+            settings = folder.root / "accelerate.yaml"
+            settings.write_text(yaml.safe_dump(dict(layout.accelerate)), encoding="utf-8")
+            launch = ["-m", "accelerate.commands.launch", "--config_file", str(settings.resolve())]
+            environment["OMP_NUM_THREADS"] = str(max(1, len(self.site.machine.cores) // layout.local))
+        process = ManagedProcess(
+            worker.name,
+            [sys.executable, *launch, "-m", worker.module, str(folder.root.resolve())],
+            environment=environment,
+            run_id=folder.run_id,
+            log=folder.log(worker.name),
+        )
+        return process if layout.accelerate is None else RankedTrainer(process, folder, num_ranks=layout.local)
 
+    def sum_up(self, status: Status, *, error: BaseException | None = None) -> dict[str, Any]:
+        """Write summary.json and draw the curve. Only the first machine has the metrics of a run."""
+        folder, say = self.site.folder, self.progress.say
+        has_steps = self.worker.trains and self.site.layout.machine_rank == 0
+        measure: Literal["reward", "loss"] = "reward" if isinstance(self.config, RunConfig) else "loss"
+        metrics = read_metrics(folder.metrics, say=say)
+        message = None if error is None else redact(str(error) or type(error).__name__)
+        summary = summarise(metrics, status, time.monotonic() - self.began, measure=measure, error=message)
+        if not has_steps:
+            summary = {key: summary[key] for key in ("status", "wall_s", "error") if key in summary}
+        if status == "finished":
+            summary |= self._results(metrics)
+        write_json_atomic(folder.summary, summary)
+        if has_steps:
+            self._draw(metrics)
+            means = [summary[f"{measure}_first"], summary[f"{measure}_last"]]
+            change = " -> ".join("?" if mean is None else f"{mean:.3f}" for mean in means)
+            where = f"; model in {folder.model}, curve in {folder.curve}" if status == "finished" else ""
+            say(
+                f"{status} after {summary['steps']} steps, {as_duration(summary['wall_s'])}: "
+                f"{measure} {change} (means of the first and last five steps){where}"
+            )
+        return summary
 
-def _fetch(name: str, config: AnyConfig, folder: RunFolder, progress: RunProgress) -> Path:
-    """A model's folder. A process that converts it carries the run's marker, so that it never outlives the run."""
-    model = resolve_model(name, trust_remote_code=config.trust_remote_code)
-    progress.say(f"model {name}: {model.note}")
-    os.environ[RUN_MARKER] = folder.run_id
-    try:
-        return fetch_model(model, log=folder.log("model"))
-    finally:
-        os.environ.pop(RUN_MARKER, None)
+    def _results(self, metrics: list[dict[str, Any]]) -> dict[str, Any]:
+        """What the summary of a finished run has besides its steps."""
+        folder = self.site.folder
+        if self.worker.result is not None:
+            return dict(read_json(folder.root / self.worker.result))
+        if self.site.layout.machine_rank > 0:
+            return {}
+        if not isinstance(self.config, RunConfig):
+            return dict(read_json(folder.held_out)) if folder.held_out.is_file() else {}
+        compared = plan_and_measured(self.config, self.site, metrics)
+        return {"plan_and_measured": compared} if compared else {}
 
-
-def _start_worker(worker: Worker, config: AnyConfig, site: Site) -> ManagedProcess | RankedTrainer:
-    """One process, or accelerate's launcher with the worker as its module."""
-    folder, layout = site.folder, site.layout
-    environment = worker_environment(config)
-    launch: list[str] = []
-    if layout.accelerate is not None:
-        settings = folder.root / "accelerate.yaml"
-        settings.write_text(yaml.safe_dump(dict(layout.accelerate)), encoding="utf-8")
-        launch = ["-m", "accelerate.commands.launch", "--config_file", str(settings.resolve())]
-        environment["OMP_NUM_THREADS"] = str(max(1, len(site.machine.cores) // layout.local))
-    process = ManagedProcess.start(
-        worker.name,
-        [sys.executable, *launch, "-m", worker.module, str(folder.root.resolve())],
-        environment=environment,
-        run_id=folder.run_id,
-        log=folder.log(worker.name),
-    )
-    return process if layout.accelerate is None else RankedTrainer(process, folder, num_ranks=layout.local)
+    def _draw(self, metrics: list[dict[str, Any]]) -> None:
+        """The curve and the timeline; a picture that cannot be drawn costs a line, not the run's result."""
+        config, folder = self.config, self.site.folder
+        try:
+            if isinstance(config, RunConfig):
+                finish_trace_and_draw(folder, f"placement {config.placement}, the last rounds")
+            draw_curve(metrics, folder.curve, f"{config.algorithm}: {config.model} on {Path(config.dataset).name}")
+        except (OSError, RuntimeError, ValueError) as problem:
+            self.progress.say(f"no curve was drawn: {problem}")
 
 
 def worker_environment(config: AnyConfig) -> dict[str, str]:
@@ -187,60 +226,3 @@ def worker_environment(config: AnyConfig) -> dict[str, str]:
         "SPT_NOENV": "1",
         **secrets_environment(config.model_dump(mode="json")),
     }
-
-
-def _sum_up(
-    worker: Worker,
-    config: AnyConfig,
-    site: Site,
-    progress: RunProgress,
-    status: Status,
-    *,
-    began: float,
-    error: BaseException | None = None,
-) -> dict[str, Any]:
-    """Write summary.json and draw the curve. Only the first machine has the metrics of a run."""
-    folder, has_steps = site.folder, worker.trains and site.layout.machine_rank == 0
-    measure: Literal["reward", "loss"] = "reward" if isinstance(config, RunConfig) else "loss"
-    metrics = read_metrics(folder.metrics, say=progress.say)
-    message = None if error is None else redact(str(error) or type(error).__name__)
-    summary = summarise(metrics, status, time.monotonic() - began, measure=measure, error=message)
-    if not has_steps:
-        summary = {key: summary[key] for key in ("status", "wall_s", "error") if key in summary}
-    if status == "finished":
-        summary |= _results(worker, config, site, metrics)
-    write_json_atomic(folder.summary, summary)
-    if has_steps:
-        _draw(config, folder, metrics, progress)
-        progress.say(_closing_line(summary, measure, folder))
-    return summary
-
-
-def _results(worker: Worker, config: AnyConfig, site: Site, metrics: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What the summary of a finished run has besides its steps."""
-    if worker.result is not None:
-        return dict(read_json(site.folder.root / worker.result))
-    if site.layout.machine_rank > 0:
-        return {}
-    if not isinstance(config, RunConfig):
-        return dict(read_json(site.folder.held_out)) if site.folder.held_out.is_file() else {}
-    compared = plan_and_measured(config, site, metrics)
-    return {"plan_and_measured": compared} if compared else {}
-
-
-def _draw(config: AnyConfig, folder: RunFolder, metrics: list[dict[str, Any]], progress: RunProgress) -> None:
-    """The curve and the timeline; a picture that cannot be drawn costs a line, not the run's result."""
-    try:
-        if isinstance(config, RunConfig):
-            finish_trace_and_draw(folder, f"placement {config.placement}, the last rounds")
-        draw_curve(metrics, folder.curve, f"{config.algorithm}: {config.model} on {Path(config.dataset).name}")
-    except (OSError, RuntimeError, ValueError) as problem:
-        progress.say(f"no curve was drawn: {problem}")
-
-
-def _closing_line(summary: Mapping[str, Any], measure: str, folder: RunFolder) -> str:
-    means = [summary[f"{measure}_first"], summary[f"{measure}_last"]]
-    change = " -> ".join("?" if mean is None else f"{mean:.3f}" for mean in means)
-    ended = f"{summary['status']} after {summary['steps']} steps, {as_duration(summary['wall_s'])}"
-    where = f"; model in {folder.model}, curve in {folder.curve}" if summary["status"] == "finished" else ""
-    return f"{ended}: {measure} {change} (means of the first and last five steps){where}"

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import yaml
 
@@ -18,10 +18,9 @@ from ycore.run.paths import RunFolder
 
 Name = Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"]
 Dtype = Literal["float32", "bfloat16"]
-NAMES: tuple[Name, ...] = ("ddp", "zero1", "zero2", "zero3", "fsdp2")
+NAMES: tuple[Name, ...] = get_args(Name)
 
 _MIXED_PRECISION: Mapping[Dtype, str] = {"float32": "no", "bfloat16": "bf16"}
-_UNSET_VARIABLE = re.compile(r"\$\{?(\w+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,10 +85,7 @@ class Site:
 
 
 def site_of(config: AnyConfig, *, trains: bool = True) -> Site:
-    """Decide where a run runs on this machine.
-
-    Args:
-        trains: False for a run that needs no training ranks, such as an evaluation.
+    """Decide where a run runs on this machine; one that does not train has one rank.
 
     Raises:
         ConfigError: the machine lacks what the ranks need, or the accelerate config cannot work.
@@ -108,18 +104,14 @@ def site_of(config: AnyConfig, *, trains: bool = True) -> Site:
 
 def this_machine() -> Machine:
     """The cores and devices of this process; no device where torch is a CPU build."""
+    try:
+        is_cpu_build = importlib.metadata.version("torch").endswith("+cpu")  # importing torch would take seconds
+    except importlib.metadata.PackageNotFoundError:
+        is_cpu_build = True
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     names = [name.strip() for name in visible.split(",")] if visible else [str(n) for n in range(num_gpus())]
-    return Machine(cores=tuple(cores), devices=() if _is_cpu_build() else tuple(names[: num_gpus()]))
-
-
-def _is_cpu_build() -> bool:
-    """By the version of torch, `2.13.0+cpu`: importing it takes seconds."""
-    try:
-        return importlib.metadata.version("torch").endswith("+cpu")
-    except importlib.metadata.PackageNotFoundError:
-        return True
+    return Machine(cores=tuple(cores), devices=() if is_cpu_build else tuple(names[: num_gpus()]))
 
 
 def layout_of(config: AnyConfig, *, on_cpu: bool) -> Layout:
@@ -128,13 +120,13 @@ def layout_of(config: AnyConfig, *, on_cpu: bool) -> Layout:
         return ONE_RANK
     dtype: Dtype = "float32" if config.dtype == "float32" else "bfloat16"
     name = next((name for name in NAMES if name == (config.accelerate or "ddp")), None)
-    if name is not None:
+    if name is None:
+        layout = _layout_from_file(Path(str(config.accelerate)).expanduser(), config, dtype=dtype)
+    else:
         settings = accelerate_config(name, processes=config.processes, on_cpu=on_cpu, dtype=dtype)
         layout = Layout(world=config.processes, accelerate=settings)
-    else:
-        layout = _layout_from_file(Path(str(config.accelerate)).expanduser(), config, dtype=dtype)
-        settings = dict(layout.accelerate or {})
-    if settings["distributed_type"] == "DEEPSPEED" and find_spec("deepspeed") is None:
+    is_deepspeed = layout.accelerate is not None and layout.accelerate["distributed_type"] == "DEEPSPEED"
+    if is_deepspeed and find_spec("deepspeed") is None:
         raise ConfigError(
             f"--accelerate {config.accelerate}: DeepSpeed is not installed; pip install 'ycore[deepspeed]'"
         )
@@ -143,10 +135,6 @@ def layout_of(config: AnyConfig, *, on_cpu: bool) -> Layout:
 
 def accelerate_config(name: Name, *, processes: int, on_cpu: bool, dtype: Dtype) -> dict[str, Any]:
     """The content of the file for `accelerate launch --config_file`, for ranks on this machine.
-
-    Args:
-        name: one of the names that `--accelerate` takes.
-        dtype: what the trainer computes in.
 
     Raises:
         ConfigError: fsdp2 on a CPU.
@@ -224,7 +212,7 @@ def _layout_from_file(path: Path, config: AnyConfig, *, dtype: Dtype) -> Layout:
 def _read_accelerate_file(path: Path) -> dict[str, Any]:
     """The file's mapping. `$NAME` and `${NAME}` come from the environment, so that one file serves all nodes."""
     text = os.path.expandvars(path.read_text(encoding="utf-8"))
-    if unset := _UNSET_VARIABLE.search(text):
+    if unset := re.search(r"\$\{?(\w+)", text):
         raise ConfigError(f"{path} names the environment variable {unset[1]}, which is not set; export {unset[1]}=...")
     try:
         settings = yaml.safe_load(text)

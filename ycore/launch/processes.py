@@ -39,16 +39,16 @@ _ERROR = re.compile(r"^(?:[A-Za-z_][\w.]*(?:Error|Exception|Interrupt|Failure)\b
 
 
 class ManagedProcess:
-    """A child whose output goes to one log file."""
+    """A child in its own session, so that Ctrl-C in a terminal reaches the launcher only.
 
-    def __init__(self, name: str, popen: "subprocess.Popen[bytes]", log: Path) -> None:
-        self.name = name
-        self.log = log
-        self._popen = popen
+    Args:
+        environment: the child's whole environment; the run's marker is added.
+        log: output is appended to it; a new file is readable by its owner only.
+        cores: keep the process, its threads and children on these cores (Linux).
+    """
 
-    @classmethod
-    def start(
-        cls,
+    def __init__(
+        self,
         name: str,
         command: Sequence[str],
         *,
@@ -56,16 +56,11 @@ class ManagedProcess:
         run_id: str,
         log: Path,
         cores: Sequence[int] | None = None,
-    ) -> "ManagedProcess":
-        """Start a command in its own session, so that Ctrl-C in a terminal reaches the launcher only.
-
-        Args:
-            environment: the child's whole environment; the run's marker is added.
-            log: output is appended to it; a new file is readable by its owner only.
-            cores: keep the process, its threads and children on these cores (Linux).
-        """
+    ) -> None:
+        self.name = name
+        self.log = log
         with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:
-            popen = subprocess.Popen(
+            self._popen = subprocess.Popen(
                 list(command),
                 env={**environment, RUN_MARKER: run_id},
                 stdin=subprocess.DEVNULL,
@@ -76,8 +71,7 @@ class ManagedProcess:
         if cores is not None and sys.platform == "linux":
             # It may have ended, which the caller notices; or the container forbids it, which only costs speed.
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):
-                psutil.Process(popen.pid).cpu_affinity(list(cores))
-        return cls(name, popen, log)
+                psutil.Process(self.pid).cpu_affinity(list(cores))
 
     @property
     def pid(self) -> int:
@@ -132,8 +126,8 @@ class ManagedProcess:
 
     def user_error(self) -> str | None:
         """The message of the last line that starts with `error: `."""
-        messages = [line.removeprefix("error: ") for line in self._tail() if line.startswith("error: ")]
-        return messages[-1].strip() if messages else None
+        lines = reversed(self._tail())
+        return next((line.removeprefix("error: ").strip() for line in lines if line.startswith("error: ")), None)
 
     def _tail(self) -> list[str]:
         with self.log.open("rb") as file:
@@ -253,12 +247,10 @@ class RankedTrainer:
     def _reports(self) -> list[Report]:
         reports = [read_report(self._folder, local) for local in range(self._num_ranks)]
         known = [report for report in reports if report is not None]
-        for report in known:
-            if report.pid not in self._ranks:
-                try:
-                    self._ranks[report.pid] = psutil.Process(report.pid)
-                except psutil.Error:
-                    self._ranks[report.pid] = None
+        for pid in {report.pid for report in known} - self._ranks.keys():
+            self._ranks[pid] = None
+            with suppress(psutil.Error):
+                self._ranks[pid] = psutil.Process(pid)
         return known
 
     def _culprit(self) -> Report | None:

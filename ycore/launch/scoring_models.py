@@ -12,7 +12,6 @@ from ycore.errors import ConfigError, ModelError, RewardError
 from ycore.judge.declaration import POLICY_BASE, Judge
 from ycore.judge.sources import (
     JUDGE_PREFIX,
-    RewardModel,
     is_judge,
     is_reward_model,
     judge_of,
@@ -59,14 +58,7 @@ def scoring_models(config: RunConfig) -> list[ScoringModel]:
 
 
 def check_run_placement(config: RunConfig, *, num_slots: int | None = None) -> None:
-    """Check a run's placement.
-
-    Args:
-        num_slots: slots of one controller; None where they are not known yet.
-
-    Raises:
-        ConfigError: the run's roles cannot be placed so on its slots.
-    """
+    """ConfigError where the run's roles cannot be placed so on `num_slots`, None where these are not known yet."""
     roles = in_order([ROLLOUT, *(model.role for model in scoring_models(config))])
     placement = parse_placement(config.placement)
     check_placement(placement, roles=roles, num_slots=sum(placement.shares) if num_slots is None else num_slots)
@@ -76,7 +68,7 @@ def check_scorers(config: RunConfig, columns: Sequence[str], *, engine: str) -> 
     """Describe each judge and reward model in a line; nothing is started or loaded.
 
     Args:
-        columns: the dataset's columns.
+        columns: of the dataset.
         engine: what generates: vllm, transformers or replay.
 
     Raises:
@@ -85,13 +77,15 @@ def check_scorers(config: RunConfig, columns: Sequence[str], *, engine: str) -> 
     lines = []
     for spec in config.rewards:
         if is_judge(spec):
-            name = f"judge {spec.reward.removeprefix(JUDGE_PREFIX)}"
-            judge = judge_of(spec)
-            require_columns(spec.reward.removeprefix(JUDGE_PREFIX), judge, columns)
-            lines.append(f"{name}: {_check_judge(name, judge, config, engine)}")
+            name, judge = spec.reward.removeprefix(JUDGE_PREFIX), judge_of(spec)
+            require_columns(name, judge, columns)
+            lines.append(f"judge {name}: {_check_judge(f'judge {name}', judge, config, engine)}")
         elif is_reward_model(spec):
-            declared = reward_model_of(spec)
-            lines.append(f"reward model {declared.model}: {_check_reward_model(declared, config, engine)}")
+            model, way_out = reward_model_of(spec).model, "score with a function: --reward FILE.py:FUNCTION"
+            plan = _served(f"reward model {model}", model, config, engine, f"install vLLM, or {way_out}")
+            if plan.config is not None:
+                _check_classifier(model, plan.config)
+            lines.append(f"reward model {model}: {plan.note}, one number a completion")
     return lines
 
 
@@ -117,9 +111,8 @@ def _check_judge(name: str, judge: Judge, config: RunConfig, engine: str) -> str
                 f"{name}: the environment variable {judge.api_key_env} (api_key_env) is not set; export it"
             )
         return f"{judge.model} at {judge.base_url}, {how}"
-    _require_vllm(name, engine, "give it a base_url, or install vLLM")
     model = _model_name(judge, config)
-    plan = _resolve(name, model, config)
+    plan = _served(name, model, config, engine, "give it a base_url, or install vLLM")
     if plan.has_chat_template is False:
         raise ModelError(f"{name} is asked in chats, and {model} has no chat template; take an instruct model")
     if judge.max_model_len and plan.context_length and judge.max_model_len > plan.context_length:
@@ -130,25 +123,13 @@ def _check_judge(name: str, judge: Judge, config: RunConfig, engine: str) -> str
     return f"{weights}, {how}"
 
 
-def _check_reward_model(declared: RewardModel, config: RunConfig, engine: str) -> str:
-    name = f"reward model {declared.model}"
-    _require_vllm(name, engine, "install vLLM, or score with a function: --reward FILE.py:FUNCTION")
-    plan = _resolve(name, declared.model, config)
-    if plan.config is not None:
-        _check_classifier(declared.model, plan.config)
-    return f"{plan.note}, one number a completion"
-
-
-def _resolve(name: str, model: str, config: RunConfig) -> ModelPlan:
+def _served(name: str, model: str, config: RunConfig, engine: str, way_out: str) -> ModelPlan:
+    if engine == "transformers":
+        raise ConfigError(f"{name} runs in a vLLM engine, and this run generates with {engine}; {way_out}")
     try:
         return resolve_model(model, trust_remote_code=config.trust_remote_code)
     except ModelError as problem:
         raise ModelError(f"{name}: {problem}") from None
-
-
-def _require_vllm(name: str, engine: str, way_out: str) -> None:
-    if engine == "transformers":
-        raise ConfigError(f"{name} runs in a vLLM engine, and this run generates with {engine}; {way_out}")
 
 
 def _check_classifier(name: str, model_config: Mapping[str, Any]) -> None:

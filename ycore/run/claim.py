@@ -108,9 +108,8 @@ def check_claim(folder: RunFolder, config: BaseModel, *, resume: bool, how: Resu
     if not os.path.lexists(root):
         parent = next(path for path in root.absolute().parents if os.path.lexists(path))
         if not parent.is_dir() or not os.access(parent, os.W_OK | os.X_OK):
-            raise RunFolderError(
-                f"--output {root} cannot be made, because {parent} cannot be written to; choose another"
-            )
+            why = f"{parent} cannot be written to"
+            raise RunFolderError(f"--output {root} cannot be made, because {why}; choose another")
     elif not root.is_dir():
         raise RunFolderError(f"--output must be a folder, and {root} is a file; choose another --output")
     elif not os.access(root, os.W_OK | os.X_OK):

@@ -70,9 +70,8 @@ def is_disk_full(error: BaseException) -> bool:
     """Whether a write failed for lack of space; libraries wrap the system's error, or keep only its words."""
     seen: BaseException | None = error
     while seen is not None:
-        if isinstance(seen, OSError) and seen.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}:
-            return True
-        if any(words in str(seen) for words in _FULL_IN_WORDS):
+        is_full = isinstance(seen, OSError) and seen.errno in {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+        if is_full or any(words in str(seen) for words in _FULL_IN_WORDS):
             return True
         seen = seen.__cause__ or seen.__context__
     return False

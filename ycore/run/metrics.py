@@ -198,12 +198,7 @@ def wilson_95(right: int, total: int) -> tuple[float, float]:
 def pass_at_k(n: int, c: int, k: int) -> float:
     """The chance that one of k completions is right, without bias: `1 - C(n - c, k) / C(n, k)` (Chen et al. 2021).
 
-    Example: `pass_at_k(4, 1, 2)` is 0.5: of the six pairs out of four, three hold the right one.
-
-    Args:
-        n: Completions that were sampled.
-        c: Those of them that are right.
-        k: How many are drawn of them, at most n.
+    Of the n completions that were sampled, c are right. Example: `pass_at_k(4, 1, 2)` is 0.5.
     """
     if not 0 <= c <= n or not 1 <= k <= n:
         raise ValueError(f"pass@k needs 0 <= c <= n and 1 <= k <= n; n is {n}, c is {c}, k is {k}")

@@ -29,7 +29,7 @@ def kill_tree(leader: int, *, also: Iterable[psutil.Process] = (), wait_s: float
     """Send SIGKILL to a process group, to everything below its leader, and to `also`.
 
     Args:
-        leader: process id of the group's leader. The group is killed even when the leader has ended already.
+        leader: process id of the group's leader, which may have ended already.
         also: processes that may have left the tree, such as an engine's worker whose parent died.
         wait_s: how long to wait until all of them but the leader are gone; the caller reaps the leader.
     """

@@ -117,13 +117,10 @@ def check_checkpoint(folder: RunFolder, step: int) -> None:
 
 
 def settle(folder: RunFolder, config: BaseModel, how: Resume, *, say: Say) -> None:
-    """Before anything is started, leave in the folder only what the run is to go on from.
+    """Before anything is started, leave in the folder only what the run is to go on from, or raise RunFolderError.
 
     Checkpoints of later steps than `how` names are moved aside. Later rounds stay, and are trained on again as they
     were; where changed settings are accepted they are another run's, and are dropped.
-
-    Raises:
-        RunFolderError: the run is running, or cannot go on like this.
     """
     held = Claim(folder)
     try:

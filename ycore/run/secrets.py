@@ -34,9 +34,8 @@ def redact(value: Any) -> Any:
     if isinstance(value, str):
         return _USERINFO.sub(HIDDEN, _SECRET_VALUE.sub(HIDDEN, value))
     if isinstance(value, Mapping):
-        return {
-            key: HIDDEN if item is not None and _is_secret(str(key)) else redact(item) for key, item in value.items()
-        }
+        hidden = {key for key, item in value.items() if item is not None and _is_secret(str(key))}
+        return {key: HIDDEN if key in hidden else redact(item) for key, item in value.items()}
     if isinstance(value, Sequence):
         return [redact(item) for item in value]
     return value
@@ -64,11 +63,7 @@ def _is_secret(name: str) -> bool:
 
 
 def secrets_environment(config: Mapping[str, Any]) -> dict[str, str]:
-    """The variable that gives a worker's process what run.json hides of these settings; empty if it hides nothing.
-
-    Args:
-        config: the run's settings as JSON values (`model_dump(mode="json")`).
-    """
+    """The variable that gives a worker what run.json hides of these settings (JSON values), if anything."""
     shown_and_real = ((path, shown, _at(config, path)) for path, shown in _leaves(redact(config)))
     hidden = [(path, real) for path, shown, real in shown_and_real if real != shown]
     return {VARIABLE: json.dumps(hidden)} if hidden else {}

@@ -111,9 +111,7 @@ class Scene:
 
     def _is_now(self, levels: Levels) -> bool:
         """Whether they were reported in this step: the requests of an earlier one are gone, and count as none."""
-        if self.is_over or self.step_began is None:
-            return False
-        return levels.at >= self.step_began - _CLOCK_S
+        return not self.is_over and self.step_began is not None and levels.at >= self.step_began - _CLOCK_S
 
     def now(self) -> str:
         """`training for 12 s, 28 s into the step`: the phase of the rank that is least far in this step."""
@@ -121,7 +119,7 @@ class Scene:
             return "starting"
         if self.step_ended is not None and self.step_ended >= self.step_began:
             return f"between steps for {self._for(self.step_ended)}"
-        into, order = f"{self._for(self.step_began)} into the step", [*PHASES]
+        order, into = [*PHASES], f"{self._for(self.step_began)} into the step"
         known = [
             (order.index(phase), -since, rank)
             for rank, (phase, since) in self.activity.phases.items()
@@ -130,22 +128,20 @@ class Scene:
         if not known:
             return into
         place, minus_since, rank = min(known)
-        phase, queues = order[place], self.queues()
+        does = PHASES[order[place]]
+        if order[place] == ROUND:
+            if queues := self.queues():  # with nothing in flight and nothing waiting it is the reward functions' turn
+                busy = [_DOES.get(role, role) for role, counts in queues.items() if any(counts)]
+                does = ", ".join(busy) or "scoring"
+            began = [began for slot in self.activity.lanes for began in self.open_since(slot).values()]
+            if began and self.until - min(began) >= _LONG_S:
+                into = f"one request for {self._for(min(began))}"
         who = "" if all(other == place for other, *_ in known) else f"rank {rank}: "
-        does = PHASES[phase]
-        if phase == ROUND and queues:  # with nothing in flight and nothing waiting it waits for the reward functions
-            busy = [_DOES.get(role, role) for role, counts in queues.items() if any(counts)]
-            does = ", ".join(busy) or "scoring"
-        oldest = min((at for lane in self.activity.lanes for at in self.open_since(lane).values()), default=self.until)
-        if phase == ROUND and self.until - oldest >= _LONG_S:
-            into = f"one request for {self._for(oldest)}"
         return f"{who}{does} for {self._for(-minus_since)}, {into}"
 
     def queue_words(self) -> list[str]:
-        return [
-            f"{role.replace('_', ' ')} {flying} in flight, {waiting} waiting"
-            for role, (flying, waiting) in self.queues().items()
-        ]
+        queues = self.queues().items()
+        return [f"{role.replace('_', ' ')} {fly} in flight, {wait} waiting" for role, (fly, wait) in queues]
 
     def _for(self, since: float) -> str:
         return as_duration(max(0.0, self.until - since))
@@ -171,9 +167,8 @@ class RunActivity:
     def look(self) -> Scene:
         """The run at this moment, as far as its files show."""
         with self._lock:
-            moment = time.monotonic()
-            if self._scene is None or moment - self._looked >= 0.5:
-                self._scene, self._looked = self._look(), moment
+            if self._scene is None or time.monotonic() - self._looked >= 0.5:
+                self._scene, self._looked = self._look(), time.monotonic()
             return self._scene
 
     def _look(self) -> Scene:

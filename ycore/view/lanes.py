@@ -80,7 +80,11 @@ def draw_lane(lane: Lane, window: Window, *, open_since: Mapping[str, float] | N
     for role in sorted({*lane.busy, *open_since}):  # where roles share a slot, the judge shows
         in_flight = [(open_since[role], math.inf)] if role in open_since else []
         shares[role] = window.shares(joined([*lane.busy.get(role, []), *in_flight]))
-    swapped, cells = _swapped(lane, window), []
+    swapped, cells = dict[int, str](), []  # the cells with a swap under way, and the role awake after the last one
+    for began, seconds, awake in lane.swaps:
+        first = math.floor((began - window.since) / window.cell_s)
+        last = math.floor((began + seconds - window.since) / window.cell_s)
+        swapped |= dict.fromkeys(range(max(0, first), min(window.num_cells, last + 1)), awake)
     for cell in range(window.num_cells):
         role, share = max(((role, own[cell]) for role, own in shares.items()), key=lambda one: one[1], default=("", 0))
         if cell in swapped:
@@ -91,17 +95,6 @@ def draw_lane(lane: Lane, window: Window, *, open_since: Mapping[str, float] | N
             cells.append((_IDLE, "bright_black"))
     alike = groupby(cells, key=lambda cell: cell[1])  # one change of colour where one is enough
     return Text.assemble(*(("".join(sign for sign, _ in own), style) for style, own in alike))
-
-
-def _swapped(lane: Lane, window: Window) -> dict[int, str]:
-    """The cells in which a swap was under way, and the role that was awake after the last one."""
-    found: dict[int, str] = {}
-    for began, seconds, awake in lane.swaps:
-        if began + seconds >= window.since:
-            first = math.floor((began - window.since) / window.cell_s)
-            last = math.floor((began + seconds - window.since) / window.cell_s)
-            found |= dict.fromkeys(range(max(0, first), min(window.num_cells, last + 1)), awake)
-    return found
 
 
 def draw_legend(roles: Iterable[str], window: Window, *, swaps: bool) -> Text:

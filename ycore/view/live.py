@@ -1,7 +1,6 @@
 """The live view of a run: its reward, its groups, where its step's time goes, and its slots, a lane each.
 
-The run's own terminal and `ycore watch` show the same view. It never shrinks while the run goes on, and it fits 80
-columns.
+The run's own terminal and `ycore watch` show it. It never shrinks while the run goes on, and it fits 80 columns.
 """
 
 import math
@@ -50,13 +49,7 @@ Line = tuple[str, Text | str]
 
 
 class RunView:
-    """A renderable of rich: `view = RunView(40); view.add(row); console.print(view)`.
-
-    Args:
-        num_steps: How many rows there will be; None where nobody knows.
-        unit: What a row counts.
-        look: Returns what the run does now; None shows the rows alone.
-    """
+    """A renderable of rich; its arguments are those of `open_progress`. `view.add(row); console.print(view)`"""
 
     def __init__(self, num_steps: int | None, *, unit: str = "step", look: Look | None = None) -> None:
         self._num_steps, self._unit, self._look = num_steps, unit, look
@@ -107,9 +100,8 @@ class RunView:
             last = f"{self._values[-1]:.3f}" + ("" if spread is None else f" ± {spread:.3f}")
             lines.append((self._watched, Text.assemble(f"{last}  ", (sparkline(self._values, width=32), "green"))))
         lines += [(name, "  ".join(parts(row, wanted))) for name, wanted in _NUMBERS.items()]
-        lines.append(("slowest", slowest_part(row)))
-        lines.append(("masked", (", ".join(reward_problems(row)) or "none") if self._has_masked else ""))
-        lines.append(("workers", restarted_workers(row)))
+        masked = (", ".join(reward_problems(row)) or "none") if self._has_masked else ""
+        lines += [("slowest", slowest_part(row)), ("masked", masked), ("workers", restarted_workers(row))]
         return [(name, text) for name, text in lines if text]
 
     def _scene_lines(self, scene: Scene, width: int) -> list[Line]:

@@ -3,7 +3,7 @@
 import base64
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from importlib.resources import files
 from pathlib import Path
 from statistics import fmean
@@ -12,44 +12,34 @@ from typing import Any
 from ycore.run.files import write_json_atomic
 from ycore.run.text import as_duration, printable
 from ycore.view.pictures import RUN_COLOURS, as_svg, curves, over_seconds, points, save_png, seconds_went
-from ycore.view.record import PARTS, Reached, RunRecord, ScoredCompletion, as_text, at_equal_seconds
+from ycore.view.record import PARTS, RunRecord, ScoredCompletion, as_text, at_equal_seconds
 
 _SHOWN = 4  # completions at either end of the last round, and in its middle
 
 
-@dataclass(frozen=True, slots=True)
-class Report:
-    """Runs of different names, and where there are several, what each had reached at equal device seconds."""
-
-    runs: Sequence[RunRecord]
-    reached: Sequence[Sequence[Reached]]
-
-
-def make_report(runs: Sequence[RunRecord]) -> Report:
-    """Compare the runs, and number those whose names are alike."""
+def make_report(runs: Sequence[RunRecord]) -> list[RunRecord]:
+    """The runs by different names; where there are several, with what each had reached at equal device seconds."""
     names = [run.name for run in runs]
-    distinct = [
-        run if names.count(run.name) == 1 else replace(run, name=f"{run.name} ({place})")
-        for place, run in enumerate(runs, 1)
-    ]
-    return Report(distinct, at_equal_seconds([run.reward_curve for run in runs]) if len(runs) > 1 else [])
+    numbered = [name if names.count(name) == 1 else f"{name} ({place})" for place, name in enumerate(names, 1)]
+    reached = at_equal_seconds([run.reward_curve for run in runs]) if len(runs) > 1 else [()]
+    return [replace(run, name=name, reached=own) for run, name, own in zip(runs, numbered, reached, strict=True)]
 
 
-def write_report(report: Report, page: Path) -> list[Path]:
+def write_report(runs: Sequence[RunRecord], page: Path) -> list[Path]:
     """Write the page, and beside it the same as `.json` and the curves as `.png`; return the files written."""
     page.parent.mkdir(parents=True, exist_ok=True)
     partial = page.with_name(f".{page.name}")
-    partial.write_text(as_page(report), encoding="utf-8")
+    partial.write_text(as_page(runs), encoding="utf-8")
     partial.replace(page)
-    write_json_atomic(page.with_suffix(".json"), as_json(report))
+    write_json_atomic(page.with_suffix(".json"), as_json(runs))
     written = [page, page.with_suffix(".json")]
-    if (drawn := curves(report.runs)) is not None:
+    if (drawn := curves(runs)) is not None:
         written.append(page.with_suffix(".png"))
         save_png(drawn, written[-1])
     return written
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(runs: Sequence[RunRecord]) -> dict[str, Any]:
     """The report's numbers, as JSON values."""
     return {
         "runs": [
@@ -61,22 +51,26 @@ def as_json(report: Report) -> dict[str, Any]:
                 "slots": run.spent.num_slots,
                 "device_seconds": dict(run.spent.seconds),
                 "device_seconds_per_informative_group": run.spent.per_informative_group,
-                "at_equal_seconds": [asdict(one) for one in report.reached[place]] if report.reached else [],
+                "at_equal_seconds": [asdict(one) for one in run.reached],
                 "problems": list(run.problems),
                 "command": list(run.command),
                 "versions": dict(run.versions),
                 "config": dict(run.config),
             }
-            for place, run in enumerate(report.runs)
+            for run in runs
         ]
     }
 
 
-def as_page(report: Report) -> str:
+def as_page(runs: Sequence[RunRecord]) -> str:
     """HTML that needs no network and no other file; whatever a model wrote is shown as text."""
     from jinja2 import Environment
 
-    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=_shown)
+    def shown(value: Any) -> Any:
+        """Text as data; the pictures, which are markup, are ours."""
+        return printable(value) if type(value) is str else value
+
+    environment = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True, finalize=shown)
     environment.filters |= {
         "short": _short,
         "duration": as_duration,
@@ -87,7 +81,6 @@ def as_page(report: Report) -> str:
         "base64": lambda file: base64.b64encode(file.read_bytes()).decode(),
     }
     source = files("ycore.view").joinpath("page.html.j2").read_text(encoding="utf-8")
-    runs = report.runs
     drawn, compared = curves(runs), over_seconds(runs) if len(runs) > 1 else None
     return environment.from_string(source).render(
         runs=runs,
@@ -96,15 +89,10 @@ def as_page(report: Report) -> str:
         curves=None if drawn is None else as_svg(drawn),
         over_seconds=None if compared is None else as_svg(compared),
         # Runs may reach fewer marks than others: only those that all have are shown.
-        reached=list(zip(*report.reached, strict=False)) if all(report.reached) else [],
+        reached=list(zip(*(run.reached for run in runs), strict=False)),
         spent_picture=as_svg(seconds_went(runs)),
         parts=[part for part in PARTS if any(run.spent.seconds[part] for run in runs)],
     )
-
-
-def _shown(value: Any) -> Any:
-    """Text as data; the pictures, which are markup, are ours."""
-    return printable(value) if type(value) is str else value
 
 
 def chosen(completions: Sequence[ScoredCompletion]) -> list[ScoredCompletion]:

@@ -52,13 +52,11 @@ class RunRecord:
     problems: Sequence[str] = ()
     """Files of the run that are damaged, so that what they held is missing here."""
 
+    reached: Sequence["Reached"] = ()
+
 
 def read_run(root: Path) -> RunRecord:
-    """Everything that a report shows of the run in `root`, finished or not.
-
-    Raises:
-        RunFolderError: there is no run, or none that has finished a step.
-    """
+    """What a report shows of the run in `root`, finished or not; RunFolderError where no step is finished."""
     folder = RunFolder(root)
     if not folder.config.is_file():
         raise RunFolderError(f"{root} has no run.json, so it is no run's folder; name the folder that --output named")
@@ -67,8 +65,8 @@ def read_run(root: Path) -> RunRecord:
     if not metrics:
         raise RunFolderError(f"{root} has no step yet: {folder.metrics} is missing or empty; wait for the first step")
     config = description.get("config", {})
-    # A trainer that generates by itself is one slot.
-    num_slots = max(1, len(_optional(folder.engines).get("engines", [])))
+    num_slots = max(1, len(_optional(folder.engines).get("engines", [])))  # a trainer that generates itself is one
+    prompts, judging = int(config.get("prompts_per_step", 1)), judging_share(read_trace(folder.trace))
     return RunRecord(
         root=root,
         name=root.resolve().name,
@@ -80,12 +78,7 @@ def read_run(root: Path) -> RunRecord:
         metrics=metrics,
         samples=_optional(folder.samples),
         completions=_last_completions(folder, config, problems),
-        spent=spent(
-            metrics,
-            prompts_per_step=int(config.get("prompts_per_step", 1)),
-            num_slots=num_slots,
-            judging=judging_share(read_trace(folder.trace)),
-        ),
+        spent=spent(metrics, prompts_per_step=prompts, num_slots=num_slots, judging=judging),
         reward_curve=reward_curve(metrics, num_slots=num_slots),
         timeline=folder.timeline if folder.timeline.is_file() else None,
         problems=problems,
@@ -164,10 +157,7 @@ class Spent:
 
 
 def spent(metrics: Sequence[Row], *, prompts_per_step: int, num_slots: int, judging: float = 0.0) -> Spent:
-    """The sum over the run's steps; every slot is counted for the whole of every step.
-
-    `judging` is the run's `judging_share`, taken as that of every step.
-    """
+    """The sum over the run's steps, each of them with every slot and with the run's `judging_share`."""
     seconds, informative = dict.fromkeys(PARTS, 0.0), 0.0
     for row in metrics:
         if number(row, *STEP_SECONDS) is None:
@@ -208,10 +198,7 @@ def _or_zero(row: Row, *names: str) -> float:
 
 
 def judging_share(spans: Iterable[Span]) -> float:
-    """Of the seconds with requests in flight, slot by slot and role by role, those of judges and reward models.
-
-    Where a judge and a rollout are in flight on one slot at once, both count.
-    """
+    """Of the seconds with requests in flight, summed over slots and roles, those of judges and reward models."""
     lanes: dict[tuple[int, int, str], list[Span]] = {}
     for span in spans:
         if span.name not in (SWAP, ROUND):
@@ -223,10 +210,7 @@ def judging_share(spans: Iterable[Span]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Reached:
-    """A run's reward after some device seconds: the mean of the last ten steps.
-
-    `half_width` is half of its 95 % interval (Student's t, steps taken as independent); None with fewer than three.
-    """
+    """A run's reward after some device seconds: the mean of the last ten steps, with its `half_width`."""
 
     device_s: float
     step: int
@@ -265,7 +249,7 @@ _T_975 = (math.inf, 12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.2
 
 
 def half_width(values: Sequence[float]) -> float | None:
-    """Half the width of the 95 % interval of the mean; None with fewer than three values."""
+    """Half the 95 % interval of the mean (Student's t, values taken as independent); None with fewer than three."""
     if len(values) < 3:
         return None
     return _T_975[min(len(values) - 1, len(_T_975) - 1)] * statistics.stdev(values) / math.sqrt(len(values))

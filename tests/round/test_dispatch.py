@@ -9,8 +9,8 @@ import pytest
 
 from ycore.errors import EngineError
 from ycore.placement.allocator import Allocator
-from ycore.placement.placement import JUDGE, SlotPool, parse_placement
-from ycore.round.slots import ROLLOUT, Slots, usage_metrics
+from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
+from ycore.round.slots import Slots, usage_metrics
 from ycore.run.trace import ROUND, SWAP, SYNC, Levels, Mark, TraceWriter, parse_event, read_trace
 
 ROLES = (ROLLOUT, JUDGE)

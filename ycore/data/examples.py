@@ -19,8 +19,8 @@ from ycore.data.table import QUESTION_COLUMNS, Table, TableRow
 from ycore.errors import DataError
 from ycore.types import Content, Message
 
-Example = dict[str, Any]
-"""One row of TRL's: its columns depend on the trainer."""
+Example = dict[str, Any]  # one row of TRL's: its columns depend on the trainer
+ToExample = Callable[[TableRow], Example | str]  # the example of a row, or why nothing can be learned from it
 
 CONVERSATION_COLUMNS = ("messages", "conversations", "conversation")
 COMPLETION_COLUMNS = ("completion", "response", "output", "answer", "solution")
@@ -68,7 +68,6 @@ def load_examples(config: TuneConfig, *, as_chat: bool) -> ExampleSet:
     come with every good answer first.
 
     Args:
-        config: names the dataset, its columns, the algorithm and what to hold out.
         as_chat: make texts chat turns, for a model with a chat template.
 
     Raises:
@@ -135,10 +134,6 @@ def _rename_columns(table: Table, columns: dict[str, str]) -> Table:
     rows = [{names.get(name, name): value for name, value in row.items() if name not in hidden} for row in table.rows]
     kept = tuple(names.get(name, name) for name in table.columns if name not in hidden)
     return replace(table, rows=rows, columns=kept)
-
-
-ToExample = Callable[[TableRow], Example | str]
-"""One row's example, or the reason why nothing can be learned from it."""
 
 
 def _converter(config: TuneConfig, table: Table, as_chat: bool) -> ToExample:
@@ -219,18 +214,14 @@ def _pair_example(row: TableRow, question: str | None, *, as_chat: bool) -> Exam
     elif isinstance(chosen, str) or isinstance(rejected, str) or not as_chat:
         pair = _split_texts(_raw_text(row, "chosen"), _raw_text(row, "rejected"))
     else:
-        pair = _split_turns(chosen, rejected)
+        differ_last = len(chosen) > 1 and chosen[:-1] == rejected[:-1]
+        are_answers = chosen[-1]["role"] == rejected[-1]["role"] == "assistant"
+        split = {"prompt": chosen[:-1], "chosen": chosen[-1:], "rejected": rejected[-1:]}
+        pair = split if differ_last and are_answers else None
     if pair is None:
         return "conversations part before the last answer"
     margin = row.values.get("margin")
     return {**pair, "margin": float(margin)} if isinstance(margin, int | float) else pair
-
-
-def _split_turns(chosen: list[Message], rejected: list[Message]) -> Example | None:
-    before, last_roles = chosen[:-1], {chosen[-1]["role"], rejected[-1]["role"]}
-    if not before or before != rejected[:-1] or last_roles != {"assistant"}:
-        return None
-    return {"prompt": before, "chosen": chosen[-1:], "rejected": rejected[-1:]}
 
 
 def _split_texts(chosen: str, rejected: str) -> Example | None:

@@ -1,5 +1,4 @@
-"""Generated datasets: `task:NAME?args`, questions with one right answer that ycore makes itself, and `gym:NAME?args`,
-the tasks of the optional package reasoning-gym.
+"""Generated datasets: ycore's own questions (`task:NAME?args`) and those of reasoning-gym (`gym:NAME?args`).
 
 A generated dataset is a pure function of its arguments, its split and the seed. `size` is the number of rows wanted:
 a task with fewer distinct questions gives fewer.
@@ -9,6 +8,7 @@ import hashlib
 import json
 import random
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from itertools import islice
 from typing import Any
@@ -22,6 +22,7 @@ _TEST_SHARE = 5  # about every fifth question is held out
 _SALT = "2 "  # chosen so that the smallest tasks hold out a fifth too: 20 of the 100 sums of two digits
 _MAX_SIZE = 1_000_000
 _MAX_LISTED = 1 << 18  # up to so many questions a task is listed and shuffled; beyond, questions are drawn
+_JSON = (str, int, float, bool, Mapping, list, tuple, type(None))
 _GYM_DRAWS_PER_ROW = 12  # a test question is one of five: draws enough to find as many as wanted
 
 
@@ -47,7 +48,6 @@ class Task:
 
 
 def task_table(text: str, *, split: str, seed: int) -> Table:
-    """The rows of `task:NAME?args`."""
     name, given = _parse(text, split)
     if name not in TASKS:
         way_out = nearest(name, TASKS) or "; take one of them"
@@ -197,29 +197,20 @@ def _gym_dataset(text: str, name: str, given: Mapping[str, str], *, size: int, s
         if key not in known:
             way_out = nearest(key, known) or "; take one of them"
             raise DataError(f"{text}: no argument {key!r}; there are size, {', '.join(known)}{way_out}")
-    arguments = {key: _json_or_text(value) for key, value in given.items()}
+    arguments: dict[str, Any] = dict(given)
+    for key, value in given.items():
+        with suppress(ValueError):  # numbers, true/false and lists as JSON writes them; anything else is text
+            arguments[key] = json.loads(value)
     try:
         return create_dataset(name, size=size, seed=seed, **arguments)
     except (ValueError, TypeError, AssertionError) as problem:
         raise DataError(f"{text}: {problem}; change that argument") from None
 
 
-def _json_or_text(text: str) -> Any:
-    """Numbers, true/false and lists as JSON writes them; anything else is text."""
-    try:
-        return json.loads(text)
-    except ValueError:
-        return text
-
-
 def _without_objects(value: Any) -> Any:
     """`value` without what JSON cannot hold."""
     if isinstance(value, Mapping):
-        return {str(key): _without_objects(item) for key, item in value.items() if _is_json(item)}
+        return {str(key): _without_objects(item) for key, item in value.items() if isinstance(item, _JSON)}
     if isinstance(value, list | tuple):
-        return [_without_objects(item) for item in value if _is_json(item)]
+        return [_without_objects(item) for item in value if isinstance(item, _JSON)]
     return value
-
-
-def _is_json(value: Any) -> bool:
-    return value is None or isinstance(value, str | int | float | bool | Mapping | list | tuple)

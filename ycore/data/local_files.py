@@ -29,7 +29,6 @@ def file_suffix(path: Path) -> str | None:
 
 
 def file_table(path: Path) -> Table:
-    """The rows of a local file."""
     suffix = file_suffix(path)
     if os.path.isdir(path):
         found = sorted(entry.name for entry in path.iterdir() if file_suffix(entry))[:3]
@@ -50,7 +49,12 @@ def file_table(path: Path) -> Table:
 
 
 def _read_text(path: Path, suffix: str) -> Table:
-    data = gzip.decompress(path.read_bytes()) if suffix.endswith(".gz") else _mapped(path)
+    data: bytes | mmap.mmap = b""
+    if suffix.endswith(".gz"):
+        data = gzip.decompress(path.read_bytes())
+    elif os.path.getsize(path):  # an empty file cannot be mapped
+        with open(path, "rb") as file:
+            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
     is_array = data[:4096].removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     if suffix.startswith(".csv"):
         return _parse_csv(path, _decoded(path, data))
@@ -60,12 +64,6 @@ def _read_text(path: Path, suffix: str) -> Table:
     entries = _parse_json(str(path), _decoded(path, data))
     objects = [_json_object(f"{path}, entry {number}", entry) for number, entry in enumerate(entries)]
     return Table(str(path), objects, columns_of(objects))
-
-
-def _mapped(path: Path) -> bytes | mmap.mmap:
-    with open(path, "rb") as file:
-        is_empty = os.fstat(file.fileno()).st_size == 0  # then it cannot be mapped
-        return b"" if is_empty else mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
 
 
 def _decoded(path: Path, data: bytes | mmap.mmap) -> str:

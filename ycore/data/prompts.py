@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from datetime import date, time, timedelta
 from decimal import Decimal
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -20,8 +21,6 @@ from ycore.types import Content, Message, Prompt
 PROMPT_COLUMNS = (QUESTION_COLUMNS[0], "messages", *QUESTION_COLUMNS[1:])
 RESERVED_COLUMNS = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
 """Keywords that every reward function is called with: a column of that name is not passed on."""
-
-_NUM_CACHED_EPOCHS = 2  # a round that crosses the end of an epoch reads from both
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +40,6 @@ def load_prompts(config: RunConfig, *, as_chat: bool = False) -> PromptSet:
     """The prompts of `config.dataset`, all of them checked.
 
     Args:
-        config: names the dataset, its split, its columns and the system prompt.
         as_chat: make a text prompt a user's turn, for a model with a chat template.
 
     Raises:
@@ -60,23 +58,19 @@ class PromptOrder:
     def __init__(self, *, seed: int, num_rows: int) -> None:
         if num_rows < 1 or seed < 0:
             raise ValueError(f"an order needs at least one row and a seed from 0: num_rows={num_rows}, seed={seed}")
-        self.seed = seed
-        self.num_rows = num_rows
-        self._epochs: dict[int, npt.NDArray[np.int64]] = {}
+        self.seed, self.num_rows = seed, num_rows
 
     def row_at(self, position: int) -> int:
         """The row that the run draws at `position`, which counts from 0 over all epochs."""
         if position < 0:
             raise ValueError(f"a position counts from 0, not {position}")
         epoch, place = divmod(position, self.num_rows)
-        return int(self._permutation(epoch)[place])
+        return int(_permutation(self.seed, epoch, self.num_rows)[place])
 
-    def _permutation(self, epoch: int) -> npt.NDArray[np.int64]:
-        if epoch not in self._epochs:
-            while len(self._epochs) >= _NUM_CACHED_EPOCHS:
-                self._epochs.pop(next(iter(self._epochs)))
-            self._epochs[epoch] = np.random.default_rng([self.seed, epoch]).permutation(self.num_rows)
-        return self._epochs[epoch]
+
+@lru_cache(maxsize=2)  # a round that crosses the end of an epoch reads from both
+def _permutation(seed: int, epoch: int, num_rows: int) -> npt.NDArray[np.int64]:
+    return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
 
 def to_prompts(table: Table, config: RunConfig, *, as_chat: bool) -> PromptSet:

@@ -1,6 +1,7 @@
 """What a dataset's name means: a local file, a generated dataset, or a dataset of the hub (`name` or `name:config`)."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,25 +17,24 @@ _NO_HUB_NEEDED = "give a local file (.jsonl, .csv, .parquet), `task:addition` or
 def read_table(name: str, *, split: str, seed: int, limit: int | None) -> Table:
     """The first `limit` rows of a dataset, at least one. Local files have no splits; the seed is for generated ones."""
     path = Path(os.path.expanduser(name))
+    is_path = name.startswith((".", "~", "/")) or name.count("/") > 1
     if not name.strip():
         raise DataError("--dataset is empty; give a file, a hub id or a task such as task:addition")
     if name.startswith("task:"):
         table = task_table(name, split=split, seed=seed)
     elif name.startswith("gym:"):
         table = gym_table(name, split=split, seed=seed)
-    elif _is_file_name(name, path):
+    elif is_path or os.path.exists(path) or file_suffix(path) is not None:
         table = file_table(path)
     else:
         _refuse_mistyped_schemes(name)
         table = _hub_table(name, split=split, limit=limit)
     if not table.rows:
         raise DataError(f"the dataset {table.name} is empty; a run needs at least one row")
-    return table if limit is None or limit >= len(table.rows) else table.head(limit)
-
-
-def _is_file_name(name: str, path: Path) -> bool:
-    is_path = name.startswith((".", "~", "/")) or name.count("/") > 1
-    return is_path or os.path.exists(path) or file_suffix(path) is not None
+    if limit is None or limit >= len(table.rows):
+        return table
+    lines = None if table.lines is None else table.lines[:limit]
+    return replace(table, rows=[table.rows[number] for number in range(limit)], lines=lines)
 
 
 def _refuse_mistyped_schemes(name: str) -> None:
@@ -51,15 +51,12 @@ def _hub_table(text: str, *, split: str, limit: int | None) -> Table:
     name, _, config = text.partition(":")
     answer = ask_hub(lambda api: api.dataset_info(name, timeout=ANSWER_WITHIN_S))
     if answer.state in ("absent", "refused"):
-        raise DataError(
-            f"no dataset file and no hub dataset {name!r} that can be loaded: {answer.problem}; {_NO_HUB_NEEDED}"
-        )
+        what = f"no dataset file and no hub dataset {name!r} that can be loaded"
+        raise DataError(f"{what}: {answer.problem}; {_NO_HUB_NEEDED}")
     is_offline = answer.state == "unreachable"
     if is_offline and not _is_cached(name):
-        raise DataError(
-            f"no dataset file {name!r}, and the hub cannot be reached to look for one: "
-            f"{answer.problem}; {_NO_HUB_NEEDED}"
-        )
+        what = f"no dataset file {name!r}, and the hub cannot be reached to look for one"
+        raise DataError(f"{what}: {answer.problem}; {_NO_HUB_NEEDED}")
     rows = _load(name, config or None, split, offline=is_offline)
     if limit is not None:
         rows = rows.select(range(min(limit, len(rows))))

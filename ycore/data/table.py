@@ -8,9 +8,8 @@ from typing import Any
 from ycore.errors import DataError, nearest
 from ycore.types import Content, Message
 
+# The columns that hold a question, in order of preference, where the user names none.
 QUESTION_COLUMNS = ("prompt", "question", "problem", "instruction")
-"""The columns that hold a question, in order of preference, where the user names none."""
-
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 _SPEAKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 _SPEAKER_ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -18,10 +17,7 @@ _SPEAKER_ROLES = {"Human": "user", "Assistant": "assistant"}
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows by column name; a row may lack a column that another row has.
-
-    `lines[i]` is the line of row `i` in its file, where the source has lines.
-    """
+    """Rows by column name; a row may lack a column that another has. `lines[i]` is the line of row `i` in its file."""
 
     name: str
     rows: Sequence[Mapping[str, Any]]
@@ -41,11 +37,6 @@ class Table:
         if name not in self.columns:
             way_out = nearest(name, self.columns) or "; take one of them"
             raise DataError(f"{self.name} has no column {name!r} ({option}); it has {self.listed_columns}{way_out}")
-
-    def head(self, count: int) -> "Table":
-        """The first `count` rows, read now."""
-        lines = None if self.lines is None else self.lines[:count]
-        return Table(self.name, [self.rows[number] for number in range(count)], self.columns, lines)
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,14 +25,8 @@ _MAX_STRING, _MAX_ITEMS = 1 << 26, 1 << 24  # bytes; values of an array
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
-_GPT2_RULE, _DIGITS_RULE = "gpt-2", "smollm"
-_SPLITTING: dict[str, str | None] = {
-    _GPT2_RULE: None,
-    _DIGITS_RULE: None,
-    "llama-bpe": _WORDS % "{1,3}",
-    "qwen2": _WORDS % "",
-}
-"""How byte-pair tokenizers split text, by GGUF's `tokenizer.ggml.pre`; None is the splitting of GPT-2."""
+# How byte-pair tokenizers split text, by GGUF's `tokenizer.ggml.pre`; None is the splitting of GPT-2.
+_SPLITTING = {"gpt-2": None, "smollm": None, "llama-bpe": _WORDS % "{1,3}", "qwen2": _WORDS % ""}
 
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
 _PROBE = "Is 12 + 345 = 357?  Yes,  it's\n\n  so: `x = y_1`. Ünïcödé 東京!"
@@ -54,7 +48,7 @@ def read_header(path: Path) -> dict[str, Any]:
     instead = "use the model's folder with config.json and safetensors instead"
     if "tokenizer.ggml.tokens" not in header:
         raise ModelError(f"{path} carries no tokenizer; {instead}")
-    rule = header.get("tokenizer.ggml.pre", _GPT2_RULE)
+    rule = header.get("tokenizer.ggml.pre", "gpt-2")
     if header.get("tokenizer.ggml.model") == "gpt2" and rule not in _SPLITTING:
         known = ", ".join(_SPLITTING)  # with another rule, the model would train on other tokens than it knows
         raise ModelError(f"{path} splits text by the rule {rule!r}, and the rules known here are {known}; {instead}")
@@ -126,7 +120,12 @@ def _convert_gguf(source: Path, folder: Path) -> None:
 
     tokenizer = _tokenizer(source, read_header(source))
     model = _plain_model(source)
-    _set_special_ids(model, tokenizer)
+    # Generation stops at the tokenizer's end-of-text token, and at the file's where that is another one.
+    ends = {tokenizer.eos_token_id, model.config.eos_token_id} - {None}
+    for config in (model.config, model.generation_config):
+        config.bos_token_id = tokenizer.bos_token_id
+        config.pad_token_id = tokenizer.pad_token_id
+        config.eos_token_id = sorted(ends) if len(ends) > 1 else tokenizer.eos_token_id
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     # transformers may load a family's own tokenizer in place of the saved one: its tokens must be the same.
@@ -144,7 +143,7 @@ def _tokenizer(source: Path, header: dict[str, Any]) -> Any:
         setattr(tokenizer, name, token)
     tokenizer.clean_up_tokenization_spaces = False
     if header.get("tokenizer.ggml.model") == "gpt2":
-        _set_splitting(tokenizer.backend_tokenizer, header.get("tokenizer.ggml.pre", _GPT2_RULE))
+        _set_splitting(tokenizer.backend_tokenizer, header.get("tokenizer.ggml.pre", "gpt-2"))
     decoded = str(tokenizer.decode(tokenizer(_PROBE, add_special_tokens=False).input_ids))
     if decoded.strip() != _PROBE:
         raise ModelError(f"{source}: its tokenizer does not give text back ({decoded!r}); use the model's own folder")
@@ -168,7 +167,7 @@ def _set_splitting(backend: Any, rule: str) -> None:
 
     words = _SPLITTING[rule]
     steps: list[Any] = []
-    if rule == _DIGITS_RULE:
+    if rule == "smollm":
         steps.append(pre_tokenizers.Digits(individual_digits=True))
     if words is not None:
         steps.append(pre_tokenizers.Split(Regex(words), "isolated"))
@@ -194,15 +193,6 @@ def _plain_model(source: Path) -> Any:
     if missing or unexpected:
         raise ModelError(f"{source}: weights that do not fit {type(loaded).__name__}: {missing or unexpected}")
     return model
-
-
-def _set_special_ids(model: Any, tokenizer: Any) -> None:
-    """Generation stops at the tokenizer's end-of-text token, and at the file's where that is another one."""
-    ends = {tokenizer.eos_token_id, model.config.eos_token_id} - {None}
-    for config in (model.config, model.generation_config):
-        config.bos_token_id = tokenizer.bos_token_id
-        config.pad_token_id = tokenizer.pad_token_id
-        config.eos_token_id = sorted(ends) if len(ends) > 1 else tokenizer.eos_token_id
 
 
 if __name__ == "__main__":

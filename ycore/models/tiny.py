@@ -14,9 +14,7 @@ _TEMPLATE = (
 def write_tiny_model(folder: Path, *, seed: int = 0, chat: bool = True) -> Path:
     """Write a two-layer Llama with one token per character into `folder`, and return `folder`.
 
-    Args:
-        seed: decides the weights.
-        chat: give the tokenizer a chat template.
+    `seed` decides the weights; `chat` gives the tokenizer a chat template.
     """
     tokenizer = _tokenizer(chat)
     _model(seed, tokenizer).save_pretrained(folder)
@@ -33,8 +31,7 @@ def _tokenizer(chat: bool) -> Any:
     backend = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
-    fast: Any = PreTrainedTokenizerFast  # transformers leaves its constructors untyped
-    tokenizer = fast(
+    tokenizer = PreTrainedTokenizerFast(
         tokenizer_object=backend,
         unk_token="<unk>",
         pad_token="<pad>",
@@ -68,5 +65,4 @@ def _model(seed: int, tokenizer: Any) -> Any:
     )
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        plain: Any = LlamaForCausalLM
-        return plain(config)
+        return LlamaForCausalLM(config)

@@ -52,13 +52,13 @@ def gold_of(answer: Any) -> str:
 
 def number_of(text: str) -> Decimal | None:
     """The number that the whole text is (`-4`, `1,234`, `$5`, `20%`, `7.`), or None."""
-    text = _with_plain_minus(text.strip())
+    text = text.strip().replace("\N{MINUS SIGN}", "-")
     return _to_decimal(text) if _PLAIN_NUMBER.fullmatch(text) else None
 
 
 def numbers_in(text: str) -> list[Decimal]:
     """Every number of a text, in order."""
-    return [_to_decimal(match) for match in _NUMBER.findall(_with_plain_minus(text))]
+    return [_to_decimal(match) for match in _NUMBER.findall(text.replace("\N{MINUS SIGN}", "-"))]
 
 
 def gives(text: str, gold: str) -> bool:
@@ -97,10 +97,6 @@ def _after_thinking(text: str) -> str:
 
 def _folded(text: str) -> str:
     return " ".join(text.casefold().split()).rstrip(_CLOSING)
-
-
-def _with_plain_minus(text: str) -> str:
-    return text.replace("\N{MINUS SIGN}", "-")
 
 
 def _to_decimal(number: str) -> Decimal:

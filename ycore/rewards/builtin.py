@@ -10,7 +10,8 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from decimal import Decimal
 from functools import cache, lru_cache
-from math import exp, fsum
+from math import exp
+from statistics import fmean
 from typing import Any
 
 from pydantic import ValidationError
@@ -213,29 +214,27 @@ def _f1(one: Counter[tuple[str, ...]], other: Counter[tuple[str, ...]]) -> float
     return 2 * (one & other).total() / total if total else 0.0
 
 
-_OF_ANSWER: list[Reward] = [exact_answer, contains_answer, numeric_answer, math, gym]
-_OF_FORM: list[Reward] = [format, length, repetition, overlong, similarity]
-BUILTIN = {reward.__name__: reward for reward in (*_OF_ANSWER, *_OF_FORM)}
+_REWARDS: list[Reward] = [exact_answer, contains_answer, numeric_answer, math, gym]
+_REWARDS += [format, length, repetition, overlong, similarity]
+BUILTIN = {reward.__name__: reward for reward in _REWARDS}
 
-
+# The module that a built-in reward imports, and the command that installs it.
 LIBRARIES = {
     "math": ("math_verify", "pip install math-verify"),
     "gym": ("reasoning_gym", "pip install 'ycore[gym]'"),
 }
-"""The module that a built-in reward imports, and the command that installs it."""
 
 
 class Reference(Strict):
     """Settings of `reference_probability`: how likely the policy finds the right answer after its own reasoning.
 
-    It needs reference answers but no rule that compares them: RLPR (arXiv 2506.18254).
+    It needs reference answers but no rule that compares them: RLPR (arXiv 2506.18254). `debias` subtracts the
+    probability of the answer without any reasoning, and cuts at 0 (equation 4). `bridge` leads from reasoning to answer
+    where the completion itself marks no place for the answer.
     """
 
     debias: bool = True
-    """Subtract the probability of the answer without any reasoning, and cut at 0: equation 4 of the paper."""
-
     bridge: str = "\nAnswer: "
-    """What leads from reasoning to answer where the completion itself marks no place for the answer."""
 
 
 def is_reference(spec: RewardConfig) -> bool:
@@ -269,14 +268,6 @@ def reference_reward(logprobs: Sequence[float], bare: Sequence[float] | None) ->
     """The mean probability of the answer's tokens, less that without reasoning (`bare`), cut to 0 and 1.
 
     The mean of probabilities and not their product: one unlikely token would make an answer worthless (section 3.2).
-
-    Args:
-        logprobs: log-probability of each token of the right answer after the completion's reasoning.
-        bare: the same without reasoning, or None to subtract nothing.
     """
-    reward = _mean_probability(logprobs)
-    return reward if bare is None else min(1.0, max(0.0, reward - _mean_probability(bare)))
-
-
-def _mean_probability(logprobs: Sequence[float]) -> float:
-    return fsum(map(exp, logprobs)) / len(logprobs)
+    reward = fmean(map(exp, logprobs))
+    return reward if bare is None else min(1.0, max(0.0, reward - fmean(map(exp, bare))))

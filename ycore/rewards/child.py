@@ -20,9 +20,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, BinaryIO
 
-WORKER = (sys.executable, "-P", "-m", "ycore.rewards.worker")
-"""The command that starts a reward's process."""
-
+WORKER = (sys.executable, "-P", "-m", "ycore.rewards.worker")  # the command that starts a reward's process
 _ALLOWED = frozenset(
     {"PATH", "HOME", "LANG", "TZ", "TMPDIR", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONHASHSEED", "SSL_CERT_FILE"}
 )
@@ -68,15 +66,8 @@ class Channel:
         self._replies.flush()
 
 
-def adopt_orphans() -> None:
-    """Keep daemons that are started from now on below this process, so that they are found and end with it."""
-    if sys.platform == "linux":
-        with suppress(OSError):
-            _prctl(_PR_SET_CHILD_SUBREAPER, 1)
-
-
 def end_with_parent() -> None:
-    """Die with the parent, even in the middle of a call that never ends (on Linux).
+    """Die with the parent, even in the middle of a call that never ends, and take along all daemons (on Linux).
 
     Also be the first that the kernel kills when memory runs out: a reward can be masked, a trainer cannot.
     """
@@ -84,15 +75,15 @@ def end_with_parent() -> None:
         with suppress(OSError):
             _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
         with suppress(OSError):
+            _prctl(_PR_SET_CHILD_SUBREAPER, 1)  # daemons stay below this process, so that they are found
+        with suppress(OSError):
             Path("/proc/self/oom_score_adj").write_text("1000")
 
 
 def drop_root(run_id: str, needed: Iterable[Path]) -> str:
     """Become a user of the run's own, in this process and all that it starts; returns the outcome in words.
 
-    Args:
-        run_id: two runs get two users, so that neither's processes count for the other's limit.
-        needed: files and folders that must stay readable.
+    Two runs get two users, so that neither's processes count for the other's limit. `needed` files stay readable.
     """
     if sys.platform != "linux" or os.geteuid() != 0:
         return f"runs as the user who started the run (uid {os.geteuid()})"
@@ -144,7 +135,7 @@ def _become(uid: int, *, reads_all: bool) -> None:
 
 def _prctl(*arguments: int) -> None:
     padded = [*arguments, 0, 0, 0, 0, 0][:5]
-    _check(_LIBC.prctl(*(ctypes.c_ulong(value) for value in padded)))
+    _check(_LIBC.prctl(*map(ctypes.c_ulong, padded)))
 
 
 def _check(status: int) -> None:

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL, PIPE
 from types import ModuleType
-from typing import Any
+from typing import Any, cast
 
 from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError, nearest
@@ -21,8 +21,8 @@ from ycore.rewards.builtin import BUILTIN, LIBRARIES, REFERENCE, Reward, is_refe
 from ycore.rewards.child import WORKER, reward_environment
 from ycore.run.process_tree import kill_tree
 
+# What every call offers besides the dataset's columns; TRL's names.
 SUPPLIED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""What every call offers besides the dataset's columns; TRL's names."""
 
 _CHECK_DEADLINE_S = 8.0
 _MAX_MESSAGE = 300  # characters
@@ -49,15 +49,12 @@ def load_reward(spec: RewardConfig) -> Reward:
 
 
 def check_reward(spec: RewardConfig, columns: Iterable[str], *, deadline_s: float = _CHECK_DEADLINE_S) -> None:
-    """Refuse, before the run, a reward that could not score the dataset.
+    """Raise RewardError for a reward that cannot be loaded, or that needs a column which the dataset lacks.
 
     Args:
         spec: a rule, and not a judge or a reward model.
         columns: the dataset's columns that rewards may read.
         deadline_s: the limit of importing the user's code, which happens in a child process.
-
-    Raises:
-        RewardError: the reward cannot be loaded, or needs a column that the dataset lacks.
     """
     if is_reference(spec):
         reference_of(spec)
@@ -112,8 +109,7 @@ def import_function(name: str) -> Reward:
         raise RewardError(f"reward {name!r}: no function {function!r} there{near}") from None
     if not callable(found):
         raise RewardError(f"reward {name!r}: {function!r} is a {type(found).__name__}; it must be a function")
-    reward: Reward = found
-    return reward
+    return cast(Reward, found)
 
 
 def one_line(error: BaseException) -> str:

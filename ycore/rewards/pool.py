@@ -61,7 +61,6 @@ class RewardPool:
         """Start nothing yet.
 
         Args:
-            specs: the rewards; each worker loads all of them.
             log: takes what the workers and the rewards print.
             run_id: marks the workers' environment, and decides their user where they give up root.
         """
@@ -93,7 +92,6 @@ class RewardPool:
         """Score completions together; a call that fails is repeated item by item, so that only the guilty are masked.
 
         Args:
-            prompts: the prompt of each completion, as text or chat turns.
             columns: the dataset's columns by name, one value per completion.
             step: the training step, which rewards see as `trainer_state.global_step`.
 
@@ -149,15 +147,12 @@ class _Worker:
 
     def __init__(self, specs: Sequence[RewardConfig], settings: RewardSettings, log: Path, run_id: str) -> None:
         self._first = {"specs": [spec.model_dump(mode="json") for spec in specs], "run_as": settings.run_as, "id": None}
-        self._deadline_s = settings.deadline_s
-        self._log = log
-        self._run_id = run_id
+        self._deadline_s, self._log, self._run_id = settings.deadline_s, log, run_id
         self._process: Process | None = None
         self._killed: Process | None = None
-        self._is_closed = False
-        self._num_calls = 0
         self._inputs: list[Inputs] = []
-        self.restarts = 0
+        self._is_closed = False
+        self._num_calls = self.restarts = 0
 
     async def ready(self) -> list[Inputs]:
         """The parameters of each reward, once a process has loaded them; RewardError after 3 failed starts in a row."""
@@ -239,8 +234,7 @@ class _Worker:
 
     async def _how_it_ended(self, process: Process) -> str:
         with suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await process.wait()
+            await asyncio.wait_for(process.wait(), 1.0)
         if process.returncode is None:
             return "it closed its output"
         return f"signal {-process.returncode}" if process.returncode < 0 else f"exit status {process.returncode}"
@@ -254,8 +248,7 @@ class _Worker:
         if self._killed is not None:
             # Bounded: what a reward detached from its group may hold the pipes that `wait` also waits for.
             with suppress(TimeoutError):
-                async with asyncio.timeout(_REAP_TIMEOUT_S):
-                    await self._killed.wait()
+                await asyncio.wait_for(self._killed.wait(), _REAP_TIMEOUT_S)
             self._killed = None
 
 

@@ -26,7 +26,7 @@ from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError
 from ycore.rewards.answers import without_thinking
 from ycore.rewards.builtin import LIBRARIES, Reward
-from ycore.rewards.child import Channel, adopt_orphans, drop_root, end_with_parent, python_files
+from ycore.rewards.child import Channel, drop_root, end_with_parent, python_files
 from ycore.rewards.loading import Inputs, check_here, inputs_of, load_reward, one_line
 from ycore.run.process_tree import kill_descendants
 
@@ -43,7 +43,6 @@ def main() -> None:
     channel = Channel()
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # with this signal, the launcher asks for stacks
     end_with_parent()
-    adopt_orphans()
     requests = iter(channel)
     first = next(requests)
     try:

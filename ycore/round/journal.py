@@ -19,8 +19,6 @@ from ycore.types import Completion, Draw, Finished, Group, Prompt, Score
 
 @dataclass(frozen=True, slots=True)
 class Committed:
-    """A round of one rank, the controller's state after it, and the round's metrics."""
-
     groups: list[Group]
     state: dict[str, Any]
     metrics: Mapping[str, float]
@@ -86,7 +84,6 @@ class ReplayedRounds:
     def __init__(
         self, run: Path, *, rank: int, world: int, group_size: int, record: Callable[[str, float], None]
     ) -> None:
-        """`run` is the other run's folder."""
         self._run, self._folder = run, RunFolder(run).journal
         self._world, self._group_size, self._record = world, group_size, record
         self._journal = Journal(self._folder, rank=rank, world=world)

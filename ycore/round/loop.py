@@ -3,7 +3,6 @@
 import asyncio
 import threading
 import time
-from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -34,7 +33,7 @@ _STOP_LOOK_S = 0.1
 class RankLoop:
     """One rank's engines, scorers, prompts and peers, and the event loop that they share.
 
-    `record` takes one metric of the step. `problems` counts why completions of the last round have no reward.
+    `record` takes one metric of the step. `meter.problems` counts why completions of the last round have no reward.
     """
 
     def __init__(
@@ -111,7 +110,6 @@ class RankLoop:
         ]
 
     def close(self) -> None:
-        """Close scorers and engine clients, and the event loop."""
 
         async def end() -> None:
             await asyncio.gather(self.scoring.close(), *(engine.close() for engine in self.engines))
@@ -145,17 +143,12 @@ class RankLoop:
         self.note_all({f"ycore/time/{name}": took})
 
     def note_all(self, metrics: Mapping[str, float]) -> None:
-        """Add to the metrics of the round that is under way."""
         self._metrics |= metrics
 
     def take_seconds(self) -> float:
         """Seconds that syncs and rounds took since the last call."""
         seconds, self._seconds = self._seconds, 0.0
         return seconds
-
-    @property
-    def problems(self) -> Counter[str]:
-        return self.meter.problems
 
     def committed(self, step: int) -> Committed | None:
         """The round of this step, where every rank has its part of it in the journal."""
@@ -195,7 +188,6 @@ class RankLoop:
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Set the controller to what `state` returned."""
         self.draws.cursor = state["cursor"]
         self.yields = Yield(**state["yield"])
         self.surplus.waiting = [finished_from_json(item) for item in state["surplus"]]

@@ -46,7 +46,6 @@ class RoundMeter:
         self.begin()
 
     def begin(self) -> None:
-        """Set every count to zero: a round begins."""
         self.drawn = self.num_tokens = self.num_masked = 0
         self.rewards: list[float] = []
         self.problems: Counter[str] = Counter()
@@ -54,11 +53,9 @@ class RoundMeter:
         self._began = time.perf_counter()
 
     def note_written(self) -> None:
-        """A completion has been written."""
         self.generate_s = time.perf_counter() - self._began
 
     def count(self, group: Group, weights_R: Sequence[float]) -> None:
-        """A group of this rank has been written and scored."""
         totals = [total_reward(scores_R, weights_R) for scores_R in group.scores_GR]
         self.num_tokens += group.num_tokens
         self.num_masked += totals.count(None)
@@ -66,7 +63,6 @@ class RoundMeter:
         self.problems.update(score.problem for scores_R in group.scores_GR for score in scores_R if score.problem)
 
     def end(self) -> None:
-        """The last group of the round is finished."""
         self.seconds = time.perf_counter() - self._began
 
     def take(self) -> Sequence[float]:

@@ -1,7 +1,6 @@
 """What one controller exchanges with those of other ranks: counts while a round runs, whole groups when it is dealt.
 
-A rank sees no prompt or completion of another rank but those dealt to it. `Peers` is the exchange of a run with
-one rank; `TorchPeers` extends it to many.
+`Peers` is the exchange of a run with one rank; `TorchPeers` extends it to many.
 """
 
 from collections.abc import Callable, Sequence
@@ -33,19 +32,8 @@ class Tally:
         self.need = need
         self._counts = Counts(ready, starts, starts)
 
-    def counts(self) -> Counts:
-        """All three counts at one moment."""
-        return self._add()
-
-    def start(self, amount: int) -> Counts:
-        """Count `amount` groups of this rank as started, or not started if negative; returns the counts after it."""
-        return self._add(in_flight=amount, drawn=amount)
-
-    def finish(self, *, counts_as_kept: bool) -> None:
-        """Count a group of this rank as finished."""
-        self._add(kept=int(counts_as_kept), in_flight=-1)
-
-    def _add(self, *, kept: int = 0, in_flight: int = 0, drawn: int = 0) -> Counts:
+    def add(self, *, kept: int = 0, in_flight: int = 0, drawn: int = 0) -> Counts:
+        """Add what this rank has done; returns all three counts at that moment."""
         now = self._counts
         self._counts = Counts(now.kept + kept, now.in_flight + in_flight, now.drawn + drawn)
         return self._counts

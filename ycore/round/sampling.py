@@ -4,7 +4,7 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass, field
 
 from ycore.data.prompts import PromptOrder
 from ycore.errors import DataError
@@ -89,24 +89,22 @@ class Quota:
         # Every rank starts its own share before it knows of any other.
         self._first: int | None = self._room(self._num_wanted(need, Counts(ready, 0, 0)), 0)
         self._tally = peers.open_tally(need=need, ready=ready, starts=self._first)
-        self._counts = self._tally.counts()
+        self._counts = self._tally.add()
 
     @property
     def idle_s(self) -> float:
-        """Seconds since a group of this rank finished."""
         return time.monotonic() - self._last_result
 
     def finish(self, item: Finished) -> None:
-        """A group of this rank has finished."""
         self._last_result = time.monotonic()
-        self._tally.finish(counts_as_kept=item.teaches or not self._rules.dynamic)
+        self._tally.add(kept=int(item.teaches or not self._rules.dynamic), in_flight=-1)
 
     def claim(self, *, num_writing: int) -> int | None:
         """Groups to start now beside the `num_writing` that this rank writes; None when its round is over."""
         if self._first is not None:
             first, self._first = self._first, None
             return first
-        counts = self._tally.counts()
+        counts = self._tally.add()
         num_taught = counts.kept - self._counts.kept
         # The groups of all ranks, so that all ranks expect the same yield and want the same number.
         for index in range(counts.finished - self._counts.finished):
@@ -133,11 +131,11 @@ class Quota:
         amount = self._room(math.ceil(wanted / self._world), num_writing)
         if amount == 0:
             return 0
-        counts = self._tally.start(amount)
+        counts = self._tally.add(in_flight=amount, drawn=amount)
         all_wanted = self._num_wanted(self._tally.need, Counts(counts.kept, 0, counts.finished))
         over = min(amount, max(0, counts.in_flight - all_wanted))
         if over:
-            self._tally.start(-over)
+            self._tally.add(in_flight=-over, drawn=-over)
         return amount - over
 
     def _room(self, amount: int, num_writing: int) -> int:
@@ -149,15 +147,13 @@ class Surplus:
     """Groups that can teach and were more than a round needed. They start the next one, if they are not too old."""
 
     def __init__(self, *, max_age: int) -> None:
-        """`max_age`: policy versions that a group may lag behind when it is trained on."""
         self.waiting: list[Finished] = []
-        self._max_age = max_age
+        self._max_age = max_age  # policy versions
 
     def __len__(self) -> int:
         return len(self.waiting)
 
     def put(self, finished: Sequence[Finished]) -> None:
-        """Keep those that can teach, in their order."""
         self.waiting += [item for item in finished if item.teaches]
 
     def take(self, version: int) -> list[Finished]:
@@ -181,34 +177,34 @@ class Shard:
 WHOLE = Shard()
 
 
+@dataclass(eq=False)
 class DrawSource:
-    """Draws a rank's prompts in the run's order. `cursor` counts its draws, and may be set."""
+    """Draws a rank's prompts in the run's order, or with the seed None in the order of the rows.
 
-    def __init__(
-        self,
-        prompts: Sequence[Prompt],
-        *,
-        seed: int | None,
-        encode: Callable[[Prompt], tuple[int, ...]],
-        max_prompt_tokens: int,
-        shard: Shard = WHOLE,
-    ) -> None:
-        """`seed` None draws in the order of the rows. `encode` returns a prompt's token ids."""
-        self.cursor = 0
-        self._order = None if seed is None else PromptOrder(seed=seed, num_rows=len(prompts))
-        self._prompts, self._encode, self._shard = prompts, encode, shard
-        self._max_prompt_tokens = max_prompt_tokens
+    `encode` returns a prompt's token ids. `cursor` counts the draws, and may be set.
+    """
+
+    prompts: Sequence[Prompt]
+    _: KW_ONLY
+    seed: int | None
+    encode: Callable[[Prompt], tuple[int, ...]]
+    max_prompt_tokens: int
+    shard: Shard = WHOLE
+    cursor: int = field(default=0, init=False)
+
+    def __post_init__(self) -> None:
+        self._order = None if self.seed is None else PromptOrder(seed=self.seed, num_rows=len(self.prompts))
 
     def draw(self) -> Draw:
         """The next prompt of this shard; DataError where it does not fit the engine's context."""
-        position = self._shard.position(self.cursor)
-        row = position % len(self._prompts) if self._order is None else self._order.row_at(position)
-        prompt = self._prompts[row]
-        token_ids = self._encode(prompt)
-        if not 0 < len(token_ids) <= self._max_prompt_tokens:
+        position = self.shard.position(self.cursor)
+        row = position % len(self.prompts) if self._order is None else self._order.row_at(position)
+        prompt = self.prompts[row]
+        token_ids = self.encode(prompt)
+        if not 0 < len(token_ids) <= self.max_prompt_tokens:
             raise DataError(
                 f"row {prompt.row}: the prompt has {len(token_ids)} tokens, "
-                f"between 1 and {self._max_prompt_tokens} fit; "
+                f"between 1 and {self.max_prompt_tokens} fit; "
                 "shorten it, lower --max-tokens, or raise engine.max_model_len"
             )
         self.cursor += 1

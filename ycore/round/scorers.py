@@ -57,9 +57,7 @@ def build_scoring(
 ) -> Scoring:
     """Every reward source of the run, with clients for the engines on this rank's slots. Call `start` before use.
 
-    Args:
-        started: the engines of judges and reward models that the launcher started.
-        policy: what `reference_probability` asks; None leaves that reward out.
+    `started` are the engines of judges and reward models. `policy` is what `reference_probability` asks.
     """
     names, models = reward_names(config.rewards), {source: one for one in started for source in one.sources}
     rules = [source for source, spec in enumerate(config.rewards) if is_rule(spec) and not is_reference(spec)]

@@ -9,8 +9,9 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from operator import attrgetter
-from typing import Protocol
 
+from ycore.engine.judge_engine import JudgeEngine
+from ycore.engine.vllm_engine import VllmRewardModel
 from ycore.rewards.pool import RewardPool
 from ycore.round.meters import Meter
 from ycore.round.slots import Slots, Turn
@@ -39,27 +40,18 @@ class Writing:
     @asynccontextmanager
     async def turn(self, role: str) -> AsyncIterator[Turn]:
         """A scorer's turn on a slot. Where slots are shared in time, it waits until the whole group is written."""
-        if self.slots.gathers:
+        if self.slots.allocator.gathers:
             await self.all()
         async with self.slots.turn(role) as turn:
             yield turn
 
 
-class Served(Protocol):
-    """The client of an engine that a scorer asks."""
-
-    async def wait_ready(self, *, timeout_s: float) -> None: ...
-
-    async def close(self) -> None: ...
-
-
 class Scorer:
     """One or more reward sources of one kind. `engines` are those that it waits for and closes."""
 
-    engines: Sequence[Served] = ()
+    engines: Sequence[JudgeEngine | VllmRewardModel] = ()
 
     async def start(self, *, timeout_s: float) -> None:
-        """Return once it can score; raise a YcoreError when it cannot."""
         await together([engine.wait_ready(timeout_s=timeout_s) for engine in self.engines])
 
     async def score(self, writing: Writing) -> list[list[Score]]:
@@ -75,21 +67,18 @@ class Scorer:
         raise AssertionError("a scorer defines score or score_one")
 
     async def close(self) -> None:
-        """Release connections and processes."""
         for engine in self.engines:
             await engine.close()
 
 
 class Scoring:
-    """All scorers of a run.
+    """All scorers of a run, each with the indices of the reward sources that it serves.
 
     Example: `Scoring([((0, 2), RuleScorer(pool)), ((1,), judge)])`: of three sources, the second is a judge.
     """
 
     def __init__(self, scorers: Sequence[tuple[Sequence[int], Scorer]], meters: Sequence[Meter] = ()) -> None:
-        """`scorers`: pairs of the indices of reward sources and the scorer that serves them."""
-        self.meters = meters
-        self._scorers = scorers
+        self.meters, self._scorers = meters, scorers
         self._num_sources = sum(len(sources) for sources, _ in scorers)
 
     async def start(self, *, timeout_s: float) -> None:

@@ -16,8 +16,6 @@ from ycore.placement.placement import ROLLOUT, SlotPool, Start, Swap
 from ycore.round.peers import AddUp
 from ycore.run.trace import IN_FLIGHT, ROUND, SWAP, WAITING, Levels, Mark, Span, TraceWriter
 
-__all__ = ["ROLLOUT", "Sleeper", "Slots", "Turn", "usage_metrics"]
-
 _DEPTHS_EVERY_S = 1.0
 
 
@@ -38,9 +36,7 @@ class Turn(int):
 
 
 class Slots:
-    """The slots of one rank.
-
-    Example: `async with slots.turn(ROLLOUT) as slot: await engines[slot].complete(...)`.
+    """The slots of one rank: `async with slots.turn(ROLLOUT) as slot: await engines[slot].complete(...)`.
 
     Without an allocator there are no roles to place: a request goes to the slot with the fewest in flight.
     """
@@ -57,9 +53,8 @@ class Slots:
         """`sleepers[role][slot]`: the engines that share a device in time. Without them all engines stay awake."""
         self.allocator = allocator or Allocator(SlotPool(num_slots))
         self._roles = self.allocator.pool.roles
-        self._sleepers = sleepers
+        self._sleepers, self._rank = sleepers, rank
         self._trace = trace or TraceWriter(None)
-        self._rank = rank
         self._depths = Depths(self.allocator, self._trace, rank)
         self._numbers = itertools.count()
         self._granted: dict[int, asyncio.Future[int]] = {}
@@ -68,11 +63,6 @@ class Slots:
         self._began = time.perf_counter()
         self._since_epoch = time.time() - time.perf_counter()
         assert self.allocator.pool.num_slots == num_slots
-
-    @property
-    def gathers(self) -> bool:
-        """Whether a group's scorers should wait for the whole group, because slots are shared in time."""
-        return self.allocator.gathers
 
     @asynccontextmanager
     async def turn(self, role: str) -> AsyncIterator[Turn]:
@@ -99,7 +89,6 @@ class Slots:
             self._decide_soon()
 
     def begin_phase(self, name: str) -> None:
-        """Write to the trace that the step is in this phase from now on."""
         self._trace.add(Mark(name, self._rank, time.time()))
         self._trace.flush()
 
@@ -210,7 +199,6 @@ class Depths:
             self._due = asyncio.get_running_loop().call_later(_DEPTHS_EVERY_S, self.write)
 
     def write(self) -> None:
-        """Write the depths of this moment, and flush the trace to disk."""
         if self._due is not None:
             self._due.cancel()
             self._due = None

@@ -32,10 +32,8 @@ async def together(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
 async def next_finished(tasks: set[asyncio.Task[T]], *, idle_s: float) -> list[T]:
     """Wait for the next results, take their tasks out of `tasks`, and return them.
 
-    Returns an empty list after a moment without any, so that the caller can look at other ranks' counts.
-
-    Args:
-        idle_s: seconds since the last result. The longer, the longer the moment: a long wait costs few looks.
+    Returns an empty list after a moment without any, so that the caller can look at other ranks' counts. The longer
+    the last result is ago (`idle_s`), the longer the moment: a long wait costs few looks.
     """
     moment_s = min(_LISTEN_LONGEST_S, max(_LISTEN_S, _PATIENCE * idle_s))
     if not tasks:

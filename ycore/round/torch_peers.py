@@ -26,15 +26,13 @@ _FIELD = 1 << 20  # of a round's three counts, which share one 64-bit number so 
 
 
 class TorchTally(Tally):
-    """One round's counts over all ranks, in the store."""
-
     def __init__(self, store: dist.Store, key: str, *, need: int, ready: int, starts: int) -> None:
         self.need = need
         self._store = store
         self._key = key
-        self._add(kept=ready, in_flight=starts, drawn=starts)
+        self.add(kept=ready, in_flight=starts, drawn=starts)
 
-    def _add(self, *, kept: int = 0, in_flight: int = 0, drawn: int = 0) -> Counts:
+    def add(self, *, kept: int = 0, in_flight: int = 0, drawn: int = 0) -> Counts:
         total = int(self._store.add(self._key, kept + _FIELD * (in_flight + _FIELD * drawn)))
         return Counts(total % _FIELD, total // _FIELD % _FIELD, total // _FIELD**2)
 

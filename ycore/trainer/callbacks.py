@@ -80,8 +80,8 @@ class StepMetrics(TrainerCallback):
         if "loss" not in logs or not state.is_world_process_zero:
             return  # the totals at the end of training, or another rank
         row = {"step": state.global_step, "ycore/time/step": self._seconds, **logs}
-        if self.controller is not None and self.controller.problems:
-            row[PROBLEMS] = dict(self.controller.problems)
+        if self.controller is not None and self.controller.meter.problems:
+            row[PROBLEMS] = dict(self.controller.meter.problems)
         self._writer.write(row)
 
 

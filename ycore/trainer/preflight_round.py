@@ -144,7 +144,7 @@ class Preflight:
             "generate_s": generate,
             "reward_s": max(0.0, recorded.get("ycore/time/round", 0.0) - generate),
             "judges": JudgeCount(calls, failures, recorded.get("ycore/judge/latency_s", 0.0)) if calls else None,
-            "problems": dict(controller.problems),
+            "problems": dict(controller.meter.problems),
         }
 
     def _gaps(self, controller: "Controller", groups: Sequence[Group]) -> dict[str, Any]:

@@ -97,8 +97,7 @@ def engine_command(engine: EngineSpec) -> list[str]:
 
 
 def engine_environment(engine: EngineSpec, *, base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The server's whole environment: `base` (by default this process's) without secrets and thread settings, and
-    more."""
+    """The server's whole environment: `base`, or this process's, without secrets and thread settings; and its own."""
     base = os.environ if base is None else base
     environment = {
         name: value
@@ -135,8 +134,7 @@ def engine_environment(engine: EngineSpec, *, base: Mapping[str, str] | None = N
 
 
 def kv_cache_gib(model_config: Mapping[str, Any], num_tokens: int, *, bytes_per_value: int = 2) -> int:
-    """The size of the keys and values of `num_tokens` tokens in GiB, rounded up; ConfigError where a size is
-    missing."""
+    """GiB of the keys and values of `num_tokens` tokens, rounded up; ConfigError where the config lacks a size."""
     text = model_config.get("text_config", model_config)
     try:
         num_heads = int(text["num_attention_heads"])

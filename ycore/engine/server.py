@@ -20,8 +20,7 @@ import httpx
 from ycore.config.schema import EngineSettings
 from ycore.errors import EngineError
 
-Process = tuple[int, int]
-"""A server process, by the inode and the modification time of its socket."""
+Process = tuple[int, int]  # the inode and the modification time of its socket
 
 # The server closes a connection after 5 s without a request, as in a training step; ours are dropped well before.
 _LIMITS = httpx.Limits(max_connections=None, keepalive_expiry=1.0)
@@ -37,8 +36,7 @@ class BadRequest(EngineError):
 
 
 def is_healthy(socket: Path, *, timeout_s: float = 1.0) -> bool:
-    """Whether the server behind the socket is ready, or sleeps. `timeout_s`: limit of each step (connecting,
-    reading)."""
+    """Whether the server is ready, or asleep. `timeout_s`: limit of each step (connecting, reading)."""
     return socket.exists() and request_succeeds(socket, "GET", "/health", timeout_s=timeout_s)
 
 
@@ -138,11 +136,9 @@ class Server:
         """What a new process needs before its first request; it may use `request_once`. Nothing, unless overridden."""
 
     def prepare_again(self) -> None:
-        """Have the process prepared again before the next request."""
         self._prepared = None
 
     async def close(self) -> None:
-        """Close the connections; the process is the launcher's."""
         await self._client.aclose()
 
     async def _retry(self, method: str, path: str, body: Mapping[str, Any] | None, failures: list[str]) -> Any:

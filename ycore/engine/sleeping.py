@@ -49,11 +49,7 @@ class SleepingEngine:
     """
 
     def __init__(
-        self,
-        server: Server,
-        *,
-        refill: Callable[[], Awaitable[None]] | None = None,
-        levels: SleepLevels | None = None,
+        self, server: Server, *, refill: Callable[[], Awaitable[None]] | None = None, levels: SleepLevels | None = None
     ) -> None:
         self._server = server
         self._asleep, self._changing = asleep_file(server.socket), server.socket.with_suffix(_CHANGING)

@@ -62,7 +62,6 @@ def checkpoint_names(name: str, fused_parts: dict[str, list[str]]) -> list[str]:
 
 
 def record_packed_sums() -> None:
-    """Patch vLLM to record the sum of every weight that it packs for its CPU kernels."""
     from vllm.model_executor.layers import utils
 
     pack = utils.dispatch_cpu_unquantized_gemm

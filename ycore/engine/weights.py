@@ -92,7 +92,7 @@ def engine_weights(model: torch.nn.Module, *, dtype: torch.dtype) -> Iterator[tu
 
 
 def _gathered(parameters: list[torch.nn.Parameter]) -> AbstractContextManager[None]:
-    """Inside, ZeRO-3's shards of these parameters are whole on every rank."""
+    """ZeRO-3's shards of these parameters, whole on every rank."""
     sharded = [parameter for parameter in parameters if "ds_id" in vars(parameter)]
     if not sharded:
         return nullcontext()

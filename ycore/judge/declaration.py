@@ -11,11 +11,8 @@ from ycore.errors import nearest
 
 Mode = Literal["pointwise", "pairwise", "groupwise"]
 Tag = Annotated[str, Field(pattern=r"^[a-z][a-z_]{0,29}$")]
-Template = Sequence[tuple[str, str]]
-"""Role and text of every turn."""
-
-POLICY_BASE = "policy-base"
-"""The weights that the policy starts from; they stay the same while the policy learns."""
+Template = Sequence[tuple[str, str]]  # role and text of every turn
+POLICY_BASE = "policy-base"  # the weights that the policy starts from
 
 _PLAIN_BRACES = "write {{ and }} for plain ones"
 _ANSWER_FIELDS = {"completion", "first", "second", "completions"}

@@ -14,9 +14,7 @@ from typing import Any
 from ycore.judge.declaration import JsonVerdict, Judge, LabelVerdict, RankingVerdict, ScoreVerdict
 from ycore.types import Content, Prompt
 
-Question = list[dict[str, str]]
-"""Chat turns, as every chat API takes them."""
-
+Question = list[dict[str, str]]  # chat turns, as every chat API takes them
 _MARK = "text-"
 
 # Characters that a person, or a model, may take for < and >.
@@ -116,15 +114,11 @@ def _number_range(judge: Judge, verdict: ScoreVerdict | JsonVerdict) -> str:
 
 
 def as_text(content: Content | Any) -> str:
-    """Show any value in a question; of a conversation, without the system's turns, and a single turn without its
-    role."""
+    """Show any value; of a conversation no system turns, and a single turn without its role."""
     if isinstance(content, str):
         return content
-    if (
-        isinstance(content, list)
-        and content
-        and all(isinstance(turn, Mapping) and "content" in turn for turn in content)
-    ):
+    is_list = isinstance(content, list) and bool(content)
+    if is_list and all(isinstance(turn, Mapping) and "content" in turn for turn in content):
         turns = [turn for turn in content if turn.get("role") != "system"]
         if len(turns) == 1:
             return str(turns[0]["content"])

@@ -35,8 +35,7 @@ class Reply:
 
 
 def read_value(judge: Judge, reply: Reply) -> float:
-    """Any verdict but a ranking, from the verdict's min to its max; Unreadable, with the reason, where there is
-    none."""
+    """Any verdict but a ranking, from its min to its max; Unreadable, with the reason, where there is none."""
     match judge.verdict:
         case LabelVerdict() as verdict:
             return _mean_label(verdict, reply)
@@ -108,7 +107,6 @@ def _looks_like_a_verdict(folded: str, judge: Judge) -> bool:
 
 
 def _only_tag(text: str, tag: str) -> str:
-    """What stands between the only opening and the only closing tag."""
     found = re.findall(rf"<{tag}>([^<]{{0,400}})</{tag}>", text)
     lookalikes = re.findall(rf"<[\s/\\]*{tag}", fold_lookalikes(text))
     if not lookalikes:
@@ -163,8 +161,7 @@ def _mean_label(verdict: LabelVerdict, reply: Reply) -> float:
 
 
 def ring_pairs(size: int, opponents: int) -> list[tuple[int, int]]:
-    """The pairs of a group in a ring in which each meets the next `opponents`: `[(0, 1), (1, 2), (2, 3), (0, 3)]` of 4,
-    1."""
+    """The pairs of a ring in which each of a group meets the next `opponents`: `(4, 1)` gives 01, 12, 23 and 03."""
     pairs: dict[tuple[int, int], None] = {}
     for distance in range(1, min(opponents, size // 2) + 1):
         for index in range(size):

@@ -16,8 +16,7 @@ from ycore.placement.load import UNKNOWN, Load, Reading, SlotClock, Sums, Usage,
 from ycore.placement.moves import Backlog, best_move
 from ycore.placement.placement import DYNAMIC, ROLLOUT, Action, Division, Mode, Placement, SlotPool, Start, Swap
 
-_SPARE = 4
-"""Where the engines of all roles stay awake, a slot that is less than a quarter full can serve another role."""
+_SPARE = 4  # where all engines stay awake, a slot that is less than a quarter full can serve another role
 
 
 @dataclass(slots=True)
@@ -109,8 +108,7 @@ class Allocator:
         return [*as_numbers(self._sums, self.pool.roles), self.swap_s, self._seconds, 1.0]
 
     def learn(self, added: Sequence[float]) -> None:
-        """Choose the next round's schedule from the element-wise sum of all controllers' `numbers`, so all choose the
-        same."""
+        """Choose the next schedule from the element-wise sum of all controllers' `numbers`: the same on each."""
         *numbers, swap_s, seconds, controllers = added
         self._learned.learn(numbers, swap_s=swap_s / controllers, round_s=seconds / controllers)
 
@@ -130,7 +128,6 @@ class Allocator:
 
     @property
     def division(self) -> Division:
-        """Slots per role that the next round starts with."""
         return self._learned.schedule.division
 
     @property

@@ -23,8 +23,7 @@ from ycore.placement.placement import ROLLOUT, Division, SlotPool
 COHORTS = 12
 _LEAST = 0.5  # with fewer late requests than this, there is no second wave
 _QUANTILES = [NormalDist().inv_cdf((index + 0.5) / COHORTS) for index in range(COHORTS)]
-_ORDER = [index * 5 % COHORTS for index in range(COHORTS)]
-"""The second wave draws new lengths: its cohorts take them in another order."""
+_ORDER = [index * 5 % COHORTS for index in range(COHORTS)]  # the second wave draws new lengths: in another order
 
 
 def forecast_s(loads: Mapping[str, Load], division: Division, pool: SlotPool, *, shared: bool = False) -> float:
@@ -126,8 +125,11 @@ class _Round:
             self._now = now
             if now == self._help_at:
                 self._help()
-            elif now == self._back_at:
-                self._go_back()
+            elif now == self._back_at:  # the rollouts need their slots again
+                self._back_at = math.inf
+                self._helpers.clear()
+                self._rollout.is_open = True
+                self._rollout.fill()
             else:
                 self._end(servers[ends.index(now)])
 
@@ -183,12 +185,6 @@ class _Round:
         while scorer.waiting:
             size, cohort, num = scorer.waiting.popleft()
             helper.add(size, cohort, num / helper.num_slots)
-
-    def _go_back(self) -> None:
-        self._back_at = math.inf
-        self._helpers.clear()
-        self._rollout.is_open = True
-        self._rollout.fill()
 
 
 def late_cohorts(load: Load) -> set[int]:

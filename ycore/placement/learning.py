@@ -37,9 +37,7 @@ class SleepLevels:
         self.seconds[level] = moving_average(self.seconds.get(level), seconds)
 
 
-_CALIBRATION_MEMORY = 0.97
-"""Weight that a round keeps when the next one comes, whatever its mode: about the last 33 count."""
-
+_CALIBRATION_MEMORY = 0.97  # weight that a round keeps when the next one comes, of any mode: about the last 33 count
 _LEAST, _MOST = 0.6, 1.5  # measured over forecast is clipped to this: beyond it, something else disturbed the round
 
 

@@ -101,25 +101,22 @@ class Sums:
         if self.num < 0.5 or self.rounds <= 0:
             return None
         mean = self.size / self.num
-        return Load(
-            num_requests=self.num / self.rounds,
-            size=mean,
-            deviation=math.sqrt(max(0.0, self.size_squared / self.num - mean * mean)),
-            longest=self.size_high ** (1 / _HIGH),
-            speed=self._speed(),
-            num_late=self.late / self.rounds,
-            num_times_late=self.times_late / self.rounds,
-            late_at=self.late_at / self.times_late if self.times_late else 0.5,
-        )
-
-    def _speed(self) -> Speed:
         depth, step_s = self.depth / self.size, self.step_s / self.size
         spread = self.depth_squared / self.size - depth * depth
         covariance = self.depth_step_s / self.size - depth * step_s
         # Requests that all ran at one depth do not show the slope: then assume that the step is all slope.
         each = covariance / spread if spread > 0.01 * depth * depth else step_s / depth
         each = min(max(each, 0.0), step_s / depth)
-        return Speed(step_s - each * depth, each)
+        return Load(
+            num_requests=self.num / self.rounds,
+            size=mean,
+            deviation=math.sqrt(max(0.0, self.size_squared / self.num - mean * mean)),
+            longest=self.size_high ** (1 / _HIGH),
+            speed=Speed(step_s - each * depth, each),
+            num_late=self.late / self.rounds,
+            num_times_late=self.times_late / self.rounds,
+            late_at=self.late_at / self.times_late if self.times_late else 0.5,
+        )
 
 
 def as_numbers(sums: Mapping[str, Sums], roles: Sequence[str]) -> list[float]:
@@ -155,19 +152,15 @@ class Usage:
     swaps: int
 
     @property
-    def num_slots(self) -> int:
-        return len(self.busy_s)
-
-    @property
     def bound_ratio(self) -> float:
         """The round over its lower bound, the busy seconds shared evenly by all slots; 1 is perfect."""
-        bound_s = sum(self.busy_s) / self.num_slots
+        bound_s = sum(self.busy_s) / len(self.busy_s)
         return self.seconds / bound_s if bound_s > 0 else 1.0
 
     @property
     def idle_share(self) -> float:
         """Share of the slots' seconds with nothing in flight and no swap under way."""
-        whole = self.seconds * self.num_slots
+        whole = self.seconds * len(self.busy_s)
         return max(0.0, 1 - (sum(self.busy_s) + sum(self.swap_s)) / whole) if whole > 0 else 0.0
 
 

@@ -9,9 +9,7 @@ from ycore.errors import ConfigError, nearest
 ROLLOUT, JUDGE, REWARD_MODEL = "rollout", "judge", "reward_model"
 
 ROLES = (ROLLOUT, JUDGE, REWARD_MODEL)  # in the order in which a split gives their slots
-Division = Mapping[str, int]
-"""Slots per role. Which slots does not matter, since all are alike."""
-
+Division = Mapping[str, int]  # slots per role; which slots does not matter, since all are alike
 Kind = Literal["colocated", "split", "dynamic"]
 _RULE = "placement must be colocated, dynamic, or split with slots for each role, e.g. split:3:1"
 
@@ -44,8 +42,7 @@ def parse_placement(text: str) -> Placement:
 
 
 def check_placement(placement: Placement, *, roles: Sequence[str], num_slots: int) -> None:
-    """ConfigError, with a placement that works, where a split does not match the run's roles and a controller's
-    slots."""
+    """ConfigError, with a way out, where a split does not match the run's roles and a controller's slots."""
     num_roles, shares = len(roles), placement.shares
     if placement.kind != "split" or (len(shares) == num_roles and sum(shares) == num_slots):
         return

@@ -11,9 +11,7 @@ from ycore.plan.recording import Request, recorded
 from ycore.plan.simulation import Demand, GroupAt, Lengths, Machine, Outcome, SimulatedRound, Workload
 from ycore.round.sampling import Yield
 
-_APART = 10**6
-"""Positions between the first groups of two rounds: each placement gets the same groups, however many it draws."""
-
+_APART = 10**6  # positions from round to round: each placement gets the same groups, however many it draws
 GOOD_ENOUGH = 1.02  # `dynamic` is recommended within this factor of the shortest
 CAPACITY = 256  # requests that a slot holds of a role at most: vLLM's own limit
 _SIGMA = 0.8

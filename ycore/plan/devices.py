@@ -61,16 +61,13 @@ DEVICES: Mapping[str, Device] = {
     for row in json.loads(Path(__file__).with_name("devices.json").read_text(encoding="utf-8"))
 }
 
-_COMMON = ("t4", "a10", "a100-40gb", "l40s", "a100", "h20", "h200")
-"""Where only a size is given: the one of these with about that much memory gives the speed."""
-
+_COMMON = ("t4", "a10", "a100-40gb", "l40s", "a100", "h20", "h200")  # the nearest in size, where only that is given
 _PATTERN = re.compile(r"^(?:(\d+)\s*[xX*]\s*)?([\w.-]+)$")
 _MEMORY = re.compile(r"^(\d+(?:\.\d+)?)\s*(gb|gib|g)$", re.IGNORECASE)
 
 
 def parse_devices(text: str, *, core: Device, num_cores: int) -> Fleet:
-    """The devices that `--devices` names: `8x80GB`, `4xH100`, `cpu` (every core of this machine) or `2xcpu`;
-    ConfigError."""
+    """The devices of `8x80GB`, `4xH100`, `cpu` (every core of this machine) or `2xcpu`; ConfigError for other texts."""
     match = _PATTERN.match(text.strip())
     kind = match[2].lower() if match else ""
     memory = _MEMORY.match(kind)

@@ -80,8 +80,7 @@ class Way:
 PROMPT_TOKENS = 256  # the length of a prompt where none is given
 _LONGEST = 4096
 _VERDICT_TOKENS = 128
-_DYNAMIC_DRAWS = 1.5
-"""Groups drawn for each one kept with dynamic sampling, before anything is measured (DAPO, arXiv 2503.14476, 3.2)."""
+_DYNAMIC_DRAWS = 1.5  # groups drawn for each one kept, before anything is measured (DAPO, arXiv 2503.14476, 3.2)
 
 
 def job_of(
@@ -93,8 +92,7 @@ def job_of(
     prompt_tokens: int | None = None,
     completion_tokens: int | None = None,
 ) -> Job:
-    """The job of a run. Tokens: the longest verdict (128 by default), a mean prompt (256) and completion (the
-    longest)."""
+    """The job of a run; by default a mean prompt has 256 tokens, a verdict at most 128, and completions the most."""
     context = policy.context_length or _LONGEST
     return Job(
         policy=policy,

@@ -11,15 +11,12 @@ from ycore.plan.devices import GIB, Fleet
 from ycore.plan.job import Job, Way
 from ycore.plan.model_facts import ModelFacts
 
-Parts = Mapping[str, float]
-"""Bytes by what they are for."""
+Parts = Mapping[str, float]  # bytes by what they are for
 
 HEAD_TILE = 512  # positions whose logits exist at a time (`TILE` in ycore/trl/forward.py)
 _LOGIT_BYTES = 14  # one logit of a tile: in bfloat16, in float32, its log-softmax and its softmax
 _PREFILL_TOKENS = 8192  # prompt tokens that vLLM takes into one step at most, by default
-_SYNC_FILE_BYTES = 2 * GIB
-"""What the writing rank holds of the policy at a time (`FILE_BYTES` in ycore/engine/weights.py)."""
-
+_SYNC_FILE_BYTES = 2 * GIB  # what the writing rank holds at a time (`FILE_BYTES` in ycore/engine/weights.py)
 _MOST_SEQUENCES = 256
 _CPU_CACHE_STEP = GIB  # on a CPU, vLLM's cache is whole GiB
 _DEVICE_SHARE, _HOST_SHARE = 0.95, 0.9  # share of a GPU's and of the host's memory that a plan may use

@@ -13,8 +13,7 @@ TRUNCATED_STOPS, TRUNCATED_WARNS = 0.9, 0.25
 EQUAL_WARNS = 0.75
 UNREADABLE_STOPS, UNREADABLE_WARNS = 0.9, 0.1
 MASKED_WARNS = 0.1
-GAP_STOPS, GAP_WARNS = 0.5, 0.1
-"""Of a token's log-probability, engine against trainer; about 0.04 is bfloat16's rounding."""
+GAP_STOPS, GAP_WARNS = 0.5, 0.1  # of a token's log-probability; about 0.04 is bfloat16's rounding
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,9 +41,7 @@ class TemplateCheck:
     """What is wrong with the conversations that the chat template writes; nothing where prompts are plain text."""
 
     problems: tuple[str, ...] = ()
-
-    end_of_turn: str | None = None
-    """The token that ends an answer in the template, where it does not end a completion."""
+    end_of_turn: str | None = None  # the token that ends an answer in the template, where it does not end a completion
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +57,6 @@ class Measurements:
     problems: Mapping[str, int] = field(default_factory=dict)  # how often each problem kept a source from scoring
     means: Mapping[str, float | None] = field(default_factory=dict)
     """Mean of each reward source; None where it scored nothing."""
-
     generate_s: float = 0.0
     reward_s: float = 0.0  # seconds from the last completion of the round until all were scored
     mean_tokens: float = 0.0

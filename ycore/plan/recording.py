@@ -148,7 +148,6 @@ _Met = list[tuple[float, float]]  # for each request: its engine's own seconds, 
 
 
 def _fit(requests: Sequence[Request]) -> tuple[dict[str, Steps], _Met]:
-    """Each role's speed, and what each request met."""
     speeds: dict[str, Steps] = {}
     met: _Met = []
     for _ in range(_PASSES):  # depth is counted in steps, and their length is what is fitted

@@ -216,7 +216,6 @@ def _fitting(changes: Iterable[tuple[str, _Settings]]) -> list[Change]:
 
 
 def _smaller_model(job: Job, fleet: Fleet, micro_batch: int) -> list[Change]:
-    """The largest known model that fits in this one's place."""
     for facts in sorted(map(model_facts, sorted(KNOWN_CONFIGS)), key=lambda facts: -facts.num_params):
         change = (f"--model {facts.name}", (replace(job, policy=facts), fleet, micro_batch))
         if facts.num_params < job.policy.num_params and (found := _fitting([change])):

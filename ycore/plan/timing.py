@@ -17,8 +17,6 @@ _LENGTH_CLASSES = 8
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """What software reaches of a device, and its own costs."""
-
     training: float  # share of the device's operations a second in the trainer's multiplications
     serving: float  # the same in an engine's
     memory: float  # share of the memory's bandwidth

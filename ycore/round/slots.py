@@ -108,7 +108,7 @@ class Slots:
         now = time.perf_counter()
         usage = self.allocator.end_round(now)
         own = self.allocator.numbers()
-        spent = [usage.seconds * usage.num_slots, sum(usage.busy_s), sum(usage.swap_s), float(usage.swaps)]
+        spent = [usage.seconds * len(usage.busy_s), sum(usage.busy_s), sum(usage.swap_s), float(usage.swaps)]
         sums = add_up([*own, *spent])
         self.allocator.learn(sums[: len(own)])
         self._record(ROUND, -1, self._began, now, step=step, idle_share=round(usage.idle_share, 4))

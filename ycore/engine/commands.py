@@ -21,7 +21,6 @@ from ycore.models.hub import cache_dir
 from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT
 from ycore.run.reports import RUN_MARKER
 
-_BATCHED_TOKENS = 2048  # vLLM's default: tokens of all requests in one pass
 _DROPPED_SUFFIXES = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 _DROPPED_PREFIXES = ("OMP_", "KMP_", "GOMP_", "VLLM_CPU_")
 
@@ -85,7 +84,7 @@ def engine_command(engine: EngineSpec) -> list[str]:
         # No chunked prefill: when a prompt is read in parts, vLLM rewinds its seeded generator, which a CPU generator
         # cannot do, and the engine dies. So one pass must hold the longest prompt.
         options["--block-size"] = 32  # tokens; the CPU kernels need a multiple of this
-        options["--max-num-batched-tokens"] = max(_BATCHED_TOKENS, engine.max_model_len)
+        options["--max-num-batched-tokens"] = max(2048, engine.max_model_len)  # vLLM's default, or more
         flags += ["--no-enable-chunked-prefill", "--enforce-eager"]  # the latter: nothing to compile or to warm up
     else:
         options["--gpu-memory-utilization"] = engine.gpu_memory_utilization

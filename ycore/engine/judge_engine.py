@@ -18,7 +18,6 @@ from ycore.judge.question import Question
 from ycore.judge.verdict import Reply
 from ycore.placement.placement import JUDGE
 
-_TOP_LOGPROBS = 20  # the most that vLLM and OpenAI give
 _MAX_REFUSALS = 16  # in a row
 _RETRY_TEMPERATURE = 0.7  # at 0, another seed would give the same text
 TRIES = 7  # of a request to an address
@@ -160,7 +159,7 @@ def build_chat_request(judge: Judge, question: Question, *, model: str, seed: in
         "max_tokens": judge.max_tokens,
     }
     if isinstance(verdict, LabelVerdict):
-        body |= {"max_tokens": 1, "logprobs": True, "top_logprobs": _TOP_LOGPROBS}
+        body |= {"max_tokens": 1, "logprobs": True, "top_logprobs": 20}  # the most that vLLM and OpenAI give
     elif isinstance(verdict, JsonVerdict):
         number = {"type": "number", "minimum": verdict.min, "maximum": verdict.max}
         # The reason comes first, so that the model writes it before it decides on the number.

@@ -26,9 +26,7 @@ class Unreadable(ValueError):
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """What a judge wrote in its own turn, and nothing else."""
-
-    text: str
+    text: str  # what a judge wrote in its own turn, and nothing else
     finish_reason: str = "stop"
     first_token: Mapping[str, float] | None = None  # for labels: the logprob of every likely first token, by its text
     num_tokens: int = 0  # of question and reply

@@ -5,9 +5,7 @@ mean and spread; the last cohort has the longest length seen. The slots of a rol
 with weights instead of single requests. A finished rollout cohort is then scored; under dynamic sampling the verdicts
 of the first wave bring a second. A role without slots gets those of the rollouts when these are done, a swap later,
 until the rollouts need them back. Other moves are left out: where roles start with slots, moves were seen to shorten a
-round or leave it as it is, and they seldom change which division is best.
-
-This takes well under a millisecond and still shows tails, depth, and what waits for what.
+round or leave it as it is, and they seldom change which division is best. All this takes well under a millisecond.
 """
 
 import heapq
@@ -27,11 +25,8 @@ _ORDER = [index * 5 % COHORTS for index in range(COHORTS)]  # the second wave dr
 
 
 def forecast_s(loads: Mapping[str, Load], division: Division, pool: SlotPool, *, shared: bool = False) -> float:
-    """Seconds of a round that starts with this division; infinite where no slot rolls out.
-
-    `pool` gives the slots, each role's depth as its capacity, and the seconds of a swap. `shared`: every slot serves
-    all roles at once.
-    """
+    """Seconds of a round that starts with this division; infinite where no slot rolls out. `pool` has each role's depth
+    as its capacity. `shared`: every slot serves all roles at once."""
     return _Round(loads, division, pool, shared=shared).seconds() if division.get(ROLLOUT, 0) else math.inf
 
 

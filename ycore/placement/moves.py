@@ -13,13 +13,10 @@ from ycore.placement.placement import ROLLOUT, Division, Mode, Schedule, SlotPoo
 
 @dataclass(frozen=True, slots=True)
 class Backlog:
-    """A role's requests that wait and that are still to come, its slots (with those that are waking for it), and the
-    seconds of a slot that a request costs."""
-
-    waiting: float
-    coming: float
-    num_slots: int
-    engine_s: float
+    waiting: float  # requests of a role
+    coming: float  # those still to come
+    num_slots: int  # with those that are waking for it
+    engine_s: float  # of a slot that a request costs
 
     @property
     def work_s(self) -> float:

@@ -86,19 +86,15 @@ class Schedule:
 class SlotPool:
     """One controller's slots.
 
-    Args:
-        roles: the roles to place, the rollout first.
-        capacity: requests that a slot may hold of each role; None is no limit.
-        exclusive: one engine of a slot is awake at a time, and finishes its requests before it sleeps. Otherwise the
-            engines of all roles stay awake, a swap only redirects new requests, and running ones continue.
-        swap_s: seconds of a swap (one engine to sleep, another awake); the allocator replaces it by what it measures.
+    `exclusive`: one engine of a slot is awake at a time, and finishes its requests before it sleeps. Otherwise the
+    engines of all roles stay awake, a swap only redirects new requests, and running ones continue.
     """
 
     num_slots: int
-    roles: tuple[str, ...] = (ROLLOUT,)
-    capacity: Mapping[str, int] | None = None
+    roles: tuple[str, ...] = (ROLLOUT,)  # the rollout first
+    capacity: Mapping[str, int] | None = None  # requests that a slot may hold of each role; None is no limit
     exclusive: bool = False
-    swap_s: float = 0.0
+    swap_s: float = 0.0  # one engine to sleep, another awake; the allocator replaces it by what it measures
 
     def capacity_of(self, role: str) -> int:
         return 10**9 if self.capacity is None else self.capacity[role]

@@ -77,9 +77,6 @@ def simulate(
 
 @dataclass(frozen=True, slots=True)
 class Scenario:
-    """What to compare. `judge_work`: the judge's work over the writing of a completion. `step_s`: (base, each) seconds
-    of an engine's step, for both roles."""
-
     num_slots: int
     swap_s: float
     num_rounds: int
@@ -90,8 +87,8 @@ class Scenario:
     max_tries: int
     max_tokens: int
     mean_tokens: float
-    judge_work: float
-    step_s: tuple[float, float]
+    judge_work: float  # over the writing of a completion
+    step_s: tuple[float, float]  # base and each, of an engine's step of both roles
     seed: int
 
     def pool(self, roles: tuple[str, ...]) -> SlotPool:

@@ -18,10 +18,8 @@ GAP_STOPS, GAP_WARNS = 0.5, 0.1  # of a token's log-probability; about 0.04 is b
 
 @dataclass(frozen=True, slots=True)
 class JudgeCount:
-    """Requests to all judges, and how many answers held no readable verdict."""
-
-    calls: int
-    unreadable: int
+    calls: int  # requests to all judges
+    unreadable: int  # answers without a verdict that can be read
     seconds: float = 0.0  # mean of one call
 
 
@@ -81,11 +79,9 @@ class Finding:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """`learns` is False where a finding stops learning; findings come worst first."""
-
-    learns: bool
+    learns: bool  # False where a finding stops learning
     in_words: str
-    findings: tuple[Finding, ...]
+    findings: tuple[Finding, ...]  # worst first
 
 
 def verdict(measured: Measurements) -> Verdict:

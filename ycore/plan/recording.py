@@ -55,11 +55,9 @@ def requests_of(spans: Sequence[Span]) -> list[list[Request]]:
 
 @dataclass(frozen=True, slots=True)
 class Recording:
-    """A run, ready to be played again. `seconds`: what every round took."""
-
     speeds: Mapping[str, Speed]
     rounds: tuple[tuple[SimulatedGroup, ...], ...]
-    seconds: tuple[float, ...]
+    seconds: tuple[float, ...]  # what every round took
 
 
 def recorded(rounds: Sequence[Sequence[Request]], *, group_size: int) -> Recording:
@@ -118,11 +116,9 @@ class Steps(Speed):
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One request: the tokens it got, in how many of its engine's seconds, with how many in flight there."""
-
-    tokens: float
-    seconds: float
-    depth: float
+    tokens: float  # that one request got
+    seconds: float  # of its engine
+    depth: float  # requests in flight there
 
 
 def curve(line: Speed, seen: Sequence[Seen]) -> Steps:

@@ -23,12 +23,10 @@ class Change:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """`fitting` are ways that fit, fastest first; `others` those that do not, least over first."""
-
     job: Job
     fleet: Fleet
-    fitting: tuple[Forecast, ...]
-    others: tuple[Forecast, ...]
+    fitting: tuple[Forecast, ...]  # ways that fit, fastest first
+    others: tuple[Forecast, ...]  # those that do not, least over first
     nearest: tuple[Change, ...]  # where nothing fits, the nearest settings that do
 
     def as_json(self, *, top: int) -> dict[str, Any]:

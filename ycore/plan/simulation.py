@@ -114,17 +114,12 @@ class VirtualSlot:
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """How fast the engines are.
-
-    Args:
-        swap_s: by role, a sleep and the wake after it; a swap costs half of each of its two roles.
-        reading_s: by role, reading one prompt, while the other requests of its engine wait; nothing where sizes and
-            speeds include it.
-    """
+    """How fast the engines of each role are."""
 
     speeds: Mapping[str, Speed]
-    swap_s: Mapping[str, float]
+    swap_s: Mapping[str, float]  # a sleep and the wake after it; a swap costs half of each of its two roles
     reading_s: Mapping[str, float] = field(default_factory=dict)
+    """Of one prompt, while the engine's other requests wait; nothing where sizes and speeds include it."""
 
 
 @dataclass(frozen=True, slots=True)

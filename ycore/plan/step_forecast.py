@@ -121,12 +121,8 @@ def compare(
     The forecast uses the run's own lengths and draws, which no plan can know, so that the formulas are compared.
 
     Args:
-        peaks: bytes by process, from `memory.json`.
-        metrics: the rows of `metrics.jsonl`.
-
-    Returns:
-        Memory in GiB (all processes of a role) and time in seconds (the median of the steps after the first, which has
-        no sync and nothing cached or compiled).
+        peaks: bytes by process, from `memory.json`; those of a role are added up.
+        metrics: the rows of `metrics.jsonl`; the first step's times do not count: nothing is cached or compiled yet.
     """
     expected = forecast(as_it_was(job, metrics), way, fleet)
     planned = expected.phases["all at once"]

@@ -121,7 +121,7 @@ def _lines(made: "Plan", *, top: int) -> Iterator[str]:
         for forecast in made.fitting[:top]:
             phase, peak = forecast.peak
             fullest = f"{peak / _GIB:.1f} of {forecast.capacity / _GIB:.1f} GiB, {phase}"
-            speed = f"{forecast.step_s:>7.1f} s  {forecast.tokens_per_s:>9,.0f}"
+            speed = f"{forecast.step_s:>7.1f} s  {forecast.tokens_per_step / forecast.step_s:>9,.0f}"
             yield f"{speed}  {fullest:<28}  {forecast.way.in_words}"
         yield from ["", *_memory_lines(best), "", "seconds of a step of the first"]
         yield "  " + ", ".join(f"{name} {seconds:.1f}" for name, seconds in best.seconds.items())
@@ -145,7 +145,7 @@ def _job_lines(made: "Plan") -> Iterator[str]:
     yield f"model    {job.policy.name}: {job.policy.num_params / 1e9:.2f} billion parameters, {trained}"
     if job.judge is not None:
         yield f"judge    {job.judge.name}: {job.judge.num_params / 1e9:.2f} billion parameters"
-    yield f"devices  {made.fleet.in_words}: {device.memory_bytes / _GIB:.0f} GiB; {device.in_words}"
+    yield f"devices  {made.fleet.count} x {device.name}: {device.memory_bytes / _GIB:.0f} GiB; {device.in_words}"
     yield (
         f"step     {job.prompts_per_step} prompts of {job.prompt_tokens} tokens x {job.group_size} completions "
         f"of {job.completion_tokens}, {job.max_tokens} at most; {job.draws:g} groups for each kept"

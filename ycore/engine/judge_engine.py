@@ -19,7 +19,6 @@ from ycore.judge.verdict import Reply
 from ycore.placement.placement import JUDGE
 
 _MAX_REFUSALS = 16  # in a row
-_RETRY_TEMPERATURE = 0.7  # at 0, another seed would give the same text
 TRIES = 7  # of a request to an address
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
 _TRANSIENT_STATUS = (408, 409, 425, 429, 500, 502, 503, 504, 529)
@@ -151,13 +150,9 @@ def backoff_s(attempt: int, *, at_least_s: float = 0.0) -> float:
 def build_chat_request(judge: Judge, question: Question, *, model: str, seed: int, again: bool) -> dict[str, Any]:
     """The body of a request, with fields of OpenAI's API only."""
     verdict = judge.verdict
-    body: dict[str, Any] = {
-        "model": model,
-        "messages": question,
-        "seed": seed,
-        "temperature": max(judge.temperature, _RETRY_TEMPERATURE) if again else judge.temperature,
-        "max_tokens": judge.max_tokens,
-    }
+    temperature = max(judge.temperature, 0.7) if again else judge.temperature  # at 0, a seed changes nothing
+    body: dict[str, Any] = {"model": model, "messages": question, "seed": seed}
+    body |= {"temperature": temperature, "max_tokens": judge.max_tokens}
     if isinstance(verdict, LabelVerdict):
         body |= {"max_tokens": 1, "logprobs": True, "top_logprobs": 20}  # the most that vLLM and OpenAI give
     elif isinstance(verdict, JsonVerdict):

@@ -22,7 +22,6 @@ from ycore.run.files import read_json, write_json_atomic
 
 FILE_BYTES = 2 * 2**30  # of a file, and so the most that the writing rank holds of the policy at a time
 _MANIFEST = "weights.json"
-_MAX_NAMED = 3  # tensors that an error names
 
 
 def write_weights(
@@ -168,7 +167,7 @@ def check_read_back(sums: Mapping[str, int], read_back: Sequence[tuple[Sequence[
         if (sum(sums[name] for name in names) - held) % 2**64:
             differ |= set(names)
     if differ:
-        listed = ", ".join(sorted(differ)[:_MAX_NAMED]) + (", ..." if len(differ) > _MAX_NAMED else "")
+        listed = ", ".join(sorted(differ)[:3]) + (", ..." if len(differ) > 3 else "")
         raise SyncError(f"{len(differ)} of {len(sums)} tensors are not the trainer's after they were loaded: {listed}")
     if not verified:
         raise SyncError(f"it reported none of the {len(sums)} tensors that were sent, so nothing verifies them")

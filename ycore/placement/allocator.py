@@ -132,7 +132,6 @@ class Allocator:
 
     @property
     def mode(self) -> Mode:
-        """How slots change their role in the next round."""
         return self._learned.schedule.mode
 
     @property
@@ -146,7 +145,6 @@ class Allocator:
 
     @property
     def loads(self) -> Mapping[str, Load]:
-        """Each role's work in a round, as learned so far."""
         return self._learned.loads
 
     @property

@@ -14,12 +14,11 @@ from ycore.placement.moves import next_schedule
 from ycore.placement.placement import MODES, ROLLOUT, Mode, Placement, Schedule, SlotPool
 
 KEEP, DROP = 1, 2  # vLLM's sleep levels: 1 keeps an engine's weights in host memory, 2 drops them
-_AVERAGE_MEMORY = 0.5
 
 
 def moving_average(before: float | None, seconds: float) -> float:
     """`before` is None for the first value."""
-    return seconds if before is None else _AVERAGE_MEMORY * before + (1 - _AVERAGE_MEMORY) * seconds
+    return seconds if before is None else 0.5 * before + 0.5 * seconds
 
 
 class SleepLevels:

@@ -44,10 +44,6 @@ class Fleet:
     device: Device
     count: int
 
-    @property
-    def in_words(self) -> str:
-        return f"{self.count} x {self.device.name}"
-
 
 DEVICES: Mapping[str, Device] = {
     row["name"].lower(): Device(

@@ -11,7 +11,6 @@ from ycore.plan.job import SHARDINGS, Job, Way, job_of, micro_batch_of
 from ycore.plan.model_facts import KNOWN_CONFIGS, model_facts
 from ycore.plan.step_forecast import Forecast, forecast, simulated
 
-_WORTH_SIMULATING = 1.5  # of the fastest, by the simple bound
 _MOST_ON_CPU = 2  # engines that a run starts by default (ycore/launch/engines.py)
 
 
@@ -141,7 +140,7 @@ def ranked(job: Job, fleet: Fleet, candidates: Iterable[Way]) -> tuple[list[Fore
         for one in fitting:
             way = one.way
             best.setdefault((way.kind, way.judge_slots, way.slots, way.tensor_parallel, way.sleeps), one)
-        enough_s = _WORTH_SIMULATING * min((one.step_s for one in best.values()), default=0.0)
+        enough_s = 1.5 * min((one.step_s for one in best.values()), default=0.0)  # of the fastest by the simple bound
         fitting = _by_time(simulated(job, one, fleet) for one in best.values() if one.step_s <= enough_s)
     others = sorted((one for one in forecasts if not one.fits), key=lambda one: one.peak[1] - one.capacity)
     return fitting, others

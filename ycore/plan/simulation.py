@@ -124,9 +124,7 @@ class Machine:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """The groups that a round needs, by the same rules as a live round's."""
-
-    need: int
+    need: int  # groups, by the same rules as a live round's
     dynamic: bool = False
     max_tries: int = 4
 

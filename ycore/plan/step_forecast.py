@@ -40,10 +40,6 @@ class Forecast:
         return self.seconds["step"]
 
     @property
-    def tokens_per_s(self) -> float:
-        return self.tokens_per_step / self.step_s
-
-    @property
     def at_once(self) -> Mapping[str, int]:
         """Sequences that an engine of each role holds, at least one."""
         return {role: max(1, engine.at_once) for role, engine in self.engines.items()}
@@ -96,8 +92,6 @@ def _speed(engine: timing.Serving, *, context: int, most: int) -> Speed:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure, planned and measured, in `unit`."""
-
     what: str
     unit: str
     planned: float

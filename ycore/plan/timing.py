@@ -184,7 +184,6 @@ def spread_lengths(mean: float, longest: int) -> list[float]:
 
 
 def sync_s(job: Job, device: Device) -> float:
-    """The policy's weights from trainer to every engine."""
     pace = pace_of(device)
     return pace.sync_s + job.policy.num_params * job.bytes_per_value / pace.sync_bandwidth
 

@@ -48,10 +48,8 @@ def staging(folder: Path, step: int) -> Path:
 def publish(folder: Path, step: int, extra: dict[str, Any]) -> Path:
     """Add the manifest to what was staged and give it its name: from here on the checkpoint exists.
 
-    A checkpoint of the same step is replaced: the run went back behind it and came here again.
-
-    Args:
-        extra: More keys for the manifest, such as `world`, the number of ranks.
+    A checkpoint of the same step is replaced: the run went back behind it and came here again. `extra` are more keys
+    for the manifest, such as `world`, the number of ranks.
     """
     staged, place = staging(folder, step) / f"{_PREFIX}{step}", checkpoint_of(folder, step)
     files = sorted(path for path in staged.rglob("*") if path.is_file() and path.name != _MANIFEST)

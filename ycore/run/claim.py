@@ -81,11 +81,7 @@ AS_IT_WAS = Resume()
 
 
 def claim(folder: RunFolder, config: BaseModel, *, resume: bool) -> Claim:
-    """Make the folder this run's: its sub-folders, no stale sockets, and run.json.
-
-    Raises:
-        RunFolderError: the folder holds something else, another run, or this one while it is running.
-    """
+    """Make the folder this run's, or raise RunFolderError: its sub-folders, no stale sockets, and run.json."""
     check_claim(folder, config, resume=resume)
     folder.root.mkdir(mode=0o700, parents=True, exist_ok=True)
     held = Claim(folder)
@@ -255,8 +251,7 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 
 _WHOLE_BYTES = 64 * 2**20  # of a larger file, blocks spread over it stand for its content
-_BLOCK_BYTES = 64 * 2**10
-_NUM_BLOCKS = 256
+_BLOCK_BYTES, _NUM_BLOCKS = 64 * 2**10, 256
 
 
 def files_fingerprint(files: Iterable[Path]) -> str:

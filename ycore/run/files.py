@@ -101,20 +101,16 @@ class LineFollower:
         with file:
             inode, size = os.fstat(file.fileno()).st_ino, file.seek(0, os.SEEK_END)
             if inode != self._inode or size < self._offset:
-                self._begin_again(inode, size)
+                tail = size if self._tail_bytes is None else self._tail_bytes
+                is_cut = inode == self._inode and self._tail_bytes is not None
+                self._offset = size if is_cut else max(0, size - tail)
+                self._inode, self.num_lines = inode, 0
             file.seek(self._offset)
             data = file.read()
         lines = data.split(b"\n")[:-1]
         self._offset += data.rfind(b"\n") + 1
         self.num_lines += len(lines)
         return lines
-
-    def _begin_again(self, inode: int, size: int) -> None:
-        if self._tail_bytes is None:
-            self._offset = 0
-        else:
-            self._offset = size if inode == self._inode else max(0, size - self._tail_bytes)
-        self._inode, self.num_lines = inode, 0
 
 
 def make_private(path: Path) -> None:

@@ -46,10 +46,7 @@ class MetricsWriter:
         self._file.flush()
 
     def forget_after(self, step: int) -> None:
-        """Drop rows of later steps: a run that goes on from a checkpoint takes those steps again.
-
-        The rows that stay are in another file before the old one goes: a kill in between loses none.
-        """
+        """Drop rows of later steps: a run that goes on from a checkpoint takes them again. A kill loses no others."""
         kept = [row for row in read_metrics(self._path) if row.get("step", 0) <= step]
         shorter = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         with _open_to_append(shorter) as file:
@@ -67,12 +64,9 @@ def warn(line: str) -> None:
 
 
 def read_metrics(path: Path, *, say: Say = warn) -> list[dict[str, Any]]:
-    """Every whole row; none where the file is missing.
+    """Every whole row, none where the file is missing; `say` takes a sentence for every damaged line.
 
     A last line that is not whole is normal: the file is growing, or its writer was killed.
-
-    Args:
-        say: Takes a sentence for every other line that is damaged, and so left out.
     """
     if not path.is_file():
         return []
@@ -82,13 +76,9 @@ def read_metrics(path: Path, *, say: Say = warn) -> list[dict[str, Any]]:
 
 
 class MetricsFollower:
-    """Reads metrics.jsonl while the trainer writes it: `for row in follower.read(): ...`, again and again.
+    """Reads metrics.jsonl while the trainer writes it, by default only what comes after the rows that are there.
 
     Each whole row comes once, also where the trainer of a resumed run puts a shorter file in place of the old one.
-
-    Args:
-        from_the_start: Read the rows that are there already too.
-        say: As in `read_metrics`.
     """
 
     def __init__(self, path: Path, *, from_the_start: bool = False, say: Say = warn) -> None:

@@ -26,11 +26,10 @@ def descendants(pid: int) -> list[psutil.Process]:
 
 
 def kill_tree(leader: int, *, also: Iterable[psutil.Process] = (), wait_s: float = 0.0) -> None:
-    """Send SIGKILL to a process group, to everything below its leader, and to `also`.
+    """Send SIGKILL to a process group, to everything below its leader, and to `also`, which may have left the tree.
 
     Args:
         leader: process id of the group's leader, which may have ended already.
-        also: processes that may have left the tree, such as an engine's worker whose parent died.
         wait_s: how long to wait until all of them but the leader are gone; the caller reaps the leader.
     """
     others = [*descendants(leader), *also]

@@ -45,10 +45,7 @@ def this_rank(environment: Mapping[str, str] | None = None) -> Rank:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A rank's report; `exit_code` is None while it runs.
-
-    `expected` says whether `message` is the cause of the end: it is not where another rank was gone, or at a bug.
-    """
+    """A rank's report; `exit_code` is None while it runs. `message` is the cause of the end only if `expected`."""
 
     number: int
     pid: int

@@ -57,11 +57,9 @@ Event = Span | Levels | Mark
 
 
 class TraceWriter:
-    """Appends events; they reach the disk with `flush`, or some hundred at a time.
+    """Appends events, which reach the disk with `flush`, or some hundred at a time; no `path` keeps no trace.
 
-    Args:
-        path: trace.json, which other ranks may write to as well; None keeps no trace.
-        max_bytes: The size from which on events are dropped; the last one says so.
+    A file of `max_bytes` takes no more events; its last one says so.
     """
 
     def __init__(self, path: Path | None, *, max_bytes: int = 256 * 2**20) -> None:

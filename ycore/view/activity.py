@@ -1,7 +1,6 @@
 """What a run does at this moment: its slots' lanes, its queues, the phase of its step.
 
-It is read from trace.json and from the times of two files: `step_began`, which is touched when a step begins, and
-metrics.jsonl, which is written when one is over.
+It is read from trace.json and from the times of `step_began`, touched when a step begins, and of metrics.jsonl.
 """
 
 import threading
@@ -77,7 +76,6 @@ class Scene:
 
     @property
     def has_begun(self) -> bool:
-        """Whether there is anything to show."""
         return self.step_began is not None or bool(self.activity.lanes)
 
     @property
@@ -150,9 +148,7 @@ class Scene:
 class RunActivity:
     """Reads a run's files for its `Scene`, twice a second at most, from any thread: `RunActivity(root).look()`.
 
-    Args:
-        root: The run's folder.
-        goes_on: Whether the run goes on; by default it does until its summary is there.
+    By default a run goes on until its summary is there.
     """
 
     def __init__(self, root: Path, *, goes_on: Callable[[], bool] | None = None) -> None:

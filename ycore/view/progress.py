@@ -41,8 +41,7 @@ def open_progress(
     Args:
         num_steps: How many rows there will be; None where nobody knows.
         unit: What a row counts.
-        stream: Standard output by default.
-        look: Returns what the run does now; see `RunActivity.look`.
+        look: Returns what the run does now (`RunActivity.look`); None shows the rows alone.
     """
     stream = sys.stdout if stream is None else stream
     if not stream.isatty():

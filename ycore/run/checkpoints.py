@@ -48,8 +48,15 @@ def staging(folder: Path, step: int) -> Path:
 def publish(folder: Path, step: int, extra: dict[str, Any]) -> Path:
     """Add the manifest to what was staged and give it its name: from here on the checkpoint exists.
 
-    A checkpoint of the same step is replaced: the run went back behind it and came here again. `extra` are more keys
-    for the manifest, such as `world`, the number of ranks.
+    A checkpoint of the same step is replaced: the run went back behind it and came here again.
+
+    Args:
+        folder: the run's checkpoints.
+        step: optimizer steps taken.
+        extra: more keys for the manifest, such as `world`, the number of ranks.
+
+    Returns:
+        The checkpoint's folder.
     """
     staged, place = staging(folder, step) / f"{_PREFIX}{step}", checkpoint_of(folder, step)
     files = sorted(path for path in staged.rglob("*") if path.is_file() and path.name != _MANIFEST)
@@ -102,7 +109,11 @@ def problem_of(checkpoint: Path) -> str | None:
 def newest_whole(folder: Path, *, say: Say) -> Path | None:
     """The latest checkpoint that verifies; None where no checkpoint was ever saved.
 
-    Each damaged one is named in a line, moved aside and passed over; RunFolderError where all are damaged.
+    Args:
+        say: takes a line for each damaged checkpoint, which is moved aside and passed over.
+
+    Raises:
+        RunFolderError: all checkpoints are damaged.
     """
     reasons = []
     for checkpoint in reversed(checkpoints_in(folder)):

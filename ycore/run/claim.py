@@ -81,7 +81,18 @@ AS_IT_WAS = Resume()
 
 
 def claim(folder: RunFolder, config: BaseModel, *, resume: bool) -> Claim:
-    """Make the folder this run's, or raise RunFolderError: its sub-folders, no stale sockets, and run.json."""
+    """Make the folder this run's: its lock, its sub-folders, no stale sockets, and run.json.
+
+    Args:
+        config: the run's settings; secrets in them are hidden in run.json.
+        resume: continue the run in the folder, whose settings must be the same.
+
+    Returns:
+        The lock, which is held until `release`.
+
+    Raises:
+        RunFolderError: another process has the folder, or what is in it does not fit `resume`.
+    """
     check_claim(folder, config, resume=resume)
     folder.root.mkdir(mode=0o700, parents=True, exist_ok=True)
     held = Claim(folder)
@@ -98,7 +109,11 @@ def claim(folder: RunFolder, config: BaseModel, *, resume: bool) -> Claim:
 
 
 def check_claim(folder: RunFolder, config: BaseModel, *, resume: bool, how: Resume = AS_IT_WAS) -> None:
-    """Raise what `claim` would raise, but write nothing and wait for no lock."""
+    """Raise what `claim` would raise, but write nothing and wait for no lock.
+
+    Args:
+        how: which checkpoint the resumed run starts from, and which changed settings it accepts.
+    """
     check_secrets(config.model_dump(mode="json"))
     root = folder.root
     if not os.path.lexists(root):

@@ -87,7 +87,12 @@ def take_place(folder: RunFolder, rank: Rank, *, cores: list[int] | None) -> Non
 
 
 def report_end(folder: RunFolder, rank: Rank, exit_code: int, message: str = "", *, expected: bool = True) -> None:
-    """Write how this rank ended (see `Report`); of several that failed, the launcher believes the first."""
+    """Write how this rank ended. Of several ranks that failed, the launcher shows the first.
+
+    Args:
+        message: the error in one line.
+        expected: False where the error follows from another rank's end, or nobody foresaw it.
+    """
     report = Report(rank.number, os.getpid(), exit_code, message, time.time(), expected)
     write_json_atomic(report_file(folder, rank.local), asdict(report))
 

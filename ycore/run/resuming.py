@@ -36,7 +36,13 @@ def round_file(journal: Path, step: int, rank: int) -> Path:
 
 
 def write_round(path: Path, label: Mapping[str, int], content: Mapping[str, Any]) -> None:
-    """Write a rank's part of a round to its `round_file`; `label` is what the header says besides."""
+    """Write a rank's part of a round: one line of header and one of content, both JSON.
+
+    Args:
+        path: see `round_file`.
+        label: keys of the header besides the schema and the content's sha256: step, rank, world, seed.
+        content: the round, as plain JSON values.
+    """
     body = json.dumps(content).encode()
     head = {"schema": _ROUND_SCHEMA, **label, "sha256": hashlib.sha256(body).hexdigest()}
     write_bytes_atomic(path, json.dumps(head).encode() + b"\n" + body + b"\n")
@@ -70,7 +76,13 @@ def rounds_in(journal: Path) -> dict[int, set[int]]:
 
 
 def drop_rounds(journal: Path, *, before: int = 0, after: int | None = None, rank: int | None = None) -> None:
-    """Remove the rounds of steps below `before` and above `after`, of one rank or of all."""
+    """Remove rounds from the journal.
+
+    Args:
+        before: rounds of steps below it go.
+        after: rounds of steps above it go; None keeps them.
+        rank: only this rank's; None is all ranks'.
+    """
     for path, step, its_rank in _round_files(journal):
         if (step < before or (after is not None and step > after)) and rank in (None, its_rank):
             path.unlink(missing_ok=True)
@@ -121,6 +133,10 @@ def settle(folder: RunFolder, config: BaseModel, how: Resume, *, say: Say) -> No
 
     Checkpoints of later steps than `how` names are moved aside. Later rounds stay, and are trained on again as they
     were; where changed settings are accepted they are another run's, and are dropped.
+
+    Args:
+        how: the checkpoint to start from, and which changed settings are accepted.
+        say: takes a line for whatever is moved or dropped.
     """
     held = Claim(folder)
     try:

@@ -14,13 +14,10 @@ if TYPE_CHECKING:
 
 
 def checked_plan(config: AnyConfig, *, resume: bool = False, how: Resume = AS_IT_WAS) -> dict[str, Any]:
-    """What the run will do, as JSON values.
+    """What the run will do, as JSON values; UserError where it cannot work.
 
     Args:
         resume: the run's folder must hold this run, instead of none.
-
-    Raises:
-        UserError: the run cannot work.
     """
     from ycore.config.resolve import check_needs
     from ycore.config.trl_arguments import trl_arguments

@@ -3,6 +3,7 @@
 Nothing heavy is imported until a command runs.
 """
 
+import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -68,9 +69,10 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run the command line `ycore ARGUMENTS` and return its exit status; a bug keeps its traceback."""
+    """Run `ycore ARGUMENTS`, with `--group_size` for `--group-size` too; the exit status. A bug keeps its traceback."""
+    dashed = [re.sub("^--[^=]*", lambda option: option[0].replace("_", "-"), word) for word in arguments]
     try:
-        status = app(args=_dashed(arguments), prog_name="ycore", standalone_mode=False)
+        status = app(args=dashed, prog_name="ycore", standalone_mode=False)
     except YcoreError as error:
         kind = "interrupted" if isinstance(error, Interrupted) else "error"
         print(f"{kind}: {_one_line(str(error))}", file=sys.stderr)
@@ -86,12 +88,3 @@ def run(arguments: Sequence[str]) -> int:
 
 def _one_line(text: str) -> str:
     return printable(" ".join(line.strip() for line in text.splitlines() if line.strip()))
-
-
-def _dashed(arguments: Sequence[str]) -> list[str]:
-    """`--group_size=4` as `--group-size=4`: both spellings name the same option."""
-    dashed = []
-    for argument in arguments:
-        name, equals, value = argument.partition("=")
-        dashed.append(name.replace("_", "-") + equals + value if name.startswith("--") else argument)
-    return dashed

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from ycore.config.schema import RunConfig
     from ycore.plan.preflight_verdict import Measurements
 
-_BAR_WIDTH = 30
 _SAMPLE_WIDTH = 100
 
 
@@ -147,7 +146,7 @@ def _preflight_lines(result: Mapping[str, Any]) -> Iterator[str]:
     most = max((count for _, _, count in bins), default=1)
     for low, high, count in bins:
         edges = f"{low:.2f}" if low == high else f"{low:.2f} to {high:.2f}"
-        yield f"reward {edges:<16} {count:>4} {'#' * max(1, round(_BAR_WIDTH * count / most))}"
+        yield f"reward {edges:<16} {count:>4} {'#' * max(1, round(30 * count / most))}"
     if result["samples"]:
         yield ""
     for sample in result["samples"]:

@@ -8,7 +8,7 @@ import inspect
 import itertools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeAlias, get_args
+from typing import TYPE_CHECKING, Annotated, Any, get_args
 
 import typer
 
@@ -17,119 +17,110 @@ from ycore.errors import ConfigError, nearest
 if TYPE_CHECKING:
     from ycore.config.schema import AnyConfig
 
-Text: TypeAlias = str | None
-Texts: TypeAlias = list[str] | None
-Flag: TypeAlias = bool | None
+
+def text(help: str, *names: str, metavar: str | None = None) -> Any:
+    """The annotation of a command's parameter that is text, or None where it was not given."""
+    return Annotated[str | None, typer.Option(*names, metavar=metavar, help=help)]
 
 
-def _option(help: str, *names: str, metavar: str | None = None) -> Any:
-    return typer.Option(*names, metavar=metavar, help=help)
+def number(help: str) -> Any:
+    return text(help, metavar="N")
 
 
-def _number(help: str) -> Any:
-    return typer.Option(metavar="N", help=help)
+def texts(help: str, *names: str, metavar: str) -> Any:
+    return Annotated[list[str] | None, typer.Option(*names, metavar=metavar, help=help)]
 
 
-Model = Annotated[Text, _option("Hub id, folder or GGUF file; e.g. Qwen/Qwen2.5-0.5B-Instruct, or smollm2-135m.")]
-Output = Annotated[Text, _option("Folder that the run writes; e.g. runs/first.")]
-Recipe = Annotated[Text, _option("Start from a recipe, by name or YAML file; e.g. quickstart.")]
-TrustRemoteCode = Annotated[Flag, _option("Run Python code that the model brings along.", "--trust-remote-code")]
-Set = Annotated[
-    Texts,
-    _option(
-        "Any key of a run or recipe; may be repeated; e.g. engine.count=2, rewards.0.weight=0.5.",
-        "--set",
-        metavar="KEY=VALUE",
-    ),
-]
-Seed = Annotated[Text, _number("Fixes the data's order and the sampling; e.g. 0.")]
-DryRun = Annotated[bool, _option("Check everything, show the plan, start nothing.", "--dry-run")]
-Json = Annotated[bool, _option("One JSON object on standard output, the rest on standard error.", "--json")]
+def flag(help: str, name: str) -> Any:
+    return Annotated[bool | None, typer.Option(name, help=help)]
+
+
+def switch(help: str, name: str) -> Any:
+    """The annotation of a parameter that is false where it was not given."""
+    return Annotated[bool, typer.Option(name, help=help)]
+
+
+Model = text("Hub id, folder or GGUF file; e.g. Qwen/Qwen2.5-0.5B-Instruct, or smollm2-135m.")
+Output = text("Folder that the run writes; e.g. runs/first.")
+Recipe = text("Start from a recipe, by name or YAML file; e.g. quickstart.")
+TrustRemoteCode = flag("Run Python code that the model brings along.", "--trust-remote-code")
+Set = texts(
+    "Any key of a run or recipe; may be repeated; e.g. engine.count=2, rewards.0.weight=0.5.",
+    "--set",
+    metavar="KEY=VALUE",
+)
+Seed = number("Fixes the data's order and the sampling; e.g. 0.")
+DryRun = switch("Check everything, show the plan, start nothing.", "--dry-run")
+Json = switch("One JSON object on standard output, the rest on standard error.", "--json")
 
 # Prompts and rewards
-Dataset = Annotated[
-    Text,
-    _option("Hub id, JSONL, CSV or Parquet file, or a generated task; e.g. openai/gsm8k:main, task:addition?digits=2."),
-]
-Reward = Annotated[
-    Texts,
-    _option(
-        "Built-in name, file.py:function, judge:FILE.yaml or rm:MODEL; may be repeated; e.g. exact_answer.",
-        metavar="NAME",
-    ),
-]
-PromptColumn = Annotated[Text, _option("Column that holds the prompt; e.g. question.")]
-AnswerColumn = Annotated[Text, _option("Column that rewards get as `answer`; e.g. solution.")]
-SystemPrompt = Annotated[Text, _option("System prompt of every chat; e.g. 'Answer with a number.'")]
-Limit = Annotated[Text, _number("Rows to take from the dataset; e.g. 200.")]
-Split = Annotated[Text, _option("Split of the dataset; e.g. test.")]
+Dataset = text(
+    "Hub id, JSONL, CSV or Parquet file, or a generated task; e.g. openai/gsm8k:main, task:addition?digits=2."
+)
+Reward = texts(
+    "Built-in name, file.py:function, judge:FILE.yaml or rm:MODEL; may be repeated; e.g. exact_answer.", metavar="NAME"
+)
+PromptColumn = text("Column that holds the prompt; e.g. question.")
+AnswerColumn = text("Column that rewards get as `answer`; e.g. solution.")
+SystemPrompt = text("System prompt of every chat; e.g. 'Answer with a number.'")
+Limit = number("Rows to take from the dataset; e.g. 200.")
+Split = text("Split of the dataset; e.g. test.")
 
 # Rollouts
-PromptsPerStep = Annotated[Text, _number("Prompts in one optimizer step; e.g. 8.")]
-GroupSize = Annotated[Text, _number("Completions of each prompt; e.g. 8.")]
-NumSamples = Annotated[Text, _number("Completions of each prompt; e.g. 4.")]
-MaxTokens = Annotated[Text, _number("Longest completion, in tokens; e.g. 256.")]
-EngineKind = Annotated[
-    Text, _option("What generates the completions: auto, vllm or transformers.", "--engine", metavar="KIND")
-]
-DynamicSampling = Annotated[
-    Flag,
-    _option(
-        "Replace groups whose rewards are all equal (the default), or train on all groups.",
-        "--dynamic-sampling/--no-dynamic-sampling",
-    ),
-]
-Placement = Annotated[
-    Text,
-    _option(
-        "How rollouts and judges share the slots: dynamic, colocated or split:3:1; see docs/placement.md.",
-        metavar="HOW",
-    ),
-]
-KeepJournal = Annotated[Flag, _option("Keep every round on disk, so that it can be replayed.", "--keep-journal")]
-Replay = Annotated[Text, _option("Train on the rounds of a run with a kept journal, without engines.", metavar="RUN")]
+PromptsPerStep = number("Prompts in one optimizer step; e.g. 8.")
+GroupSize = number("Completions of each prompt; e.g. 8.")
+NumSamples = number("Completions of each prompt; e.g. 4.")
+MaxTokens = number("Longest completion, in tokens; e.g. 256.")
+EngineKind = text("What generates the completions: auto, vllm or transformers.", "--engine", metavar="KIND")
+DynamicSampling = flag(
+    "Replace groups whose rewards are all equal (the default), or train on all groups.",
+    "--dynamic-sampling/--no-dynamic-sampling",
+)
+Placement = text(
+    "How rollouts and judges share the slots: dynamic, colocated or split:3:1; see docs/placement.md.", metavar="HOW"
+)
+KeepJournal = flag("Keep every round on disk, so that it can be replayed.", "--keep-journal")
+Replay = text("Train on the rounds of a run with a kept journal, without engines.", metavar="RUN")
 
 # The algorithm
-Preset = Annotated[
-    Text, _option("A paper's settings, under your own; e.g. dapo; see docs/algorithms.md.", metavar="NAME")
-]
-Advantage = Annotated[
-    Text, _option("How rewards become advantages; e.g. rloo; see docs/algorithms.md.", metavar="NAME")
-]
-Divergence = Annotated[
-    Text, _option("Distance to the reference that --beta weighs: reverse-kl, forward-kl or js.", metavar="NAME")
-]
-Preflight = Annotated[
-    bool, _option("First check whether this run can learn (ycore preflight); train only if so.", "--preflight")
-]
+Preset = text("A paper's settings, under your own; e.g. dapo; see docs/algorithms.md.", metavar="NAME")
+Advantage = text("How rewards become advantages; e.g. rloo; see docs/algorithms.md.", metavar="NAME")
+Divergence = text("Distance to the reference that --beta weighs: reverse-kl, forward-kl or js.", metavar="NAME")
+Preflight = switch("First check whether this run can learn (ycore preflight); train only if so.", "--preflight")
 
 # Given examples
-Examples = Annotated[Text, _option("Hub id, or JSONL, CSV or Parquet file, with the columns named above.", "--dataset")]
-EvalDataset = Annotated[Text, _option("Held-out rows; a hub id or file like --dataset.")]
-EvalSplit = Annotated[Text, _option("Split of the held-out rows; e.g. test.")]
-HeldOut = Annotated[Text, _number("Rows kept apart to measure on; by default a tenth, 256 at most; e.g. 200.")]
-BatchSize = Annotated[Text, _number("Rows in one optimizer step; e.g. 16.")]
-Epochs = Annotated[Text, _number("Passes over the rows, where --steps is not given.")]
+Examples = text("Hub id, or JSONL, CSV or Parquet file, with the columns named above.", "--dataset")
+EvalDataset = text("Held-out rows; a hub id or file like --dataset.")
+EvalSplit = text("Split of the held-out rows; e.g. test.")
+HeldOut = number("Rows kept apart to measure on; by default a tenth, 256 at most; e.g. 200.")
+BatchSize = number("Rows in one optimizer step; e.g. 16.")
+Epochs = number("Passes over the rows, where --steps is not given.")
 
 # Training
-Steps = Annotated[Text, _number("Optimizer steps; e.g. 100.")]
-Lora = Annotated[Flag, _option("Train low-rank adapters (the default), or every weight.", "--lora/--full")]
-Merge = Annotated[Flag, _option("Also save the model with its adapters merged in.", "--merge")]
-Processes = Annotated[Text, _number("Training processes on this machine, one a GPU or an even share of cores; e.g. 2.")]
-Accelerate = Annotated[
-    Text,
-    _option(
-        "How they share the work: ddp, zero1, zero2, zero3, fsdp2 or an accelerate config; see docs/parallel.md.",
-        metavar="NAME|FILE",
-    ),
-]
-WandbProject = Annotated[Text, _option("Also log to Weights & Biases, in this project; e.g. sums.", metavar="NAME")]
-Restarts = Annotated[Text, _number("How often a trainer that dies is started again; 0 by default; e.g. 3.")]
-Resume = Annotated[bool, _option("Go on from the newest whole checkpoint in --output.", "--resume")]
-ResumeFrom = Annotated[Text, _option("Go on from this checkpoint; 0 is the beginning; e.g. 40.", metavar="STEP|PATH")]
-AcceptChanges = Annotated[
-    bool, _option("Go on even though settings, dataset, model or rewards have changed.", "--accept-changes")
-]
+Steps = number("Optimizer steps; e.g. 100.")
+Lora = flag("Train low-rank adapters (the default), or every weight.", "--lora/--full")
+Merge = flag("Also save the model with its adapters merged in.", "--merge")
+Processes = number("Training processes on this machine, one a GPU or an even share of cores; e.g. 2.")
+Accelerate = text(
+    "How they share the work: ddp, zero1, zero2, zero3, fsdp2 or an accelerate config; see docs/parallel.md.",
+    metavar="NAME|FILE",
+)
+WandbProject = text("Also log to Weights & Biases, in this project; e.g. sums.", metavar="NAME")
+Restarts = number("How often a trainer that dies is started again; 0 by default; e.g. 3.")
+Resume = switch("Go on from the newest whole checkpoint in --output.", "--resume")
+ResumeFrom = text("Go on from this checkpoint; 0 is the beginning; e.g. 40.", metavar="STEP|PATH")
+AcceptChanges = switch("Go on even though settings, dataset, model or rewards have changed.", "--accept-changes")
+
+# Plans, simulations, pipelines
+Devices = text("8x80GB, 4xH100, 2xcpu, cpu; this machine if not given.", metavar="NxKIND")
+Judge = text("A generative judge too; e.g. Qwen3-8B.", metavar="MODEL")
+PromptTokens = number("Tokens of a prompt; the default is 256.")
+CompletionTokens = number("Mean tokens of a completion; --max-tokens if not given.")
+Trace = text("Play a run's trace.json again; e.g. runs/first.", metavar="RUN")
+MeanTokens = number("Mean length of a completion; a third of the longest.")
+Picture = text("Draw the last round of each; e.g. placements.png.", metavar="FILE")
+StageSet = texts("Any key of a stage; may be repeated; e.g. sft.steps=50.", "--set", metavar="STAGE.KEY=VALUE")
+StageResume = switch("Skip what is finished, go on with what was begun.", "--resume")
 
 _TEXTS = (
     "model", "dataset", "output", "merge", "system_prompt", "prompt_column", "answer_column", "trust_remote_code",

@@ -11,18 +11,14 @@ if TYPE_CHECKING:
     from ycore.config.schema import AnyConfig
 
 File = Annotated[str, typer.Argument(metavar="FILE|NAME", help="A YAML file of stages, or a shipped recipe's name.")]
-Set = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="STAGE.KEY=VALUE", help="Any key of a stage; may be repeated; e.g. sft.steps=50."),
-]
 
 
 def pipeline(
     file: File,
     model: o.Model = None,
-    set_: Set = None,
+    set_: o.StageSet = None,
     output: o.Output = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Skip what is finished, go on with what was begun.")] = False,
+    resume: o.StageResume = False,
     dry_run: o.DryRun = False,
     json: o.Json = False,
 ) -> None:

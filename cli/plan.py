@@ -13,14 +13,6 @@ if TYPE_CHECKING:
     from ycore.plan.search import Plan
     from ycore.plan.step_forecast import Forecast
 
-Devices = Annotated[
-    str | None, typer.Option(metavar="NxKIND", help="8x80GB, 4xH100, 2xcpu, cpu; this machine if not given.")
-]
-Judge = Annotated[str | None, typer.Option(metavar="MODEL", help="A generative judge too; e.g. Qwen3-8B.")]
-PromptTokens = Annotated[str | None, typer.Option(metavar="N", help="Tokens of a prompt; the default is 256.")]
-CompletionTokens = Annotated[
-    str | None, typer.Option(metavar="N", help="Mean tokens of a completion; --max-tokens if not given.")
-]
 Top = Annotated[str, typer.Option(metavar="N", help="Ways to show.")]
 
 _GIB = 2**30
@@ -29,13 +21,13 @@ _GIB = 2**30
 def plan(
     context: typer.Context,
     model: o.Model = None,
-    devices: Devices = None,
-    judge: Judge = None,
+    devices: o.Devices = None,
+    judge: o.Judge = None,
     prompts_per_step: o.PromptsPerStep = None,
     group_size: o.GroupSize = None,
     max_tokens: o.MaxTokens = None,
-    prompt_tokens: PromptTokens = None,
-    completion_tokens: CompletionTokens = None,
+    prompt_tokens: o.PromptTokens = None,
+    completion_tokens: o.CompletionTokens = None,
     lora: o.Lora = None,
     accelerate: o.Accelerate = None,
     dynamic_sampling: o.DynamicSampling = None,
@@ -66,8 +58,10 @@ def plan(
             devices=devices,
             judge=judge or named,
             judge_tokens=judge_tokens,
-            prompt_tokens=_maybe("--prompt-tokens", prompt_tokens),
-            completion_tokens=_maybe("--completion-tokens", completion_tokens),
+            prompt_tokens=None if prompt_tokens is None else whole_number("--prompt-tokens", prompt_tokens),
+            completion_tokens=None
+            if completion_tokens is None
+            else whole_number("--completion-tokens", completion_tokens),
         )
     num_shown = whole_number("--top", top)
     if json:
@@ -95,10 +89,6 @@ def whole_number(option: str, text: str) -> int:
     if not (text.isascii() and text.isdigit() and int(text) > 0):
         raise ConfigError(f"{option} takes a whole number of 1 or more; it is {text!r}; e.g. {option} 8")
     return int(text)
-
-
-def _maybe(option: str, text: str | None) -> int | None:
-    return None if text is None else whole_number(option, text)
 
 
 def _first_judge(config: "RunConfig") -> tuple[str | None, int | None]:

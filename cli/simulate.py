@@ -15,17 +15,10 @@ if TYPE_CHECKING:
 
 Name = Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Sizes from a recipe, by name or YAML file.")]
 NumSlots = Annotated[str, typer.Option("--slots", metavar="N", help="Slots of a controller; e.g. 8.")]
-Trace = Annotated[str | None, typer.Option(metavar="RUN", help="Play a run's trace.json again; e.g. runs/first.")]
 JudgeWork = Annotated[str, typer.Option(metavar="X", help="Judging time over writing time; e.g. 0.5; 0 is no judge.")]
-MeanTokens = Annotated[
-    str | None, typer.Option(metavar="N", help="Mean length of a completion; a third of the longest.")
-]
 SwapSeconds = Annotated[str, typer.Option(metavar="S", help="Seconds of a sleep and a wake-up together; e.g. 6.8.")]
 StepTime = Annotated[str, typer.Option(metavar="BASE:EACH", help="Milliseconds of an engine's step, and per request.")]
 Rounds = Annotated[str, typer.Option(metavar="N", help="Rounds to simulate.")]
-Picture = Annotated[str | None, typer.Option(metavar="FILE", help="Draw the last round of each; e.g. placements.png.")]
-
-_WARM_UP = 3
 
 
 def simulate(
@@ -33,13 +26,13 @@ def simulate(
     name: Name = None,
     model: o.Model = None,
     slots: NumSlots = "8",
-    trace: Trace = None,
+    trace: o.Trace = None,
     judge_work: JudgeWork = "0.5",
-    mean_tokens: MeanTokens = None,
+    mean_tokens: o.MeanTokens = None,
     swap_s: SwapSeconds = "0",
     step_time: StepTime = "12:0.2",
     rounds: Rounds = "8",
-    picture: Picture = None,
+    picture: o.Picture = None,
     prompts_per_step: o.PromptsPerStep = None,
     group_size: o.GroupSize = None,
     max_tokens: o.MaxTokens = None,
@@ -68,7 +61,7 @@ def simulate(
         num_slots=whole_number("--slots", slots),
         swap_s=_number("--swap-s", swap_s),
         num_rounds=whole_number("--rounds", rounds),
-        warm_up=_WARM_UP,
+        warm_up=3,
         group_size=config.group_size,
         need=config.prompts_per_step,
         dynamic=config.sampling.dynamic,

@@ -138,9 +138,15 @@ def train(
     from ycore_cli.output import print_closing, print_json, print_table, stdout_for_json
 
     from ycore.config.schema import RunConfig
+    from ycore.run.claim import Resume
+    from ycore.run.paths import RunFolder
+    from ycore.run.resuming import parse_checkpoint
 
+    if accept_changes and not resume:
+        raise ConfigError("--accept-changes is about a run that goes on; say --resume too, or leave it out")
     with stdout_for_json(json):
-        how = _how_to_resume(config.output, resume=resume, resume_from=resume_from, accept_changes=accept_changes)
+        step = None if resume_from is None else parse_checkpoint(resume_from, RunFolder(Path(config.output)))
+        how = Resume(step=step, accept_changes=accept_changes)
         result = checked_plan(config, resume=resume, how=how)
         _check_checkpoints(config, how)
         if not (json and dry_run):
@@ -155,17 +161,6 @@ def train(
         print_closing(config)
     else:
         print_table(_closing_rows(config, result))
-
-
-def _how_to_resume(output: str, *, resume: bool, resume_from: str | None, accept_changes: bool) -> "Resume":
-    from ycore.run.claim import Resume
-    from ycore.run.paths import RunFolder
-    from ycore.run.resuming import parse_checkpoint
-
-    if accept_changes and not resume:
-        raise ConfigError("--accept-changes is about a run that goes on; say --resume too, or leave it out")
-    step = None if resume_from is None else parse_checkpoint(resume_from, RunFolder(Path(output)))
-    return Resume(step=step, accept_changes=accept_changes)
 
 
 def _check_checkpoints(config: "AnyConfig", how: "Resume") -> None:

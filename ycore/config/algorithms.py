@@ -152,11 +152,7 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType({row.name: row for row in
 
 
 def find_algorithm(name: object) -> Algorithm:
-    """The row of a config's `algorithm`; an evaluation samples with GRPO's settings.
-
-    Raises:
-        ConfigError: there is no such algorithm.
-    """
+    """The row of a config's `algorithm`, or a ConfigError; an evaluation samples with GRPO's settings."""
     known = [*ALGORITHMS, "eval"]
     if name not in known:
         near = nearest(str(name), known, limit=1)

@@ -7,20 +7,19 @@ per_device_train_batch_size * steps_per_generation completions on every rank, in
 step takes batch_size rows.
 """
 
+import itertools
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
 
-from ycore.config.algorithms import find_algorithm
+from ycore.config.algorithms import Algorithm, find_algorithm
 from ycore.config.schema import RunConfig, TuneConfig
 from ycore.errors import ConfigError
 
 MICRO_BATCH_TOKENS_CPU = 2_048
 MICRO_BATCH_TOKENS_GPU = 16_384
-
 DEFAULT_BATCH_SIZE = 8
-MAX_LENGTH = 1024
-"""TRL's own `max_length`."""
+MAX_LENGTH = 1024  # TRL's own `max_length`
 
 _PER_RANK = ("per_device_train_batch_size", "gradient_accumulation_steps")
 _SEARCH = 256  # candidates tried below and above a refused number
@@ -94,20 +93,9 @@ class TuneBatch(_Batch):
 
 
 def derive_batch(config: RunConfig, *, world_size: int, on_cpu: bool) -> BatchPlan:
-    """TRL's batch fields for a run with rollouts.
-
-    Raises:
-        ConfigError: the sizes do not work together; the message has the nearest sizes that do.
-    """
-    sizes = Sizes(
-        world_size=world_size,
-        prompts_per_step=config.prompts_per_step,
-        group_size=config.group_size,
-        max_tokens=config.max_tokens,
-        per_device_train_batch_size=config.trl.get("per_device_train_batch_size"),
-        gradient_accumulation_steps=config.trl.get("gradient_accumulation_steps"),
-        steps_per_generation=config.trl.get("steps_per_generation"),
-    )
+    """TRL's batch fields for a run with rollouts; ConfigError with the nearest sizes that work where these do not."""
+    given = {name: config.trl.get(name) for name in (*_PER_RANK, "steps_per_generation")}
+    sizes = Sizes(world_size, config.prompts_per_step, config.group_size, config.max_tokens, **given)
     return plan_batch(sizes, on_cpu=on_cpu)
 
 
@@ -133,14 +121,11 @@ def plan_batch(sizes: Sizes, *, on_cpu: bool) -> BatchPlan:
 def derive_tune_batch(
     config: TuneConfig, *, num_rows: int, world_size: int, on_cpu: bool, context_length: int | None = None
 ) -> TuneBatch:
-    """TRL's batch fields and the number of steps for a run on given examples.
+    """TRL's batch fields and the number of steps for a run on given examples; ConfigError where they do not work.
 
     Args:
-        num_rows: rows to train on.
+        num_rows: rows to train on, without those held out.
         context_length: the model's, in tokens, where it is known.
-
-    Raises:
-        ConfigError: the sizes do not work together; the message has sizes that do.
     """
     algorithm, max_length = find_algorithm(config.algorithm), _max_length(config, context_length)
     size, accumulation = (config.trl.get(name) for name in _PER_RANK)
@@ -153,8 +138,7 @@ def derive_tune_batch(
         tokens = algorithm.sequences_per_row * (max_length or context_length or MAX_LENGTH)
         size = _micro_batch(total // world_size, max(algorithm.min_micro_batch, _token_budget(on_cpu) // tokens))
     size, accumulation = _split(total // world_size, size, accumulation)
-    _check_rows(total, size, accumulation, world_size)
-    _check_enough(config.algorithm, total, size, num_rows=num_rows, world_size=world_size)
+    _check_rows(algorithm, total, size, accumulation, num_rows=num_rows, world_size=world_size)
     steps = config.steps or max(1, math.ceil(config.epochs * num_rows / total))
     return TuneBatch(
         world_size, on_cpu, size, accumulation, total, steps, round(steps * total / num_rows, 2), max_length
@@ -172,7 +156,9 @@ def _max_length(config: TuneConfig, context_length: int | None) -> int | None:
     return None if length is None else int(length)
 
 
-def _check_rows(total: int, size: int, accumulation: int, world_size: int) -> None:
+def _check_rows(
+    algorithm: Algorithm, total: int, size: int, accumulation: int, *, num_rows: int, world_size: int
+) -> None:
     if total % world_size:
         below = total // world_size * world_size
         ways = " or ".join(str(way) for way in (below, below + world_size) if way)
@@ -183,14 +169,11 @@ def _check_rows(total: int, size: int, accumulation: int, world_size: int) -> No
             f"{world_size} and {size} * {accumulation}; leave one of the three out, or say --batch-size "
             f"{size * accumulation * world_size}"
         )
-
-
-def _check_enough(algorithm: str, total: int, size: int, *, num_rows: int, world_size: int) -> None:
-    fewest = find_algorithm(algorithm).min_micro_batch
+    fewest = algorithm.min_micro_batch
     if size < fewest:
         way_out = f"e.g. --batch-size {max(DEFAULT_BATCH_SIZE, fewest * world_size)}"
         raise ConfigError(
-            f"{algorithm} needs {fewest} rows or more in a micro-batch, because it pairs a prompt with another's "
+            f"{algorithm.name} needs {fewest} rows or more in a micro-batch, because it pairs a prompt with another's "
             f"answer; per_device_train_batch_size is {size}; {way_out}"
         )
     if num_rows < total:
@@ -198,9 +181,6 @@ def _check_enough(algorithm: str, total: int, size: int, *, num_rows: int, world
             f"a step takes {total} rows and the dataset has {num_rows} to train on; "
             f"e.g. --batch-size {max(fewest * world_size, num_rows // world_size * world_size)}"
         )
-
-
-# -- a rank's share as micro-batches -------------------------------------------------------------------------------
 
 
 def _token_budget(on_cpu: bool) -> int:
@@ -237,9 +217,6 @@ def _fill(sizes: Sizes, *, on_cpu: bool) -> tuple[int, int, int]:
     return size, accumulation, sizes.steps_per_generation or accumulation
 
 
-# -- sizes that do not work, and those near them -------------------------------------------------------------------
-
-
 def problem_of(sizes: Sizes, *, on_cpu: bool) -> str | None:
     """The rule that these sizes break, with their values, or None."""
     prompts, ranks, local = sizes.prompts_per_step, sizes.world_size, sizes.completions_per_rank
@@ -263,9 +240,7 @@ def problem_of(sizes: Sizes, *, on_cpu: bool) -> str | None:
 
 def neighbours(sizes: Sizes, *, on_cpu: bool) -> list[Sizes]:
     """Accepted sizes near refused ones: one key changed where that is enough, else TRL's keys left to ycore."""
-    found: list[Sizes] = []
-    for key in (*_PER_RANK, "prompts_per_step"):
-        found += _nearest(sizes, key, on_cpu=on_cpu)
+    found = [way for key in (*_PER_RANK, "prompts_per_step") for way in _nearest(sizes, key, on_cpu=on_cpu)]
     found = found or _nearest(sizes, "steps_per_generation", on_cpu=on_cpu)
     if found:
         return found[:3]
@@ -278,11 +253,11 @@ def _nearest(sizes: Sizes, key: str, *, on_cpu: bool) -> list[Sizes]:
     value = asdict(sizes)[key]
     if value is None:
         return []
-    found = []
+    found: list[Sizes] = []
     for candidates in _candidates(sizes, key, value):
         options = (replace(sizes, **{key: candidate}) for candidate in candidates)
-        accepted = next((option for option in options if problem_of(option, on_cpu=on_cpu) is None), None)
-        found += [accepted] if accepted else []
+        accepted = (option for option in options if problem_of(option, on_cpu=on_cpu) is None)
+        found += itertools.islice(accepted, 1)
     return found
 
 
@@ -300,9 +275,6 @@ def _candidates(sizes: Sizes, key: str, value: int) -> tuple[Iterable[int], Iter
 
 def _in_words(sizes: Sizes, way: Sizes) -> str:
     """What changes from `sizes` to `way`."""
-    changes = []
-    after = asdict(way)
-    for key, before in asdict(sizes).items():
-        if before != after[key]:
-            changes.append(f"no {key}" if after[key] is None else f"{key} {after[key]}")
-    return " with ".join(changes)
+    before = asdict(sizes)
+    changed = {key: value for key, value in asdict(way).items() if value != before[key]}
+    return " with ".join(f"no {key}" if value is None else f"{key} {value}" for key, value in changed.items())

@@ -66,24 +66,15 @@ def preset_rewards(preset: Preset, rewards: Sequence[Any], *, max_tokens: int) -
 
 
 def preset_lines(preset: Preset, *, trl: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
-    """What the preset sets and what the user changed of it, a line each, for the plan.
-
-    Args:
-        trl: TRL's fields as the run has them.
-        run: its RunConfig as plain values.
-    """
+    """What the preset sets and what the user changed of it, a line each, for a plan with these TRL and run settings."""
     lines = [f"{preset.title} ({preset.source})"]
     for settings, resolved in ((preset.trl, trl), (_flat(preset.run), _flat(run))):
-        lines += [_line(name, value, resolved[name]) for name, value in settings.items()]
+        for name, value in settings.items():
+            yours = "" if resolved[name] == value else f", yours; the preset says {_shown(value)}"
+            lines.append(f"{name} {_shown(resolved[name])}{yours}")
     if preset.overlong_share is not None:
         lines.append(f"reward overlong, over the last {preset.overlong_share:g} of max_tokens")
     return [*lines, *(f"note: {note}" for note in preset.notes)]
-
-
-def check_divergence(divergence: str, *, beta: float) -> None:
-    """ConfigError for a distance other than TRL's without a weight."""
-    if divergence != "reverse-kl" and not beta:
-        raise ConfigError(f"--divergence {divergence} needs beta above 0, its weight; it is 0; say --beta 0.04")
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -92,12 +83,6 @@ def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
         name = f"{prefix}{key}"
         flat |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
     return flat
-
-
-def _line(name: str, preset: Any, resolved: Any) -> str:
-    if resolved != preset:
-        return f"{name} {_shown(resolved)}, yours; the preset says {_shown(preset)}"
-    return f"{name} {_shown(preset)}"
 
 
 def _shown(value: Any) -> str:

@@ -14,19 +14,13 @@ from ycore.errors import ConfigError, nearest
 Path = tuple[str | int, ...]
 
 _RULES: Mapping[str, str] = {
-    "int_type": "a whole number",
-    "int_parsing": "a whole number",
-    "int_from_float": "a whole number",
-    "float_type": "a number",
-    "float_parsing": "a number",
+    **dict.fromkeys(("int_type", "int_parsing", "int_from_float"), "a whole number"),
+    **dict.fromkeys(("float_type", "float_parsing"), "a number"),
     "finite_number": "a finite number",
     "string_type": "text",
-    "bool_type": "true or false",
-    "bool_parsing": "true or false",
+    **dict.fromkeys(("bool_type", "bool_parsing"), "true or false"),
     "list_type": "a list",
-    "dict_type": "a mapping",
-    "model_type": "a mapping",
-    "model_attributes_type": "a mapping",
+    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type"), "a mapping"),
     "greater_than": "greater than {gt:g}",
     "greater_than_equal": "at least {ge:g}",
     "less_than": "less than {lt:g}",
@@ -47,15 +41,16 @@ def config_error(problem: ValidationError, data: Mapping[str, Any], algorithm: A
     details = problem.errors(include_url=False)
     for detail in details:
         if detail["type"] == "extra_forbidden":
-            return unknown_key(_existing(detail["loc"], data), algorithm)
+            return unknown_key(_existing(detail["loc"], data)[0], algorithm)
     missing = [detail["loc"] for detail in details if detail["type"] == "missing"]
     if missing:
         return _missing(missing, algorithm)
-    path = _existing(details[0]["loc"], data)
-    same = [detail for detail in details if _existing(detail["loc"], data) == path]
-    name, value = _dotted(path), _at(path, data)
+    path, value = _existing(details[0]["loc"], data)
+    same = [detail for detail in details if _existing(detail["loc"], data)[0] == path]
     rules = " or ".join(dict.fromkeys(_rule(detail) for detail in same))
-    return ConfigError(f"{name} must be {rules}; it is {value!r}{_way_out(path, value, rules)}")
+    known = _WAYS_OUT.get(str(path[-1]))
+    way_out = f"; {known}" if known else nearest(str(value), re.findall(r"'([^']+)'", rules), limit=1)
+    return ConfigError(f"{_dotted(path)} must be {rules}; it is {value!r}{way_out}")
 
 
 def unknown_key(path: Path, algorithm: Algorithm) -> ConfigError:
@@ -64,7 +59,10 @@ def unknown_key(path: Path, algorithm: Algorithm) -> ConfigError:
     name, text, trl_names = _dotted(path), str(key), fields_of(algorithm.trl_config)
     if parents == ["trl"]:
         return ConfigError(f"TRL has no field {text}{nearest(text, trl_names)}")
-    model = _model_at(parents, algorithm.config)
+    model: type[BaseModel] | None = algorithm.config
+    for part in filter(lambda part: isinstance(part, str), parents):  # not the numbers of list elements
+        field = model.model_fields.get(str(part)) if model else None
+        model = _model_in(field.annotation) if field else None
     known = list(model.model_fields) if model else []
     elsewhere = [other for other in _dotted_names(algorithm.config, "") if other.split(".")[-1] == text]
     if not parents and text in trl_names:
@@ -84,8 +82,8 @@ def declared_error(
     """
     details = problem.errors(include_url=False)
     detail = next((detail for detail in details if detail["type"] == "extra_forbidden"), details[0])
-    path, kind = _existing(detail["loc"], data), detail["type"]
-    name = _dotted(path)
+    path, value = _existing(detail["loc"], data)
+    name, kind = _dotted(path), detail["type"]
     if kind == "extra_forbidden":
         known = [key for key in model.model_fields if key not in data] if len(path) == 1 else []
         hint = nearest(str(path[-1]), known) or (f"; known are {', '.join(model.model_fields)}" if known else "")
@@ -97,7 +95,7 @@ def declared_error(
     if kind.startswith("union_tag"):
         kinds = detail.get("ctx", {}).get("expected_tags")
         return ConfigError(f"{what}: {name} must say its kind" + (f": {kinds}" if kinds else ""))
-    return ConfigError(f"{what}: {name} must be {_rule(detail)}; it is {_at(path, data)!r}")
+    return ConfigError(f"{what}: {name} must be {_rule(detail)}; it is {value!r}")
 
 
 def _missing(places: Sequence[Path], algorithm: Algorithm) -> ConfigError:
@@ -113,11 +111,6 @@ def _missing(places: Sequence[Path], algorithm: Algorithm) -> ConfigError:
     return ConfigError(f"no {' and no '.join(top)} given; say e.g. {said}, or --recipe (`ycore recipes` lists them)")
 
 
-def _way_out(path: Path, value: Any, rules: str) -> str:
-    known = _WAYS_OUT.get(str(path[-1]))
-    return f"; {known}" if known else nearest(str(value), re.findall(r"'([^']+)'", rules), limit=1)
-
-
 def _rule(detail: ErrorDetails) -> str:
     template = _RULES.get(detail["type"])
     if template is None:
@@ -125,34 +118,19 @@ def _rule(detail: ErrorDetails) -> str:
     return template.format(**detail.get("ctx", {}))
 
 
-def _existing(place: Path, data: Any) -> Path:
-    """The part of an error's place that is a path in the data; pydantic adds the names of a union's branches."""
+def _existing(place: Path, data: Any) -> tuple[Path, Any]:
+    """An error's path in the data, without the names that pydantic adds for a union's branches, and the value there."""
     path: list[str | int] = []
     for part in place:
         in_list = isinstance(data, list) and isinstance(part, int) and part < len(data)
         if in_list or (isinstance(data, Mapping) and part in data):
             data = data[part]
             path.append(part)
-    return tuple(path)
-
-
-def _at(path: Path, data: Any) -> Any:
-    for part in path:
-        data = data[part]
-    return data
+    return tuple(path), data
 
 
 def _dotted(path: Path) -> str:
     return ".".join(str(part) for part in path)
-
-
-def _model_at(path: Sequence[str | int], config: type[BaseModel]) -> type[BaseModel] | None:
-    model: type[BaseModel] | None = config
-    for part in path:
-        if model is not None and isinstance(part, str):
-            field = model.model_fields.get(part)
-            model = _model_in(field.annotation) if field else None
-    return model
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

@@ -6,6 +6,8 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+import yaml
+
 from ycore.config.algorithms import ALGORITHMS
 from ycore.errors import ConfigError, UserError, nearest
 
@@ -14,14 +16,11 @@ PIPELINE = "pipeline"
 
 
 def read_yaml_file(file: Path, *, what: str, way_out: str, error: type[UserError] = ConfigError) -> str:
-    """The text of a YAML file.
+    """The text of a YAML file; an `error` where it does not exist or is no text.
 
     Args:
         what: the kind of file, for messages; e.g. `recipe`.
         way_out: the end of the message where there is no such file and none with a similar name.
-
-    Raises:
-        error: the file does not exist or is no text.
     """
     try:
         return file.read_text(encoding="utf-8")
@@ -33,17 +32,12 @@ def read_yaml_file(file: Path, *, what: str, way_out: str, error: type[UserError
 
 
 def parse_yaml(text: str, *, what: str, example: str, error: type[UserError] = ConfigError) -> dict[str, Any]:
-    """The keys of a YAML text.
+    """The keys of a YAML text; an `error` where it is no mapping of keys.
 
     Args:
         what: names the text in messages; e.g. `the recipe quickstart`.
         example: a key that such a text may have, for messages.
-
-    Raises:
-        error: the text is no mapping of keys.
     """
-    import yaml
-
     try:
         parsed = yaml.safe_load(text)
     except yaml.MarkedYAMLError as problem:
@@ -81,11 +75,7 @@ def list_recipes() -> list[RecipeEntry]:
 
 
 def load_recipe(name_or_file: str, *, command: str | None = None) -> dict[str, Any]:
-    """The keys of a shipped recipe or of a YAML file, without its description.
-
-    Raises:
-        ConfigError: there is no such recipe, it cannot be read, or it is not for `command`.
-    """
+    """The keys of a shipped recipe or a YAML file, without its description; ConfigError if it is not for `command`."""
     shipped = dict(_shipped())
     if name_or_file in shipped:
         text = shipped[name_or_file]
@@ -98,7 +88,10 @@ def load_recipe(name_or_file: str, *, command: str | None = None) -> dict[str, A
         raise ConfigError(f"no recipe {name_or_file!r}{near}")
     recipe = _parsed(text, name_or_file)
     recipe.pop("description", None)
-    _check_command(recipe, name_or_file, command)
+    wanted = _command(recipe)
+    if not _serves(wanted, command):
+        said = f"say ycore {_line(str(wanted), name_or_file)}"
+        raise ConfigError(f"the recipe {name_or_file} is for `ycore {wanted}`, not {command}; {said}")
     return recipe
 
 
@@ -110,21 +103,12 @@ def _command(recipe: Mapping[str, Any]) -> str | None:
     return str(named) if named is not None else "grpo" if "rewards" in recipe else None
 
 
-def _check_command(recipe: Mapping[str, Any], name: str, command: str | None) -> None:
-    """A recipe with rollouts serves every command that has them; another recipe serves its own command."""
-    wanted = _command(recipe)
-    if wanted is not None and not _serves(wanted, command):
-        raise ConfigError(f"the recipe {name} is for `ycore {wanted}`, not {command}; say ycore {_line(wanted, name)}")
-
-
 def _serves(wanted: str | None, command: str | None) -> bool:
+    """A recipe with rollouts serves every command that has them; another recipe serves its own command."""
     if wanted is None or command is None or wanted == command:
         return True
-    return _has_rollouts(wanted) and _has_rollouts(command)
-
-
-def _has_rollouts(command: str) -> bool:
-    return command != PIPELINE and (command not in ALGORITHMS or ALGORITHMS[command].learns_from == "rollouts")
+    others = {PIPELINE, *(name for name, row in ALGORITHMS.items() if row.learns_from == "examples")}
+    return wanted not in others and command not in others
 
 
 def _line(command: str, name: str) -> str:

@@ -1,8 +1,6 @@
 """Where a run's values come from: a preset, then a recipe, then `--set key.path=value`, then options; the later wins.
 
-    resolve(recipe={"model": "m", ...}, sets=["engine.count=2"], options={"steps": 3, "trl": {"beta": "0.1"}})
-
-At the end: what the settings need from this machine, found without importing anything heavy.
+resolve(recipe={"model": "m", ...}, sets=["engine.count=2"], options={"steps": 3, "trl": {"beta": "0.1"}})
 """
 
 import os
@@ -12,9 +10,15 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import yaml
+from pydantic import ValidationError
+
 from ycore.config.algorithms import Algorithm, find_algorithm
-from ycore.config.presets import check_divergence, find_preset, preset_layer, preset_rewards
+from ycore.config.presets import find_preset, preset_layer, preset_rewards
+from ycore.config.problems import config_error, unknown_key
 from ycore.config.schema import AnyConfig, RunConfig
+from ycore.config.trl_arguments import alias_value, aliases, refusal
+from ycore.config.trl_fields import coerce, fields_of
 from ycore.errors import ConfigError
 
 
@@ -25,16 +29,13 @@ def resolve(
     options: Mapping[str, Any] | None = None,
     run_name: str | None = None,
 ) -> AnyConfig:
-    """One validated config, of the class of its `algorithm`; without one, it is GRPO's.
+    """One validated config, of the class of its `algorithm` (GRPO's without one); ConfigError where a key is wrong.
 
     Args:
         recipe: the keys of a recipe, or of a run.json.
         sets: `key.path=value` with a YAML value.
         options: keys; under `trl`, fields of TRL's, which may still be text.
         run_name: names the output folder where none was given.
-
-    Raises:
-        ConfigError: an unknown key, a missing key, or a value that cannot be.
     """
     plain, indexed = _parse_sets(sets)
     layers = [recipe or {}, plain, options or {}]
@@ -58,9 +59,8 @@ def resolve(
 def require_rollouts(config: AnyConfig) -> RunConfig:
     """The config of a run with rollouts; ConfigError for a run on given examples."""
     if not isinstance(config, RunConfig):
-        raise ConfigError(
-            f"{config.algorithm} learns from given examples, without rollouts; take a run of `ycore grpo`"
-        )
+        rule = f"{config.algorithm} learns from given examples, without rollouts"
+        raise ConfigError(f"{rule}; take a run of `ycore grpo`")
     return config
 
 
@@ -80,8 +80,9 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     merged = dict(base)
     for key, value in over.items():
         before = merged.get(key)
-        both = isinstance(before, Mapping) and isinstance(value, Mapping)
-        merged[key] = merge(before, value) if both and isinstance(before, Mapping) else value
+        if isinstance(before, Mapping) and isinstance(value, Mapping):
+            value = merge(before, value)
+        merged[key] = value
     return merged
 
 
@@ -94,14 +95,14 @@ def _parse_sets(sets: Sequence[str]) -> tuple[dict[str, Any], list[tuple[list[st
         if any(part.isdigit() for part in path):
             indexed.append((path, value))
         else:
-            plain = merge(plain, _nested(path, value))
+            for part in reversed(path):
+                value = {part: value}
+            plain = merge(plain, value)
     return plain, indexed
 
 
 def parse_set(item: str) -> tuple[list[str], Any]:
     """`engine.count=2` as its path and its value, which is YAML; ConfigError where it is neither."""
-    import yaml
-
     key, equals, text = item.partition("=")
     path = [part.strip() for part in key.split(".")]
     if not equals or not all(path):
@@ -112,20 +113,8 @@ def parse_set(item: str) -> tuple[list[str], Any]:
         raise ConfigError(f"--set {key}: {text!r} is not a YAML value; quote it, e.g. --set {key}='\"text\"'") from None
 
 
-def _nested(path: Sequence[str], value: Any) -> dict[str, Any]:
-    return {path[0]: _nested(path[1:], value) if len(path) > 1 else value}
-
-
 def set_key(keys: Any, path: Sequence[str], value: Any) -> None:
-    """Set the value at a path in nested keys, in place; a number in the path is an element of a list.
-
-    Args:
-        path: at least one name; the last is that of a key, not of a whole element.
-
-    Raises:
-        ConfigError: a list has no such element, or there is no list.
-    """
-    name = ".".join(path)
+    """Set the value at a path in nested keys, in place; a number is an element of a list, and the last part a key."""
     place = keys
     for part in path[:-1]:
         if isinstance(place, list) and part.isdigit() and int(part) < len(place):
@@ -133,22 +122,19 @@ def set_key(keys: Any, path: Sequence[str], value: Any) -> None:
         elif isinstance(place, dict) and not part.isdigit():
             place = place.setdefault(part, {})
         else:
-            raise _no_element(name, part, place)
+            raise _no_element(path, part, place)
     if not isinstance(place, dict) or path[-1].isdigit():
-        raise _no_element(name, path[-1], place)
+        raise _no_element(path, path[-1], place)
     place[path[-1]] = value
 
 
-def _no_element(name: str, part: str, place: Any) -> ConfigError:
+def _no_element(path: Sequence[str], part: str, place: Any) -> ConfigError:
     count = len(place) if isinstance(place, list) else 0
-    return ConfigError(f"--set {name}: there is no element {part!r}; the list has {count}, counted from 0")
+    return ConfigError(f"--set {'.'.join(path)}: there is no element {part!r}; the list has {count}, counted from 0")
 
 
 def _normalised(layer: Mapping[str, Any], algorithm: Algorithm) -> dict[str, Any]:
     """One layer with TRL's names of ycore's keys replaced; ConfigError where two names of one key differ."""
-    from ycore.config.trl_arguments import alias_value, aliases
-    from ycore.config.trl_fields import coerce, fields_of
-
     keys = aliases(algorithm)
     own = {key: value for key, value in layer.items() if keys.get(key, key) == key}
     given = layer.get("trl") or {}
@@ -176,33 +162,21 @@ def _reward(item: Any) -> Any:
 
 
 def _validated(merged: dict[str, Any], algorithm: Algorithm) -> AnyConfig:
-    from pydantic import ValidationError
-
-    from ycore.config.problems import config_error
-
     try:
         config = algorithm.config.model_validate(merged)
     except ValidationError as problem:
         raise config_error(problem, merged, algorithm) from None
-    trl = _checked_trl(config.trl, algorithm)
-    if isinstance(config, RunConfig):
-        check_divergence(config.divergence, beta=trl.get("beta") or 0.0)
-    return config.model_copy(update={"trl": trl})
-
-
-def _checked_trl(given: Mapping[str, Any], algorithm: Algorithm) -> dict[str, Any]:
-    from ycore.config.problems import unknown_key
-    from ycore.config.trl_arguments import refusal
-    from ycore.config.trl_fields import coerce, fields_of
-
     fields = fields_of(algorithm.trl_config)
-    for name in given:
+    for name in config.trl:
         if name not in fields:
             raise unknown_key(("trl", name), algorithm)
         reason = refusal(name, algorithm)
         if reason is not None:
             raise ConfigError(f"{name} is not taken from TRL's fields: {reason}")
-    return {name: coerce(fields[name], value) for name, value in given.items()}
+    trl = {name: coerce(fields[name], value) for name, value in config.trl.items()}
+    if isinstance(config, RunConfig) and config.divergence != "reverse-kl" and not trl.get("beta"):
+        raise ConfigError(f"--divergence {config.divergence} needs beta above 0, its weight; it is 0; say --beta 0.04")
+    return config.model_copy(update={"trl": trl})
 
 
 def _default_output(merged: Mapping[str, Any], run_name: str | None) -> dict[str, str]:
@@ -220,15 +194,13 @@ def _short(name: str) -> str:
     return re.sub(r"[^a-z0-9.]+", "-", last.lower()).strip("-.") or "run"
 
 
-_TRACKERS = {"wandb": "'ycore[wandb]'", "trackio": "'ycore[trackio]'", "tensorboard": "tensorboard"}
-
-
 def check_needs(config: AnyConfig) -> None:
     """ConfigError for trackers that are not installed and configuration files that do not exist."""
+    trackers = {"wandb": "'ycore[wandb]'", "trackio": "'ycore[trackio]'", "tensorboard": "tensorboard"}
     given = config.trl.get("report_to")
     for name in given if isinstance(given, list) else [given]:
-        if name in _TRACKERS and find_spec(name) is None:
-            raise ConfigError(f"--report-to {name}: {name} is not installed; pip install {_TRACKERS[name]}")
+        if name in trackers and find_spec(name) is None:
+            raise ConfigError(f"--report-to {name}: {name} is not installed; pip install {trackers[name]}")
     for name in ("deepspeed", "fsdp_config", "accelerator_config"):
         file = config.trl.get(name)
         if isinstance(file, str) and not os.path.isfile(os.path.expanduser(file)):

@@ -16,7 +16,6 @@ def trl_arguments(config: AnyConfig, batch: BatchPlan | TuneBatch, folder: RunFo
 
     Args:
         batch: what `derive_batch` or `derive_tune_batch` made of this config.
-        folder: checkpoints go into it.
     """
     return {**_defaults(config, batch), **config.trl, **_owned(config, batch, folder)}
 
@@ -77,8 +76,6 @@ _ALIASES: Mapping[str, str] = {
     "bf16": "dtype",
 }
 
-_DTYPES: Mapping[bool | None, str] = {True: "bfloat16", False: "float32", None: "auto"}
-
 _EVALUATION = ("do_eval", "do_predict", "eval_strategy", "eval_steps", "eval_on_start", "load_best_model_at_end")
 _NO_EVALUATION = "ycore trains without an evaluation loop; measure a model with `ycore eval`"
 _HELD_OUT = "ycore measures on held-out rows before and after training; say `--held-out 200`"
@@ -122,13 +119,9 @@ def aliases(algorithm: Algorithm) -> dict[str, str]:
 
 
 def alias_value(name: str, value: Any, algorithm: Algorithm) -> Any:
-    """The value of an alias in the terms of its key.
-
-    Raises:
-        ConfigError: `save_steps` is a share of the run.
-    """
+    """The value of an alias in the terms of its key; ConfigError where `save_steps` is a share of the run."""
     if name == "bf16":
-        return _DTYPES[value]
+        return {True: "bfloat16", False: "float32", None: "auto"}[value]
     if name == "max_steps" and value == -1 and algorithm.learns_from == "examples":
         return None  # epochs count
     if name == "save_steps":

@@ -50,25 +50,15 @@ class TrlField:
 @cache
 def fields_of(class_name: str) -> Mapping[str, TrlField]:
     """Every field of the TRL config class `class_name`, by name, in TRL's order."""
-    classes = _table()["fields"]
+    classes = json.loads(TABLE.read_text(encoding="utf-8"))["fields"]
     if class_name not in classes:
         raise ConfigError(f"{TABLE.name} has no {class_name}; write it again with `python -m tests.config.trl_table`")
-    rows = {**classes[BASE], **classes[class_name]}
-    return MappingProxyType(
-        {
-            name: TrlField(name, row["type"], row["default"], tuple(row.get("choices", ())), row.get("limits", {}))
-            for name, row in rows.items()
-        }
-    )
+    fields = {}
+    for name, row in {**classes[BASE], **classes[class_name]}.items():
+        choices = tuple(row.get("choices", ()))
+        fields[name] = TrlField(name, row["type"], row["default"], choices, row.get("limits", {}))
+    return MappingProxyType(fields)
 
-
-@cache
-def _table() -> dict[str, Any]:
-    table: dict[str, Any] = json.loads(TABLE.read_text(encoding="utf-8"))
-    return table
-
-
-# -- values --------------------------------------------------------------------------------------------------------
 
 _TYPES: Mapping[str, Any] = {
     "None": None,
@@ -82,25 +72,16 @@ _TYPES: Mapping[str, Any] = {
 """In the order in which a value is tried; `bool` is taken as it is."""
 
 _BOUNDS = {"ge": "at least", "gt": "greater than", "le": "at most"}
-_BOUND_ERRORS = ("greater_than", "greater_than_equal", "less_than_equal")
-
-_TRUE, _FALSE = ("true", "yes", "on"), ("false", "no", "off")
 
 # What a YAML `true` or `no` means where TRL wants a word.
 _WORDS_OF_BOOL: Mapping[str, Mapping[bool, str]] = {"scale_rewards": {True: "group", False: "none"}}
 
 
 def coerce(field: TrlField, value: Any) -> Any:
-    """The value in the field's own type.
+    """The text of a command line, or a value of a YAML file, in the field's own type; ConfigError where it has none."""
+    from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
 
-    Args:
-        value: the text of a command line, or a value of a YAML file.
-
-    Raises:
-        ConfigError: the value has another type, is out of range, or is none of the choices.
-    """
-    from pydantic import ValidationError
-
+    config = ConfigDict(allow_inf_nan=False, coerce_numbers_to_str=True)
     parsed = _parse(field, value.strip()) if isinstance(value, str) else value
     if isinstance(parsed, bool):
         return parsed if field.is_flag else _word_of(field, parsed)
@@ -108,23 +89,16 @@ def coerce(field: TrlField, value: Any) -> Any:
         return parsed
     for kind in _TYPES:
         if kind in field.kinds:
+            limits: Any = field.limits if kind in ("int", "float") else {}
+            limited: Any = Annotated[_TYPES[kind], Field(**limits)]
             try:
-                converted = _validate(field, kind, parsed)
+                converted = TypeAdapter(limited, config=config).validate_python(parsed)
             except ValidationError as problem:
                 _check_number(field, value, problem.errors(include_url=False)[0]["type"])
             else:
                 _check_choices(field, converted)
                 return converted
     raise _refusal(field, value)
-
-
-def _validate(field: TrlField, kind: str, value: Any) -> Any:
-    from pydantic import ConfigDict, Field, TypeAdapter
-
-    limits: Any = field.limits if kind in ("int", "float") else {}
-    limited: Any = Annotated[_TYPES[kind], Field(**limits)]
-    config = ConfigDict(allow_inf_nan=False, coerce_numbers_to_str=True)
-    return TypeAdapter(limited, config=config).validate_python(value)
 
 
 def _parse(field: TrlField, text: str) -> Any:
@@ -134,8 +108,8 @@ def _parse(field: TrlField, text: str) -> Any:
         return text
     if word in ("none", "null", "") and "None" in kinds:
         return None
-    if field.is_flag and word in (*_TRUE, *_FALSE):
-        return word in _TRUE
+    if field.is_flag and word in ("true", "yes", "on", "false", "no", "off"):
+        return word in ("true", "yes", "on")
     if word in ("true", "false") and field.name in _WORDS_OF_BOOL:
         return word == "true"
     is_list = "list[str]" in kinds or "list[float]" in kinds
@@ -166,7 +140,7 @@ def _check_choices(field: TrlField, value: Any) -> None:
 def _check_number(field: TrlField, value: Any, error_type: str) -> None:
     """Refuse a number that is one, but not a possible one."""
     rule = "a finite number" if error_type == "finite_number" else ""
-    if error_type in _BOUND_ERRORS:
+    if error_type in ("greater_than", "greater_than_equal", "less_than_equal"):
         rule = " and ".join(f"{_BOUNDS[bound]} {limit:g}" for bound, limit in field.limits.items())
     if rule:
         raise ConfigError(f"{field.name} must be {rule}; it is {value}; TRL's default is {field.default!r}")

@@ -103,9 +103,9 @@ def evaluate(context: typer.Context, *, output: str | None, dry_run: bool, json:
         if not (json and dry_run):
             print_table(plan_rows(result))
         if not dry_run:
-            from ycore.launch import evaluate as run_evaluation
+            from ycore.launch.launcher import EVALUATOR, run_worker
 
-            result = run_evaluation(config)
+            result = run_worker(EVALUATOR, config)
     if json:
         print_json(result)
     elif dry_run:
@@ -127,10 +127,10 @@ def _run_preflight(config: "RunConfig") -> dict[str, Any]:
     """The measurements, a few completions and the verdict, as JSON values."""
     from dataclasses import asdict
 
-    from ycore.launch import preflight as measure
+    from ycore.launch.launcher import PREFLIGHT, run_worker
     from ycore.plan.preflight_verdict import from_json, verdict
 
-    summary = measure(config)
+    summary = run_worker(PREFLIGHT, config)
     return {**summary, "output": config.output, **asdict(verdict(from_json(summary["preflight"])))}
 
 

@@ -66,13 +66,13 @@ def _run(config: "AnyConfig", resume: bool) -> Mapping[str, Any]:
     from ycore_cli.checks import checked_plan
     from ycore_cli.train import run_training
 
-    from ycore import launch
     from ycore.config.schema import RunConfig
+    from ycore.launch.launcher import EVALUATOR, run_worker
     from ycore.run.claim import AS_IT_WAS
 
     config = o.with_judges(config)
     plan = checked_plan(config, resume=resume)
     if isinstance(config, RunConfig) and config.algorithm == "eval":
-        return launch.evaluate(config)
+        return run_worker(EVALUATOR, config)
     summary: Mapping[str, Any] = run_training(config, num_steps=plan["trl"]["max_steps"], resume=resume, how=AS_IT_WAS)
     return summary

@@ -187,13 +187,13 @@ def _check_checkpoints(config: "AnyConfig", how: "Resume") -> None:
 
 def run_training(config: "AnyConfig", *, num_steps: int, resume: bool, how: "Resume") -> dict[str, Any]:
     """Train in the foreground; the run's summary."""
-    from ycore import launch
+    from ycore.launch.launcher import TRAINER, run_worker
     from ycore.run.paths import RunFolder
     from ycore.run.resuming import settle
 
     if resume:
         settle(RunFolder(Path(config.output)), config, how, say=print)
-    return launch.run(config, resume=resume, num_steps=num_steps)
+    return run_worker(TRAINER, config, resume=resume, num_steps=num_steps)
 
 
 def _closing_rows(config: "TuneConfig", summary: Mapping[str, Any]) -> list[tuple[str, str]]:

@@ -204,7 +204,12 @@ def start_engines(
             watch.look()
             time.sleep(_POLL_S)
         for engine in turn:
-            _put_to_sleep(engine, timeout_s=start_timeout_s)
+            # The policy's weights are sent before their first use anyway; frozen ones are kept.
+            level = DROP if engine.role == ROLLOUT else KEEP
+            if not request_succeeds(engine.socket, "POST", SLEEP.format(level=level), timeout_s=start_timeout_s):
+                way_out = f"see logs/{engine.name}.log, or let engines stay awake: engine.sleep=false"
+                raise EngineError(f"{engine.name} does not sleep; {way_out}")
+            mark_asleep(engine.socket, level)
         started |= {engine.name: engine for engine in live}
     return [started[engine.name] for engine in planned]
 
@@ -215,13 +220,3 @@ def turns(planned: Sequence[EngineSpec]) -> list[list[EngineSpec]]:
     for engine in planned:
         by_device.setdefault(engine.device, []).append(engine)
     return [[engine for engine in turn if engine is not None] for turn in zip_longest(*by_device.values())]
-
-
-def _put_to_sleep(engine: EngineSpec, *, timeout_s: float) -> None:
-    """Drop the policy's weights, which are sent before their first use anyway; keep frozen ones."""
-    level = DROP if engine.role == ROLLOUT else KEEP
-    if not request_succeeds(engine.socket, "POST", SLEEP.format(level=level), timeout_s=timeout_s):
-        raise EngineError(
-            f"{engine.name} does not sleep; see logs/{engine.name}.log, or let engines stay awake: engine.sleep=false"
-        )
-    mark_asleep(engine.socket, level)

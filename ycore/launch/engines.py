@@ -44,9 +44,7 @@ class Slot(NamedTuple):
 class ServedModel:
     """One model in one role. `sources` are the positions of the reward sources that it scores for."""
 
-    engines: tuple[EngineSpec, ...]
-    """Slot by slot; never empty."""
-
+    engines: tuple[EngineSpec, ...]  # slot by slot; never empty
     sources: tuple[int, ...] = ()
 
     @property

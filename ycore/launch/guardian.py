@@ -33,11 +33,7 @@ _LOOK_EVERY_S = 5.0  # a look takes 20 ms, and an idle run should cost nothing
 
 
 class RunWatch:
-    """The processes and the shared memory of one run, remembered from look to look.
-
-    Args:
-        keep: process ids that are not looked at; this process is never.
-    """
+    """The processes and shared memory of a run, remembered from look to look; without `keep` and this process."""
 
     def __init__(self, run_id: str, *, keep: Collection[int] = ()) -> None:
         self._run_id = run_id

@@ -62,9 +62,21 @@ def run_worker(
     num_steps: int | None = None,
     stream: TextIO | None = None,
 ) -> dict[str, Any]:
-    """Run a worker, with the engines of its run, in the foreground; `ycore.launch.run` explains the arguments.
+    """Run a worker, with the engines of its run, in the foreground.
 
     However that ends, nothing is left running, and summary.json says how it ended.
+
+    Args:
+        worker: TRAINER trains, EVALUATOR evaluates, PREFLIGHT runs one small round before any training.
+        resume: continue the run in the config's output folder instead of beginning a new one.
+        num_steps: steps that the progress bar counts to, where the config does not say it.
+        stream: where progress is shown; standard output by default.
+
+    Returns:
+        The content of summary.json; with `stop_asked` when the run finished although it was asked to stop.
+
+    Raises:
+        YcoreError: why the run failed, or Interrupted.
     """
     began = time.monotonic()
     site = site_of(config, trains=worker.trains)

@@ -125,11 +125,10 @@ def layout_of(config: AnyConfig, *, on_cpu: bool) -> Layout:
     else:
         settings = accelerate_config(name, processes=config.processes, on_cpu=on_cpu, dtype=dtype)
         layout = Layout(world=config.processes, accelerate=settings)
-    is_deepspeed = layout.accelerate is not None and layout.accelerate["distributed_type"] == "DEEPSPEED"
-    if is_deepspeed and find_spec("deepspeed") is None:
-        raise ConfigError(
-            f"--accelerate {config.accelerate}: DeepSpeed is not installed; pip install 'ycore[deepspeed]'"
-        )
+    needs_deepspeed = layout.accelerate is not None and layout.accelerate["distributed_type"] == "DEEPSPEED"
+    if needs_deepspeed and find_spec("deepspeed") is None:
+        way_out = "pip install 'ycore[deepspeed]'"
+        raise ConfigError(f"--accelerate {config.accelerate}: DeepSpeed is not installed; {way_out}")
     return layout
 
 
@@ -186,7 +185,7 @@ def _layout_from_file(path: Path, config: AnyConfig, *, dtype: Dtype) -> Layout:
     settings = _read_accelerate_file(path)
     world = _number(settings, "num_processes", path, least=1)
     machines = _number(settings, "num_machines", path, least=1)
-    rank = _number(settings, "machine_rank", path, least=0, default=0)
+    rank = _number(settings, "machine_rank", path, least=0)
     if world % machines or rank >= machines:
         raise ConfigError(
             f"{path}: num_processes must be a multiple of num_machines, and machine_rank below it; "
@@ -235,8 +234,8 @@ def _check_machines_meet(settings: Mapping[str, Any], path: Path) -> None:
             )
 
 
-def _number(settings: Mapping[str, Any], key: str, path: Path, *, least: int, default: int = 1) -> int:
-    value = settings.get(key, default)
+def _number(settings: Mapping[str, Any], key: str, path: Path, *, least: int) -> int:
+    value = settings.get(key, least)
     if not isinstance(value, int) or value < least:
         raise ConfigError(f"{path}: {key} is a whole number, {least} or more; it is {value!r}")
     return value

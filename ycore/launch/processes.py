@@ -23,7 +23,6 @@ from ycore.run.reports import RUN_MARKER, Report, read_report
 _TAIL_BYTES = 64 * 1024
 _UNWATCHED_AFTER_S = 10.0
 _OTHER_RANKS_WITHIN_S = 3.0  # how long the other ranks have to end by themselves after one has failed
-_LOST = 1  # exit code of a rank that vanished
 
 _PREFIX = re.compile(
     r"^(?:\([A-Za-z_]+(?:[-_ ]?\w+)*(?: pid=\d+)?\)\s*)?"  # (EngineCore pid=12)
@@ -89,10 +88,9 @@ class ManagedProcess:
 
     def wait(self, *, timeout_s: float) -> int | None:
         """The exit code; None when it still runs after `timeout_s`."""
-        try:
-            return self._popen.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return None
+        with suppress(subprocess.TimeoutExpired):
+            self._popen.wait(timeout_s)
+        return self.exit_code
 
     def how_it_ended(self) -> str:
         """`exit status 1` or `killed by SIGKILL`, for a message."""
@@ -118,10 +116,7 @@ class ManagedProcess:
             return []
 
     def last_line(self) -> str:
-        """The line of the log that says what went wrong.
-
-        Empty after a SIGKILL, which comes without warning: the last line has nothing to do with it.
-        """
+        """The line of the log that says what went wrong; empty after a SIGKILL, which comes without warning."""
         return "" if self.exit_code == -signal.SIGKILL else meaningful_line(self._tail())
 
     def user_error(self) -> str | None:
@@ -200,7 +195,7 @@ class RankedTrainer:
         self._failed_at = self._failed_at or time.monotonic()
         if time.monotonic() - self._failed_at < _OTHER_RANKS_WITHIN_S:
             return None
-        return _LOST if failed is None else failed.exit_code
+        return 1 if failed is None else failed.exit_code
 
     @property
     def name(self) -> str:

@@ -29,9 +29,7 @@ class ScoringModel:
     role: str
     name: str
     sources: tuple[int, ...]
-    max_model_len: int | None
-    """Tokens; None is the model's own context."""
-
+    max_model_len: int | None  # tokens; None is the model's own context
     max_new_tokens: int
 
 

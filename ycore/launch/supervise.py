@@ -7,7 +7,7 @@ import termios
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -257,21 +257,15 @@ class SaveWatch:
 
     def stalled_s(self) -> float:
         """Seconds without progress."""
-        num_bytes, cpu_s, waits_for_disk = self._num_bytes(), 0.0, False
+        folders = [*self._home.checkpoints.glob(".saving-*"), self._home.model]
+        num_bytes, cpu_s, waits_for_disk = -1, 0.0, False
+        with suppress(FileNotFoundError):  # renamed or removed meanwhile, which is progress too
+            num_bytes = sum(path.stat().st_size for folder in folders for path in folder.rglob("*"))
         for process in self._trainer.tree():
-            try:
+            with suppress(psutil.Error):
                 times = process.cpu_times()
                 cpu_s += times.user + times.system
                 waits_for_disk |= process.status() == psutil.STATUS_DISK_SLEEP
-            except psutil.Error:
-                continue
         if num_bytes != self._seen[0] or abs(cpu_s - self._seen[1]) > _WORKING_CPU_S or waits_for_disk:
             self._seen, self._progressed = (num_bytes, cpu_s), time.monotonic()
         return time.monotonic() - self._progressed
-
-    def _num_bytes(self) -> int:
-        folders = [*self._home.checkpoints.glob(".saving-*"), self._home.model]
-        try:
-            return sum(path.stat().st_size for folder in folders for path in folder.rglob("*"))
-        except FileNotFoundError:
-            return -1  # renamed or removed meanwhile, which is progress too

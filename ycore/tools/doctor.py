@@ -226,7 +226,7 @@ def _role(name: str, code: str, *, mend: str) -> Check:
 def _rollout() -> Check:
     """One evaluation of a tiny model with a real engine, through the launcher."""
     from ycore.config.schema import RewardConfig, RunConfig
-    from ycore.launch import evaluate
+    from ycore.launch.launcher import EVALUATOR, run_worker
 
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="ycore-doctor-") as folder, Path(os.devnull).open("w") as nowhere:
@@ -241,7 +241,7 @@ def _rollout() -> Check:
             max_tokens=4,
         )
         try:
-            evaluate(config, stream=nowhere)
+            run_worker(EVALUATOR, config, stream=nowhere)
         except YcoreError as error:
             return check("rollout", f"fails: {error}", ok=False, mend="compare versions with `ycore env`")
     return check("rollout", f"an engine started and answered, {time.monotonic() - began:.0f} s in all")

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, TypeGuard
+from typing import Any, Literal
 
 from ycore.config.algorithms import find_algorithm
 from ycore.config.resolve import resolve
@@ -23,12 +23,10 @@ from ycore.run.text import Say
 from ycore.tools.preference_pairs import write_pairs
 from ycore.tools.stages import PAIRS, PAIRS_FILE, Pipeline, Step, map_texts
 
+# Of any command, given a configuration and whether to resume: a check, which starts nothing and returns the rows of
+# the plan, and a whole run in the foreground, checks included, which returns the summary.
 Check = Callable[[AnyConfig, bool], list[tuple[str, str]]]
-"""A command's check, given a configuration and whether to resume: the rows of its plan. Starts nothing."""
-
 Run = Callable[[AnyConfig, bool], Mapping[str, Any]]
-"""A command's whole run, checks included, in the foreground: its summary."""
-
 State = Literal["to do", "begun", "finished"]
 Status = Literal["running", "finished", "interrupted", "failed"]
 
@@ -123,7 +121,7 @@ def check_folder(root: Path, declared: Mapping[str, Any], *, resume: bool) -> No
 
 
 def config_of(step: Step, pipeline: Pipeline) -> AnyConfig:
-    """The configuration of a step's run, by the rules of its command's recipes; a UserError names the stage."""
+    """The configuration of a step's run, by the rules of its command's recipes."""
     algorithm = "eval" if step.command == PAIRS else step.command
     fields = find_algorithm(algorithm).config.model_fields
     recipe = {key: value for key, value in pipeline.defaults.items() if key in fields} | dict(step.keys)
@@ -167,16 +165,14 @@ def headline(figures: Mapping[str, Any]) -> str:
         ("held-out loss", before.get("loss"), after.get("loss")),
         ("loss", figures.get("loss_first"), figures.get("loss_last")),
     ):
-        if _is_number(first) and _is_number(last):
+        if isinstance(first, int | float) and isinstance(last, int | float):
             return f"{name} {first:.3f} -> {last:.3f}"
     num_pairs = figures.get("num_pairs")
     parts = [] if num_pairs is None else [f"{num_pairs} pairs"]
-    parts += [f"{name} {figures[name]:.3f}" for name in ("reward", "pass@1") if _is_number(figures.get(name))]
+    parts += [
+        f"{name} {figures[name]:.3f}" for name in ("reward", "pass@1") if isinstance(figures.get(name), int | float)
+    ]
     return ", ".join(parts)
-
-
-def _is_number(value: object) -> TypeGuard[float]:
-    return isinstance(value, int | float) and not isinstance(value, bool)
 
 
 def _title(step: Step, number: int, steps: Sequence[Step]) -> str:

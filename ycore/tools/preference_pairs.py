@@ -48,7 +48,11 @@ def make_pairs(
     scored takes no part.
     """
     for _, group in groupby(rows, key=lambda row: row["row"]):
-        scored = [(total, row) for row in group if (total := _total(row["rewards"], weights)) is not None]
+        scored = []
+        for row in group:
+            pairs = zip(row["rewards"], weights, strict=True)
+            if known := [weight * reward for reward, weight in pairs if reward is not None]:
+                scored.append((sum(known), row))
         best_first = sorted(scored, key=lambda pair: -pair[0])
         ends = [(best_first[0], best_first[-1])] if best_first else []
         seen: set[tuple[str, str]] = set()
@@ -62,8 +66,3 @@ def make_pairs(
                 answers = [[{"role": "assistant", "content": text}] for text in texts]
             pair = {"prompt": chosen["prompt"], "chosen": answers[0], "rejected": answers[1]}
             yield pair | {"chosen_reward": best, "rejected_reward": worst}
-
-
-def _total(rewards: Sequence[float | None], weights: Sequence[float]) -> float | None:
-    known = [weight * reward for reward, weight in zip(rewards, weights, strict=True) if reward is not None]
-    return sum(known) if known else None

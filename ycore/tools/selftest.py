@@ -79,7 +79,10 @@ def selftest(*, seed: int, output: Path | None, say: Say) -> dict[str, Any]:
 
 def compare_runs(whole: RunFolder, resumed: RunFolder) -> list[str]:
     """Every difference between two finished runs: steps, metrics and weights must be equal to the bit."""
-    (rows, weights), (other_rows, other_weights) = (_read_result(folder) for folder in (whole, resumed))
+    folders = (whole, resumed)
+    rows, other_rows = ([[row.get(name) for name in _COMPARED] for row in read_metrics(one.metrics)] for one in folders)
+    files = (sorted(folder.model.glob("*.safetensors")) for folder in folders)
+    weights, other_weights = ([(path.name, path.read_bytes()) for path in paths] for paths in files)
     differences = []
     if rows != other_rows:
         differences.append(f"{', '.join(_COMPARED)} by step: {other_rows}, not {rows}")
@@ -88,11 +91,6 @@ def compare_runs(whole: RunFolder, resumed: RunFolder) -> list[str]:
     elif weights != other_weights:
         differences.append("the weights differ")
     return differences
-
-
-def _read_result(folder: RunFolder) -> tuple[list[list[Any]], dict[str, bytes]]:
-    rows = [[row.get(name) for name in _COMPARED] for row in read_metrics(folder.metrics)]
-    return rows, {path.name: path.read_bytes() for path in folder.model.glob("*.safetensors")}
 
 
 def leftovers(folder: RunFolder) -> list[str]:

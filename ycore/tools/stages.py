@@ -34,6 +34,7 @@ COMMANDS: tuple[str, ...] = (*ALGORITHMS, "eval", PAIRS)
 TRAINS_A_POLICY = frozenset(row.name for row in ALGORITHMS.values() if not row.trains_reward_model)
 
 Compare = Literal["best-worst", "all"]
+"""Of `pairs`: the best with the worst completion of a prompt, or every two whose rewards differ."""
 
 _TOP = ("description", "model", "output", "defaults", "stages")
 
@@ -46,10 +47,7 @@ class Stage:
     command: str
     keys: Mapping[str, Any]
     compare: Compare = "best-worst"
-    """Of `pairs`: the best with the worst completion of a prompt, or every two whose rewards differ."""
-
-    round: int | None = None
-    """Of a stage in a loop: which time this is, counted from 1."""
+    round: int | None = None  # of a stage in a loop, counted from 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +62,16 @@ class Pipeline:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One run of one stage, references replaced."""
+    """One run of one stage, references replaced.
+
+    `stand_ins`: of every path in `keys` that an earlier step makes, the model to check in its place, or None.
+    """
 
     name: str
     command: str
     keys: Mapping[str, Any]
     folder: Path
     stand_ins: Mapping[str, str | None] = field(default_factory=dict)
-    """Of every path in `keys` that an earlier step makes: the model to check in its place, or None."""
-
     compare: Compare = "best-worst"
 
     @property

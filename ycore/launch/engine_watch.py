@@ -37,32 +37,35 @@ class Trouble(NamedTuple):
     hangs: bool = False
 
 
+@dataclass(eq=False)
 class LiveEngine:
     """One engine, through all the processes that it has been."""
 
-    def __init__(self, engine: EngineSpec, folder: RunFolder, *, health_timeout_s: float) -> None:
-        self.name = engine.name
-        self.log = folder.log(engine.name)
-        self.was_ready = False
-        self._engine = engine
-        self._folder = folder
-        self._health_timeout_s = health_timeout_s
+    engine: EngineSpec
+    folder: RunFolder
+    _: KW_ONLY
+    health_timeout_s: float
+    was_ready: bool = field(default=False, init=False)
+
+    def __post_init__(self) -> None:
+        self.name = self.engine.name
+        self.log = self.folder.log(self.name)
         self._start()
 
     def _start(self) -> None:
-        self._engine.socket.unlink(missing_ok=True)  # left by a killed process; nobody listens on it
-        asleep_file(self._engine.socket).unlink(missing_ok=True)
+        self.engine.socket.unlink(missing_ok=True)  # left by a killed process; nobody listens on it
+        asleep_file(self.engine.socket).unlink(missing_ok=True)
         self._process = ManagedProcess(
             self.name,
-            engine_command(self._engine),
-            environment=engine_environment(self._engine),
-            run_id=self._folder.run_id,
+            engine_command(self.engine),
+            environment=engine_environment(self.engine),
+            run_id=self.folder.run_id,
             log=self.log,
-            cores=self._engine.cores,
+            cores=self.engine.cores,
         )
         self.is_ready = False
         self.started = self._polled = time.monotonic()
-        self._stopped = StopWatch(self._health_timeout_s)
+        self._stopped = StopWatch(self.health_timeout_s)
         self._parts: dict[str, psutil.Process] = {}
         self._seen_starting: list[psutil.Process] | None = None
         self._silent_since: float | None = None
@@ -74,7 +77,6 @@ class LiveEngine:
         self._start()
 
     def processes(self) -> list[psutil.Process]:
-        """Its living processes."""
         return [process for process in [*self._process.tree(), *self._parts.values()] if is_alive(process)]
 
     def last_line(self) -> str:
@@ -83,11 +85,11 @@ class LiveEngine:
     def poll(self) -> bool:
         """Ask the server for its health when it is time to; True when it has just become ready."""
         now = time.monotonic()
-        every_s = min(_POLL_READY_S, self._health_timeout_s / 4) if self.is_ready else _POLL_STARTING_S
+        every_s = min(_POLL_READY_S, self.health_timeout_s / 4) if self.is_ready else _POLL_STARTING_S
         if now - self._polled < every_s:
             return False
         self._polled = now
-        if not is_healthy(self._engine.socket):
+        if not is_healthy(self.engine.socket):
             self._silent_since = self._silent_since or now
             if not self.is_ready:
                 self._seen_starting = self._process.tree()[1:]
@@ -109,7 +111,7 @@ class LiveEngine:
         vLLM's server outlives its engine core and then never answers, so a ready engine that loses any process is
         dead. A sleeping engine is left alone until it is woken: others use its device, so a new one would find no room.
         """
-        if asleep_file(self._engine.socket).exists():
+        if asleep_file(self.engine.socket).exists():
             return None
         if self._process.exit_code is not None:
             return Trouble(f"ended with {self._process.how_it_ended()}: {self.last_line()}".removesuffix(": "))
@@ -119,7 +121,7 @@ class LiveEngine:
         pids = [self._process.pid, *(part.pid for part in self._parts.values())]
         stopped_s = self._stopped.look(pids)
         silent_s = 0.0 if self._silent_since is None else time.monotonic() - self._silent_since
-        is_silent = self.is_ready and silent_s > self._health_timeout_s
+        is_silent = self.is_ready and silent_s > self.health_timeout_s
         if stopped_s is not None or (is_silent and any(map(is_stopped, pids))):
             return Trouble(f"has been stopped (SIGSTOP) for {max(stopped_s or 0.0, silent_s):.0f} s", hangs=True)
         if is_silent:
@@ -167,14 +169,15 @@ class EngineWatch:
                 raise EngineError(f"{engine.name} {trouble.what} (see {engine.log})")
 
     def _restart(self, engine: LiveEngine, trouble: Trouble) -> None:
+        what = f"{engine.name} {trouble.what}"
         if trouble.hangs:
-            self.on_hang(f"{engine.name} {trouble.what}")
+            self.on_hang(what)
         if not engine.was_ready or self.num_restarts >= self.max_restarts:
-            spent = f"; the run's {self.max_restarts} restarts are used up (engine.restarts)"
             is_spent = engine.was_ready and self.max_restarts
-            raise EngineError(f"{engine.name} {trouble.what} (see {engine.log}){spent if is_spent else ''}")
+            spent = f"; the run's {self.max_restarts} restarts are used up (engine.restarts)" if is_spent else ""
+            raise EngineError(f"{what} (see {engine.log}){spent}")
         self.num_restarts += 1
-        self.say(f"{engine.name} {trouble.what}; starting it again ({self.num_restarts} of {self.max_restarts})")
+        self.say(f"{what}; starting it again ({self.num_restarts} of {self.max_restarts})")
         engine.restart()
 
     def _say_ready(self, engine: LiveEngine) -> None:

@@ -42,7 +42,6 @@ class RunWatch:
         self._segments: set[int] = set()
 
     def look(self) -> list[psutil.Process]:
-        """The run's living processes."""
         for process in psutil.process_iter():
             with suppress(psutil.Error, OSError):  # another user's, a zombie, or gone
                 if process.pid not in self._keep and process.environ().get(RUN_MARKER) == self._run_id:

@@ -31,7 +31,6 @@ class Machine:
     devices: tuple[str, ...]
 
     def split_cores(self, count: int) -> list[tuple[int, ...]]:
-        """The cores in `count` even shares."""
         bounds = [len(self.cores) * share // count for share in range(count + 1)]
         return [self.cores[bounds[k] : bounds[k + 1]] for k in range(count)]
 
@@ -52,7 +51,6 @@ class Layout:
 
     @property
     def sharding(self) -> Name:
-        """How training is divided over the ranks."""
         settings = self.accelerate or {}
         if settings.get("distributed_type") == "FSDP":
             return "fsdp2"

@@ -105,7 +105,6 @@ class ManagedProcess:
             return f"killed by signal {-code}"
 
     def members(self) -> dict[str, int]:
-        """Process ids by name."""
         return {self.name: self.pid}
 
     def tree(self) -> list[psutil.Process]:
@@ -256,11 +255,8 @@ class RankedTrainer:
 
     def _lost(self, reports: list[Report]) -> Report | None:
         """A rank that is gone and has not reported its end."""
-        for report in reports:
-            process = self._ranks[report.pid]
-            if report.exit_code is None and (process is None or not is_alive(process)):
-                return report
-        return None
+        gone = {pid for pid, process in self._ranks.items() if process is None or not is_alive(process)}
+        return next((report for report in reports if report.exit_code is None and report.pid in gone), None)
 
 
 def _first_failed(reports: list[Report]) -> Report | None:

@@ -256,7 +256,6 @@ class SaveWatch:
         self._progressed = time.monotonic()
 
     def stalled_s(self) -> float:
-        """Seconds without progress."""
         folders = [*self._home.checkpoints.glob(".saving-*"), self._home.model]
         num_bytes, cpu_s, waits_for_disk = -1, 0.0, False
         with suppress(FileNotFoundError):  # renamed or removed meanwhile, which is progress too

@@ -43,9 +43,7 @@ TESTED = {
 
 _BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
 _GIB = 2**30
-_SHARED_MEMORY_GIB = 1.0
 _FREE_MEMORY_GIB = 3.0  # a small model's trainer and engine on a CPU
-_FREE_DISK_GIB = 5.0
 _OPEN_FILES = 1024
 _ROLE_WITHIN_S = 120.0
 
@@ -200,7 +198,7 @@ def _check_shared_memory() -> Check:
         return check("shared memory", "no /dev/shm; weights pass through the run folder instead")
     free = shutil.disk_usage("/dev/shm").free / _GIB
     mend = "make /dev/shm larger (docker run --shm-size=8g); a sync of weights passes through it"
-    return check("shared memory", f"{free:.1f} GiB free", ok=free >= _SHARED_MEMORY_GIB, mend=mend)
+    return check("shared memory", f"{free:.1f} GiB free", ok=free >= 1.0, mend=mend)
 
 
 def _role(name: str, code: str, *, mend: str) -> Check:
@@ -278,7 +276,7 @@ def _disk(name: str, folder: Path) -> Check:
     there = next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
     free = shutil.disk_usage(there).free / _GIB
     mend = "make room: a checkpoint of a full model is six times its weights in bfloat16"
-    return check(name, f"{free:.1f} GiB free", ok=free >= _FREE_DISK_GIB, mend=mend)
+    return check(name, f"{free:.1f} GiB free", ok=free >= 5.0, mend=mend)
 
 
 def _leftovers() -> Check:

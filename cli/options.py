@@ -167,7 +167,6 @@ def resolve_config(context: typer.Context, *, algorithm: str, resume: bool = Fal
     """The validated config of a command, from its recipe and its options.
 
     Args:
-        algorithm: a row of `ALGORITHMS`, or `eval`.
         resume: start from the settings of the run in `--output`.
     """
     from ycore.config.recipe_files import load_recipe, recipe_name
@@ -191,11 +190,7 @@ def with_judges(config: "AnyConfig") -> "AnyConfig":
 
 
 def typed_keys(context: typer.Context, *, algorithm: str, arguments: Sequence[str] | None = None) -> dict[str, Any]:
-    """The keys of a config that were typed: the declared options, and under `trl` those of TRL's fields.
-
-    Args:
-        arguments: the words that the command does not declare; `context.args` if None.
-    """
+    """The keys of a config that were typed; under `trl`, TRL's fields among `arguments`, or else `context.args`."""
     from ycore.config.algorithms import find_algorithm
 
     keys = config_keys(context.params)

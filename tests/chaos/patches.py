@@ -257,7 +257,7 @@ POINTS: tuple[Point, ...] = (
     Point(
         "checkpoint published, older ones there",
         _SAVER,
-        '                publish(self._folder, step, {"world": self._world})\n',
+        '                publish(self._folder, step, {"world": self._trainer.accelerator.num_processes})\n',
         before=False,
         each_step=False,
     ),

@@ -120,6 +120,15 @@ def test_the_output_has_a_default(recipe: dict[str, str], run_name: str | None, 
             "engine.kind must be 'auto', 'vllm' or 'transformers'; it is 'vlm'; did you mean 'vllm'?",
         ),
         (
+            {"divergence": "forward_kl"},
+            "divergence must be 'reverse-kl', 'forward-kl' or 'js'; it is 'forward_kl'; did you mean 'forward-kl'?",
+        ),
+        (
+            {"advantage": "reinforce+"},
+            "advantage must be 'group', 'dr-grpo', 'rloo', 'lite-ppo', 'reinforce++', 'reinforce++-baseline', 'remax' "
+            "or 'maxrl'; it is 'reinforce+'; did you mean 'reinforce++'?",
+        ),
+        (
             {"engine": {"gpu_memory_utilization": float("nan")}},
             "engine.gpu_memory_utilization must be a finite number; it is nan",
         ),

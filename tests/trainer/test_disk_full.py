@@ -163,6 +163,7 @@ def test_a_checkpoint_that_fails_after_ctrl_c_is_no_interrupt(
             pass
 
     monkeypatch.setattr(main, "open_run", lambda root: Stopped())
+    monkeypatch.setattr(main, "on_stop", lambda ask: None)
     assert main._train(RunFolder(tmp_path), lambda error: None) == 1
     assert "failed: no room left on the disk" in capsys.readouterr().err
 

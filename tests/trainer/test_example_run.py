@@ -206,4 +206,4 @@ class StopAfter(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self._step - 1:
-            self._run.ask_to_stop()
+            self._run.stop.set()

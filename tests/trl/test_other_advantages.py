@@ -15,7 +15,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 from trl import GRPOConfig
 
 from ycore.models.tiny import write_tiny_model
-from ycore.trl.advantages import estimator
+from ycore.trl.advantages import ESTIMATORS
 from ycore.trl.build import placeholder_rewards
 from ycore.trl.grpo import TrainerOfGMPO
 from ycore.trl.seam import SeamGRPOTrainer
@@ -71,10 +71,10 @@ def trainer(kind: type[SeamGRPOTrainer], model: Path, output: Path, **given: Any
 
 @pytest.mark.parametrize("name", ["rloo", "reinforce++-baseline", "maxrl"])
 def test_the_trainer_learns_from_the_estimators_advantages(name: str, model: Path, tmp_path: Path) -> None:
-    made = trainer(SeamGRPOTrainer, model, tmp_path, advantage=estimator(name))
+    made = trainer(SeamGRPOTrainer, model, tmp_path, advantage=ESTIMATORS[name])
     batch = made._generate_and_score_completions([{"prompt": "tick"}] * 8)
     rewards = torch.tensor(REWARDS)
-    expected = estimator(name)(rewards, ~torch.isnan(rewards)).flatten()
+    expected = ESTIMATORS[name](rewards, ~torch.isnan(rewards)).flatten()
     torch.testing.assert_close(batch["advantages"], expected)
     plain = trainer(SeamGRPOTrainer, model, tmp_path)._generate_and_score_completions([{"prompt": "tick"}] * 8)
     assert not torch.allclose(batch["advantages"], plain["advantages"])
@@ -88,7 +88,7 @@ def test_remax_compares_with_each_prompts_own_greedy_completion(model: Path, tmp
                 replace(group, greedy_scores_R=(Score(own),)) for group, own in zip(groups, [1.0, None], strict=True)
             ]
 
-    made = trainer(SeamGRPOTrainer, model, tmp_path, advantage=estimator("remax"))
+    made = trainer(SeamGRPOTrainer, model, tmp_path, advantage=ESTIMATORS["remax"])
     made.rounds = WithGreedy()
     batch = made._generate_and_score_completions([{"prompt": "tick"}] * 8)
     # the first prompt's greedy completion earned 1; the second's could not be scored: no baseline, nothing learned

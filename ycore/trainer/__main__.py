@@ -4,18 +4,16 @@ It leaves checkpoints, the model, metrics and samples in the run folder.
 """
 
 import os
-import signal
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from ycore.config.algorithms import find_algorithm
 from ycore.errors import Interrupted, PeerError, RunError, YcoreError
 from ycore.run.files import is_disk_full, read_json
 from ycore.run.paths import RunFolder
-from ycore.run.reports import Rank, dump_stacks_on_signal, print_error, report_end, take_place, this_rank
+from ycore.run.reports import Rank, dump_stacks_on_signal, on_stop, print_error, report_end, take_place, this_rank
 
 if TYPE_CHECKING:
     from ycore.trainer.training_run import TrainingRun
@@ -94,10 +92,7 @@ def _train(folder: RunFolder, report: Callable[[BaseException], None]) -> int:
 
 
 def _train_and_save(run: "TrainingRun", report: Callable[[BaseException], None]) -> int:
-    def ask_to_stop(signum: int, frame: FrameType | None) -> None:
-        run.ask_to_stop()
-
-    previous: list[Any] = [signal.signal(name, ask_to_stop) for name in (signal.SIGINT, signal.SIGTERM)]
+    on_stop(lambda: run.stop.set())
     try:
         run.train()
         run.save()
@@ -111,8 +106,6 @@ def _train_and_save(run: "TrainingRun", report: Callable[[BaseException], None])
         raise
     finally:
         run.close()
-        for name, handler in zip((signal.SIGINT, signal.SIGTERM), previous, strict=True):
-            signal.signal(name, handler)
     return 0
 
 

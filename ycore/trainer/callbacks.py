@@ -1,11 +1,9 @@
-"""What happens around a step besides training: marks, times, rows of metrics, trackers, stopping in order."""
+"""What a run reports of its steps: rows of metrics, and the trackers' pages."""
 
 import importlib
 import json
 import os
 import time
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
@@ -17,41 +15,6 @@ from ycore.run.files import read_json
 from ycore.run.metrics import MetricsWriter, read_metrics
 from ycore.run.paths import RunFolder
 from ycore.view.pictures import draw_curve
-
-PROBLEMS = "ycore/reward_problems"
-
-
-class StepMark(TrainerCallback):
-    """Touches a file when a step begins: the launcher limits the time to the first step and of each step by it."""
-
-    def __init__(self, file: Path) -> None:
-        self._file = file
-
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._file.touch()
-
-
-class StopBetweenSteps(TrainerCallback):
-    """Ends training after the step in which any rank was asked to stop, on all ranks."""
-
-    def __init__(self, should_stop: Callable[[], bool]) -> None:
-        self._should_stop = should_stop
-
-    def on_step_end(
-        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
-    ) -> TrainerControl:
-        control.should_training_stop = self._should_stop() or control.should_training_stop
-        return control
-
-
-class AtTheStart(TrainerCallback):
-    """Does something once the trainer is set up: earlier, DeepSpeed measures only under ZeRO-3."""
-
-    def __init__(self, action: Callable[[], None]) -> None:
-        self._action = action
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        self._action()
 
 
 class StepMetrics(TrainerCallback):
@@ -81,7 +44,7 @@ class StepMetrics(TrainerCallback):
             return  # the totals at the end of training, or another rank
         row = {"step": state.global_step, "ycore/time/step": self._seconds, **logs}
         if self.controller is not None and self.controller.meter.problems:
-            row[PROBLEMS] = dict(self.controller.meter.problems)
+            row["ycore/reward_problems"] = dict(self.controller.meter.problems)
         self._writer.write(row)
 
 

@@ -21,15 +21,8 @@ if TYPE_CHECKING:
     from ycore.round.assemble import Assembly
     from ycore.round.step import Controller
 
-RIGHT_FROM = 1.0
-"""A completion counts as right for pass@k when the first reward gives at least this."""
-
+_RIGHT_FROM = 1.0  # a completion counts as right for pass@k when the first reward gives at least this
 _PROMPTS_AT_ONCE = 64  # enough to keep the engines busy, few enough to hold
-
-
-def main() -> int:
-    """Exit status: 0 finished, 2 the user's mistake, 130 interrupted, 1 anything else."""
-    return run_alone("ycore.trainer.evaluator", _evaluate)
 
 
 def _evaluate(root: Path) -> None:
@@ -45,8 +38,7 @@ def _evaluate(root: Path) -> None:
     finally:
         controller.close()
     names = [reward.reward for reward in parts.config.rewards]
-    weights = [reward.weight for reward in parts.config.rewards]
-    write_json_atomic(root / "eval.json", figures(groups, names, weights))
+    write_json_atomic(root / "eval.json", figures(groups, names, parts.rules().reward_weights))
 
 
 def load_policy(parts: "Assembly") -> Any:
@@ -102,7 +94,7 @@ def figures(groups: Sequence[Group], names: Sequence[str], weights: Sequence[flo
     """
     rows = [scores for group in groups for scores in group.scores_GR]
     totals = [total_reward(scores, weights) for scores in rows]
-    right = [sum((scores[0].value or 0.0) >= RIGHT_FROM for scores in group.scores_GR) for group in groups]
+    right = [sum((scores[0].value or 0.0) >= _RIGHT_FROM for scores in group.scores_GR) for group in groups]
     num_samples = len(groups[0].completions)
     powers_of_two = [2**power for power in range(num_samples.bit_length())]
     return {
@@ -123,4 +115,4 @@ def mean(values: Iterable[float | None]) -> float | None:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_alone("ycore.trainer.evaluator", _evaluate))

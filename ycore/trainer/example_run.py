@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from peft.helpers import disable_input_dtype_casting
+from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from ycore.config.schema import TuneConfig
 from ycore.data.examples import ExampleSet, load_examples
@@ -15,7 +16,6 @@ from ycore.run.claim import model_fingerprint
 from ycore.run.files import read_json, write_json_atomic
 from ycore.run.paths import RunFolder
 from ycore.run.secrets import load_config
-from ycore.trainer.callbacks import AtTheStart
 from ycore.trainer.saved_state import Checkpoints
 from ycore.trainer.training_run import TrainingRun
 from ycore.trl.build import load_trainer_class
@@ -43,7 +43,7 @@ class ExampleRun(TrainingRun):
             contents={"dataset": rows, "model": model_fingerprint(model)},
             examples=examples,
         )
-        self._stop = threading.Event()
+        self.stop = threading.Event()
         self.save_with(Checkpoints(self.home.checkpoints, self.trainer))
         self._num_too_long = self._check_lengths(examples)
 
@@ -60,11 +60,8 @@ class ExampleRun(TrainingRun):
             print(f"{too_long} rows do not fit into max_length, {longest} tokens, and are left out", flush=True)
         return max(0, too_long)
 
-    def ask_to_stop(self) -> None:
-        self._stop.set()
-
     def should_stop(self) -> bool:
-        return self.sum_over_ranks(int(self._stop.is_set())) > 0
+        return self.sum_over_ranks(int(self.stop.is_set())) > 0
 
     def fail_others(self, error: BaseException) -> None:
         """The others wait in a collective: torchrun ends them, or the collective's timeout does."""
@@ -72,12 +69,11 @@ class ExampleRun(TrainingRun):
             print(f"rank {os.environ.get('RANK')} failed: {type(error).__name__}: {error}", flush=True)
 
     def begin(self, *, resumes: bool) -> None:
-        """Measure once the trainer is set up; a run that goes on has measured."""
-        if not resumes:
-            self.trainer.add_callback(AtTheStart(self._measure_first))
+        self._has_measured = resumes
 
-    def _measure_first(self) -> None:
-        before = self._measure()
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Measure once the trainer is set up: earlier, DeepSpeed measures only under ZeRO-3."""
+        before = None if self._has_measured else self._measure()
         if self.leads and before is not None:
             write_json_atomic(self.home.held_out, {"held_out": {"before": before}})
 

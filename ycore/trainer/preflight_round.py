@@ -9,6 +9,7 @@ import sys
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -23,33 +24,21 @@ if TYPE_CHECKING:
     from ycore.round.assemble import Assembly
     from ycore.round.step import Controller
 
-RESULT = "preflight.json"
-
 _SYNC_PROMPTS = 2
 _SCORED = 16  # completions whose log-probabilities the model computes again, each in its own pass
 _SHARPER = 2.0  # the last norm is multiplied by it: so is every logit, and every log-probability moves
 _NUM_SAMPLES = 4
 
 
-def main() -> int:
-    """Exit status: 0 measured, 2 the user's mistake, 130 interrupted, 1 anything else."""
-    return run_alone("ycore.trainer.preflight_round", _preflight)
-
-
 def _preflight(root: Path) -> None:
     from ycore.round.assemble import assemble
 
-    preflight = Preflight(assemble(root))
-    on_stop(preflight.stop)
-    try:
-        measured, shown = preflight.measure()
-    finally:
-        preflight.close()
-    write_json_atomic(root / RESULT, {"preflight": asdict(measured), "samples": shown})
+    measured, shown = Preflight(assemble(root)).measure()
+    write_json_atomic(root / "preflight.json", {"preflight": asdict(measured), "samples": shown})
 
 
 class Preflight:
-    """Example: `preflight = Preflight(assemble(root)); measured, samples = preflight.measure(); preflight.close()`."""
+    """Example: `measured, samples = Preflight(assemble(root)).measure()`."""
 
     def __init__(self, parts: "Assembly") -> None:
         self._parts = parts
@@ -57,7 +46,39 @@ class Preflight:
         self._model = load_policy(parts)
         self._recorded: dict[str, float] = {}
         self._prompts, self._lengths = self._fitting_prompts()
-        self._controller = self._make_controller() if self._prompts else None
+
+    def measure(self) -> tuple[Measurements, list[dict[str, Any]]]:
+        """All measurements, and a few completions from the worst reward to the best."""
+        parts, config = self._parts, self._parts.config
+        first = parts.prompts.prompts[0].content
+        ends = parts.sampling().stop_token_ids
+        measured = Measurements(
+            num_prompts=0,
+            group_size=config.group_size,
+            max_tokens=config.max_tokens,
+            context=parts.started.max_model_len,
+            truncated=0.0,
+            equal=0.0,
+            rewards=(),
+            masked=0.0,
+            prompts=self._lengths,
+            template=TemplateCheck() if isinstance(first, str) else check_template(parts.tokenizer, first, ends=ends),
+        )
+        if not self._prompts:
+            return measured, []
+        controller = self._make_controller()
+        on_stop(controller.stop.set)
+        try:
+            controller.start(timeout_s=config.engine.start_timeout_s)
+            parts.folder.step_began.touch()
+            groups = controller.next_round(step=0, num_groups=min(NUM_PROMPTS, len(self._prompts)))
+            figures = self._of_round(controller)
+            figures |= self._gaps(controller, groups) if self._uses_vllm else {}
+        finally:
+            controller.close()
+        weights = parts.rules().reward_weights
+        figures |= of_groups(groups, weights=weights, names=[reward.reward for reward in config.rewards])
+        return replace(measured, **figures), samples(groups, weights=weights)
 
     def _fitting_prompts(self) -> tuple[list[Prompt], PromptCount]:
         """The prompts that leave room for a completion, and the lengths of all."""
@@ -92,48 +113,6 @@ class Preflight:
         folder = self._parts.folder.shared_memory
         write_weights(self._model, folder, dtype=compute_dtype(self._parts.config), version=version)
         return folder
-
-    def stop(self) -> None:
-        if self._controller is not None:
-            self._controller.stop.set()
-
-    def close(self) -> None:
-        if self._controller is not None:
-            self._controller.close()
-
-    def measure(self) -> tuple[Measurements, list[dict[str, Any]]]:
-        """All measurements, and a few completions from the worst reward to the best."""
-        config = self._parts.config
-        measured = Measurements(
-            num_prompts=0,
-            group_size=config.group_size,
-            max_tokens=config.max_tokens,
-            context=self._parts.started.max_model_len,
-            truncated=0.0,
-            equal=0.0,
-            rewards=(),
-            masked=0.0,
-            prompts=self._lengths,
-            template=self._template(),
-        )
-        if self._controller is None:
-            return measured, []
-        self._controller.start(timeout_s=config.engine.start_timeout_s)
-        self._parts.folder.step_began.touch()
-        groups = self._controller.next_round(step=0, num_groups=min(NUM_PROMPTS, len(self._prompts)))
-        weights = [reward.weight for reward in config.rewards]
-        names = [reward.reward for reward in config.rewards]
-        measured = replace(
-            measured, **of_groups(groups, weights=weights, names=names), **self._of_round(self._controller)
-        )
-        if self._uses_vllm:
-            measured = replace(measured, **self._gaps(self._controller, groups))
-        return measured, samples(groups, weights=weights)
-
-    def _template(self) -> TemplateCheck:
-        prompt = self._parts.prompts.prompts[0].content
-        ends = self._parts.sampling().stop_token_ids
-        return TemplateCheck() if isinstance(prompt, str) else check_template(self._parts.tokenizer, prompt, ends=ends)
 
     def _of_round(self, controller: "Controller") -> dict[str, Any]:
         """Seconds and the judges' counts, as the round recorded them."""
@@ -240,39 +219,27 @@ def check_template(tokenizer: Any, messages: Sequence[Message], *, ends: Collect
         ends: ids of the tokens that end a completion.
     """
     prompt = _rendered(tokenizer, messages, add_generation_prompt=True)
-    has_no_turn = prompt == _rendered(tokenizer, messages, add_generation_prompt=False)
-    problems = [
-        *_foreign_markers(tokenizer, prompt),
-        *_lost_words(messages, prompt),
-        *(["nothing in it says that the assistant's turn begins"] if has_no_turn else []),
-        *_unknown_tokens(tokenizer, prompt),
-    ]
+    encode, unknown = partial(tokenizer.encode, add_special_tokens=False), tokenizer.unk_token_id
+    problems = []
+    # Markers that are one token in another family's tokenizer, and several in this one.
+    pieces = {marker: encode(marker) for marker in sorted(set(_MARKER.findall(prompt)))}
+    foreign = [marker for marker, ids in pieces.items() if len(ids) != 1 or ids[0] == unknown]
+    if foreign:
+        problems.append(f"it writes {', '.join(foreign)}, which this tokenizer does not have as a token")
+    lost = [turn["role"] for turn in messages if turn["content"].strip() not in prompt]
+    if lost:
+        problems.append(f"what the {lost[-1]} says is not in what it writes")
+    if prompt == _rendered(tokenizer, messages, add_generation_prompt=False):
+        problems.append("nothing in it says that the assistant's turn begins")
+    ids = encode(prompt)
+    if ids.count(unknown) > 0.2 * len(ids):  # a few are rare letters of the prompt; many, another vocabulary's template
+        problems.append(f"{ids.count(unknown)} of its {len(ids)} tokens are unknown to the model")
     return TemplateCheck(tuple(problems), _end_of_turn(tokenizer, messages, ends=ends))
 
 
 def _rendered(tokenizer: Any, messages: Sequence[Message], *, add_generation_prompt: bool) -> str:
     text = tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=add_generation_prompt)
     return str(text)
-
-
-def _foreign_markers(tokenizer: Any, text: str) -> list[str]:
-    """Markers that are one token in another family's tokenizer, and several in this one."""
-    markers = sorted(set(_MARKER.findall(text)))
-    pieces = {marker: tokenizer.encode(marker, add_special_tokens=False) for marker in markers}
-    unknown = [marker for marker, ids in pieces.items() if len(ids) != 1 or ids[0] == tokenizer.unk_token_id]
-    return [f"it writes {', '.join(unknown)}, which this tokenizer does not have as a token"] if unknown else []
-
-
-def _lost_words(messages: Sequence[Message], text: str) -> list[str]:
-    lost = [turn["role"] for turn in messages if turn["content"].strip() and turn["content"].strip() not in text]
-    return [f"what the {lost[-1]} says is not in what it writes"] if lost else []
-
-
-def _unknown_tokens(tokenizer: Any, text: str) -> list[str]:
-    ids = tokenizer.encode(text, add_special_tokens=False)
-    unknown = sum(token == tokenizer.unk_token_id for token in ids) if tokenizer.unk_token_id is not None else 0
-    # A few are rare letters of the prompt; many are a template of another vocabulary.
-    return [f"{unknown} of its {len(ids)} tokens are unknown to the model"] if unknown > 0.2 * len(ids) else []
 
 
 def _end_of_turn(tokenizer: Any, messages: Sequence[Message], *, ends: Collection[int]) -> str | None:
@@ -286,4 +253,4 @@ def _end_of_turn(tokenizer: Any, messages: Sequence[Message], *, ends: Collectio
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(run_alone("ycore.trainer.preflight_round", _preflight))

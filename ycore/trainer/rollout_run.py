@@ -39,7 +39,8 @@ class RolloutRun(TrainingRun):
         is_alone = self.trainer.accelerator.num_processes == 1
         self._peers: Peers = Peers() if is_alone else TorchPeers(timeout_s=parts.config.collective_timeout_s)
         self._controller = self.step_metrics.controller = self._make_controller()
-        self.save_with(self._generate() if parts.config.replay is None else self._replay(Path(parts.config.replay)))
+        self.stop = self._controller.stop  # which also ends a round that is being generated
+        self.save_with(self._take_rounds())
         project = parts.config.trl.get("project")
         self.trainer.add_callback(TrackerPage(parts.home, self.trainer.callback_handler, project=project))
 
@@ -58,20 +59,19 @@ class RolloutRun(TrainingRun):
         self.trainer.shares_device = parts.started.sleeps
         return controller
 
-    def _generate(self) -> Checkpoints:
-        """Let the trainer learn from the controller's rounds."""
-        self.trainer.rounds = self._controller
-        state = RoundState(self.trainer, self._controller)
-        journal = None if self._parts.config.keep_journal else self._journal
-        return Checkpoints(self.home.checkpoints, self.trainer, state, journal)
-
-    def _replay(self, run: Path) -> Checkpoints:
-        """Let the trainer learn from the rounds in another run's journal."""
-        config, peers, record = self._parts.config, self._peers, self.trainer.record
-        rounds = ReplayedRounds(run, rank=peers.rank, world=peers.world, group_size=config.group_size, record=record)
-        rounds.check(steps=config.steps, steps_per_round=self.trainer.steps_per_round)
-        self.trainer.rounds = rounds
-        return Checkpoints(self.home.checkpoints, self.trainer, RoundState(self.trainer, None))
+    def _take_rounds(self) -> Checkpoints:
+        """Let the trainer learn from the controller's rounds, or from those in another run's journal."""
+        config, peers, trainer = self._parts.config, self._peers, self.trainer
+        if config.replay is None:
+            trainer.rounds = self._controller
+            journal = None if config.keep_journal else self._journal
+            return Checkpoints(self.home.checkpoints, trainer, RoundState(trainer, self._controller), journal)
+        rounds = ReplayedRounds(
+            Path(config.replay), rank=peers.rank, world=peers.world, group_size=config.group_size, record=trainer.record
+        )
+        rounds.check(steps=config.steps, steps_per_round=trainer.steps_per_round)
+        trainer.rounds = rounds
+        return Checkpoints(self.home.checkpoints, trainer, RoundState(trainer, None))
 
     def _engines(self) -> list[Engine]:
         """This rank's share of the machine's engines, as many as any other rank's; or the model in training."""
@@ -94,10 +94,6 @@ class RolloutRun(TrainingRun):
         if version > 0:  # the first weights are sent before the first step begins
             self.trainer.record("ycore/sync_mb", num_bytes / 1e6)
         return folder
-
-    def ask_to_stop(self) -> None:
-        """Stop at once while a round is generated, and otherwise after the step."""
-        self._controller.stop.set()
 
     def should_stop(self) -> bool:
         return self._controller.should_stop()

@@ -25,7 +25,6 @@ from ycore.run.checkpoints import (
     checkpoint_of,
     checkpoints_in,
     drop_oldest,
-    newest_for,
     publish,
     size_of,
     staging,
@@ -67,12 +66,13 @@ class RoundState:
         tensors, lists = _flat(place.micro_batches or [])
         trainer = {"micro_step": place.micro_step, "corrects": place.corrects, "lists": lists}
         state = {"policy_version": step, "trainer": trainer, "controller": self._state}
-        write_json_atomic(_controller_file(checkpoint, rank), state)
+        file, batches = _files_of(checkpoint, rank)
+        write_json_atomic(file, state)
         if tensors:
-            save_file(tensors, _round_file(checkpoint, rank))
+            save_file(tensors, batches)
 
     def restore(self, checkpoint: Path, rank: int) -> None:
-        file, batches = _controller_file(checkpoint, rank), _round_file(checkpoint, rank)
+        file, batches = _files_of(checkpoint, rank)
         if not file.is_file():
             raise RunError(
                 f"rank {rank} has no state in {checkpoint}; a run over several machines goes on only where "
@@ -89,7 +89,7 @@ class RoundState:
 
 
 class Checkpoints(TrainerCallback):
-    """Writes, finds and restores the checkpoints of a run; the first rank publishes them.
+    """Writes and restores the checkpoints of a run; the first rank publishes them.
 
     Args:
         rounds: of a run with rollouts.
@@ -97,11 +97,7 @@ class Checkpoints(TrainerCallback):
     """
 
     def __init__(
-        self,
-        folder: Path,
-        trainer: BaseTrainer,
-        rounds: RoundState | None = None,
-        journal: Journal | None = None,
+        self, folder: Path, trainer: BaseTrainer, rounds: RoundState | None = None, journal: Journal | None = None
     ) -> None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         self._folder = folder
@@ -109,7 +105,7 @@ class Checkpoints(TrainerCallback):
         self._rounds = rounds
         self._journal = journal
         self._rank = int(trainer.accelerator.process_index)
-        self._world = int(trainer.accelerator.num_processes)
+        self._meet = trainer.accelerator.wait_for_everyone
         self.saved_step = 0
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -134,7 +130,7 @@ class Checkpoints(TrainerCallback):
                 self._rounds.write(staged / checkpoint_of(self._folder, step).name, self._rank, step)
             self._meet()
             if leads:
-                publish(self._folder, step, {"world": self._world})
+                publish(self._folder, step, {"world": self._trainer.accelerator.num_processes})
                 drop_oldest(self._folder, keep=self._trainer.args.save_total_limit)
             self._meet()
         except YcoreError:
@@ -148,10 +144,6 @@ class Checkpoints(TrainerCallback):
         self.saved_step = step
         if self._journal is not None:
             self._journal.prune(before=step_of(checkpoints_in(self._folder)[0]))
-
-    def find(self) -> Path | None:
-        """Clear what a killed save left, and choose the newest checkpoint that verifies; the first rank calls it."""
-        return newest_for(self._folder, world=self._world, say=lambda line: print(line, flush=True))
 
     def restore(self, checkpoint: Path) -> None:
         """Set this rank to what it wrote, before transformers loads its own part."""
@@ -199,9 +191,6 @@ class Checkpoints(TrainerCallback):
         """Roughly: the trained weights and, for each, two averages of the optimizer's, in float32."""
         return sum(12 * int(weight.numel()) for weight in self._trainer.model.parameters() if weight.requires_grad)
 
-    def _meet(self) -> None:
-        self._trainer.accelerator.wait_for_everyone()
-
 
 def check_contents(home: RunFolder, contents: dict[str, str]) -> None:
     """Write down what a run learns from at its first start: fingerprints of its rows, model and rewards by name.
@@ -226,12 +215,9 @@ def accept_numbered_cpus() -> None:
     register_package(50, lambda storage: None, lambda storage, where: storage if where.startswith("cpu:") else None)
 
 
-def _controller_file(checkpoint: Path, rank: int) -> Path:
-    return checkpoint / f"controller-{rank}.json"
-
-
-def _round_file(checkpoint: Path, rank: int) -> Path:
-    return checkpoint / f"round-{rank}.safetensors"
+def _files_of(checkpoint: Path, rank: int) -> tuple[Path, Path]:
+    """A rank's own: its controller, and its micro-batches."""
+    return checkpoint / f"controller-{rank}.json", checkpoint / f"round-{rank}.safetensors"
 
 
 def _flat(batches: MicroBatches) -> tuple[dict[str, torch.Tensor], dict[str, list[Any]]]:

@@ -3,28 +3,32 @@
 `rollout_run` adds rounds, and `example_run` adds given rows.
 """
 
+import threading
 from abc import ABC, abstractmethod
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft.helpers import disable_input_dtype_casting
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ycore.config.schema import AnyConfig
 from ycore.data.examples import ExampleSet
 from ycore.errors import Interrupted
-from ycore.run.checkpoints import checkpoint_of, step_of
+from ycore.run.checkpoints import checkpoint_of, newest_for, step_of
 from ycore.run.metrics import MetricsWriter
 from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
-from ycore.trainer.callbacks import StepMark, StepMetrics, StopBetweenSteps
+from ycore.trainer.callbacks import StepMetrics
 from ycore.trainer.saved_state import Checkpoints, accept_numbered_cpus, check_contents
 from ycore.trl.build import build_trainer, compute_dtype
 
 
-class TrainingRun(ABC):
+class TrainingRun(ABC, TrainerCallback):
     """Example: `run = open_run(root); run.train(); run.save(); run.close()`.
+
+    It is a callback of its trainer: it marks the beginning of each step, and stops between steps.
 
     Args:
         folder: of this machine, where the launcher looks.
@@ -35,6 +39,8 @@ class TrainingRun(ABC):
     """
 
     checkpoints: Checkpoints
+    stop: threading.Event
+    """Set it, in a signal's handler too, to stop after the step that is being computed."""
 
     def __init__(
         self,
@@ -52,6 +58,7 @@ class TrainingRun(ABC):
             check_contents(home, contents)
         self.config = config
         self.home = home
+        self._step_began = folder.step_began
         self.metrics = MetricsWriter(home.metrics)
         self.step_metrics = StepMetrics(self.metrics)
         self.trainer = build_trainer(
@@ -59,19 +66,22 @@ class TrainingRun(ABC):
             home,
             model=model,
             tokenizer=tokenizer,
-            callbacks=[StepMark(folder.step_began), self.step_metrics, StopBetweenSteps(self.should_stop)],
+            callbacks=[self.step_metrics, self],
             world_size=rank.world,
             examples=examples,
         )
         self.leads = bool(self.trainer.accelerator.is_main_process)
 
     def save_with(self, checkpoints: Checkpoints) -> None:
-        self.checkpoints = self.trainer.writer = checkpoints
+        self.checkpoints, self.trainer.saving = checkpoints, checkpoints.saving
         self.trainer.add_callback(checkpoints)
 
-    @abstractmethod
-    def ask_to_stop(self) -> None:
-        """Stop after the step that is being computed; a signal's handler calls it."""
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """The launcher limits the time to the first step, and of each step, by this file."""
+        self._step_began.touch()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        control.should_training_stop |= self.should_stop()
 
     @abstractmethod
     def should_stop(self) -> bool:
@@ -95,17 +105,18 @@ class TrainingRun(ABC):
         Raises:
             Interrupted: the run was asked to stop before the last step.
         """
-        newest = self.checkpoints.find() if self.leads else None
+        ranks = self.trainer.accelerator.num_processes
+        newest = newest_for(self.home.checkpoints, world=ranks, say=partial(print, flush=True)) if self.leads else None
         step = self.sum_over_ranks(0 if newest is None else step_of(newest))  # all ranks take the first one's
-        resume_from = checkpoint_of(self.home.checkpoints, step) if step else None
+        checkpoint = checkpoint_of(self.home.checkpoints, step) if step else None
         accept_numbered_cpus()
-        if resume_from is not None:
-            self.checkpoints.restore(resume_from)
+        if checkpoint is not None:
+            self.checkpoints.restore(checkpoint)
         if self.leads:
             self.metrics.forget_after(step)
-        self.begin(resumes=resume_from is not None)
+        self.begin(resumes=checkpoint is not None)
         with disable_input_dtype_casting(self.trainer.bare_model):
-            self.trainer.train(resume_from_checkpoint=None if resume_from is None else str(resume_from))
+            self.trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
         if self.trainer.state.global_step < self.trainer.args.max_steps:
             raise Interrupted(f"stopped after step {self.trainer.state.global_step}")
         self.finish()

@@ -1,7 +1,8 @@
 """Advantage estimators: from the rewards of a round's groups to one advantage per completion. Pure functions.
 
 Axes: `_P` prompts, `_G` completions of a group. `mask_PG` is True where a completion counts. Elsewhere the reward may
-be anything, also NaN: the completion gets advantage 0, and no mean or deviation includes it.
+be anything, also NaN: the completion gets advantage 0, and no mean or deviation includes it. An estimator's function
+gets the rewards with 0 there.
 
 Standard deviations are of the sample (divided by n - 1) and get 1e-4 added, as in TRL; a deviation of fewer than two
 values is 0. The arithmetic is in float64: the mean of equal float32 rewards is then exactly that reward, and a group
@@ -14,8 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ycore.errors import ConfigError, nearest
-
 EPSILON = 1e-4
 """Added to every standard deviation: TRL's constant."""
 
@@ -24,15 +23,11 @@ _GROUP, _BATCH = (1,), (0, 1)
 
 @dataclass(frozen=True, slots=True)
 class Estimator:
-    """Example: `estimator("rloo")(rewards_PG, mask_PG)`."""
+    """Example: `ESTIMATORS["rloo"](rewards_PG, mask_PG)`."""
 
     name: str
     function: Callable[..., Tensor]
-    needs_greedy: bool
-    """Whether it takes the reward of each prompt's greedy completion."""
-
-    needs_global: bool
-    """Whether it takes the groups of all ranks together."""
+    needs_greedy: bool  # whether it takes the reward of each prompt's greedy completion
 
     def __call__(self, rewards_PG: Tensor, mask_PG: Tensor, *, greedy_P: Tensor | None = None) -> Tensor:
         """Advantages, (P, G) float32, without gradient, on the device of the rewards."""
@@ -44,25 +39,17 @@ class Estimator:
         if greedy_P is not None and greedy_P.shape != rewards_PG.shape[:1]:
             raise ValueError(f"greedy rewards must be (P,) = {rewards_PG.shape[:1]}; they are {greedy_P.shape}")
         with torch.no_grad():
-            return self.function(rewards_PG, mask_PG, *([] if greedy_P is None else [greedy_P]))
+            counted = torch.where(mask_PG, rewards_PG, 0).float().double()  # float32 is what rewards are stored in
+            advantages = self.function(counted, mask_PG, *([] if greedy_P is None else [greedy_P]))
+            return torch.where(mask_PG, advantages, 0).float()
 
 
 ESTIMATORS: dict[str, Estimator] = {}
 
 
-def estimator(name: str) -> Estimator:
-    """The estimator of that name, or a ConfigError that names the nearest."""
-    if name not in ESTIMATORS:
-        known = ", ".join(ESTIMATORS)
-        raise ConfigError(f"an advantage estimator is one of {known}; it is {name!r}{nearest(name, ESTIMATORS)}")
-    return ESTIMATORS[name]
-
-
-def _named(
-    name: str, *, needs_greedy: bool = False, needs_global: bool = False
-) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
+def _named(name: str, *, needs_greedy: bool = False) -> Callable[[Callable[..., Tensor]], Callable[..., Tensor]]:
     def register(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        ESTIMATORS[name] = Estimator(name, function, needs_greedy, needs_global)
+        ESTIMATORS[name] = Estimator(name, function, needs_greedy)
         return function
 
     return register
@@ -74,8 +61,7 @@ def group(rewards_PG: Tensor, mask_PG: Tensor) -> Tensor:
 
     arXiv 2402.03300, section 4.1.2; TRL's `scale_rewards=group`.
     """
-    rewards = _counted(rewards_PG, mask_PG)
-    return _result(_centred(rewards, mask_PG) / (_deviation(rewards, mask_PG, _GROUP) + EPSILON), mask_PG)
+    return _centred(rewards_PG, mask_PG) / (_deviation(rewards_PG, mask_PG, _GROUP) + EPSILON)
 
 
 @_named("dr-grpo")
@@ -84,7 +70,7 @@ def dr_grpo(rewards_PG: Tensor, mask_PG: Tensor) -> Tensor:
 
     arXiv 2503.20783, section 3.2; TRL's `scale_rewards=none`.
     """
-    return _result(_centred(_counted(rewards_PG, mask_PG), mask_PG), mask_PG)
+    return _centred(rewards_PG, mask_PG)
 
 
 @_named("rloo")
@@ -95,21 +81,20 @@ def rloo(rewards_PG: Tensor, mask_PG: Tensor) -> Tensor:
     """
     counts = mask_PG.sum(dim=1, keepdim=True).double()
     others = (counts - 1).clamp(min=1)
-    return _result(_centred(_counted(rewards_PG, mask_PG), mask_PG) * counts / others, mask_PG)
+    return _centred(rewards_PG, mask_PG) * counts / others
 
 
-@_named("lite-ppo", needs_global=True)
+@_named("lite-ppo")
 def lite_ppo(rewards_PG: Tensor, mask_PG: Tensor) -> Tensor:
     """Lite PPO: (r - mean of its group) / (deviation of all rewards of the batch + 1e-4).
 
     arXiv 2508.08221; TRL's `scale_rewards=batch`. Unlike in `reinforce++-baseline` the deviation is of the rewards
     themselves, so it includes the spread between prompts.
     """
-    rewards = _counted(rewards_PG, mask_PG)
-    return _result(_centred(rewards, mask_PG) / (_deviation(rewards, mask_PG, _BATCH) + EPSILON), mask_PG)
+    return _centred(rewards_PG, mask_PG) / (_deviation(rewards_PG, mask_PG, _BATCH) + EPSILON)
 
 
-@_named("reinforce++", needs_global=True)
+@_named("reinforce++")
 def reinforce_plus_plus(rewards_PG: Tensor, mask_PG: Tensor) -> Tensor:
     """REINFORCE++: (r - mean of the batch) / (deviation of the batch + 1e-4), with one completion or more per prompt.
 
@@ -117,20 +102,19 @@ def reinforce_plus_plus(rewards_PG: Tensor, mask_PG: Tensor) -> Tensor:
     of the tokens after it, and statistics are over tokens; here the reward is the outcome's, and statistics are over
     completions. A prompt on which all fail still pushes down, and one on which all succeed still pushes up.
     """
-    rewards = _counted(rewards_PG, mask_PG)
-    centred = rewards - _mean(rewards, mask_PG, _BATCH)
-    return _result(centred / (_deviation(rewards, mask_PG, _BATCH) + EPSILON), mask_PG)
+    centred = rewards_PG - _mean(rewards_PG, mask_PG, _BATCH)
+    return centred / (_deviation(rewards_PG, mask_PG, _BATCH) + EPSILON)
 
 
-@_named("reinforce++-baseline", needs_global=True)
+@_named("reinforce++-baseline")
 def reinforce_plus_plus_baseline(rewards_PG: Tensor, mask_PG: Tensor) -> Tensor:
     """REINFORCE++ with baseline: c = r - mean of its group; c / (deviation of all c of the batch + 1e-4).
 
     arXiv 2501.03262, the form for groups. The mean of all c is 0 by construction. A completion alone in its group
     counts with c = 0 in the deviation.
     """
-    centred = _centred(_counted(rewards_PG, mask_PG), mask_PG)
-    return _result(centred / (_deviation(centred, mask_PG, _BATCH) + EPSILON), mask_PG)
+    centred = _centred(rewards_PG, mask_PG)
+    return centred / (_deviation(centred, mask_PG, _BATCH) + EPSILON)
 
 
 @_named("remax", needs_greedy=True)
@@ -140,7 +124,7 @@ def remax(rewards_PG: Tensor, mask_PG: Tensor, greedy_P: Tensor) -> Tensor:
     arXiv 2310.10505. Where `greedy_P`, (P,), is NaN, the prompt has no baseline and gets 0.
     """
     baseline = greedy_P.double().unsqueeze(1)
-    return _result(rewards_PG.double() - baseline, mask_PG & ~baseline.isnan())
+    return torch.where(baseline.isnan(), 0, rewards_PG - baseline)
 
 
 @_named("maxrl")
@@ -151,15 +135,8 @@ def maxrl(rewards_PG: Tensor, mask_PG: Tensor) -> Tensor:
     the sum over the group, divided by n, is the gradient of -sum over k < n of (1 - p)^k / k, the log-likelihood log p
     cut after n - 1 terms. Rewards must not be negative: the mean is a rate.
     """
-    rewards = _counted(rewards_PG, mask_PG)
-    means = _mean(rewards, mask_PG, _GROUP)
-    rates = torch.where(means > 0, means, torch.inf)
-    return _result(_centred(rewards, mask_PG) / rates, mask_PG)
-
-
-def _counted(rewards: Tensor, mask: Tensor) -> Tensor:
-    """Rewards with 0 where they do not count; through float32, which is what rewards are stored in."""
-    return torch.where(mask, rewards, 0).float().double()
+    means = _mean(rewards_PG, mask_PG, _GROUP)
+    return _centred(rewards_PG, mask_PG) / torch.where(means > 0, means, torch.inf)
 
 
 def _mean(values: Tensor, mask: Tensor, axes: tuple[int, ...]) -> Tensor:
@@ -173,7 +150,3 @@ def _deviation(values: Tensor, mask: Tensor, axes: tuple[int, ...]) -> Tensor:
 
 def _centred(rewards: Tensor, mask: Tensor) -> Tensor:
     return rewards - _mean(rewards, mask, _GROUP)
-
-
-def _result(advantages: Tensor, mask: Tensor) -> Tensor:
-    return torch.where(mask, advantages, 0).float()

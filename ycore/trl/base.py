@@ -1,10 +1,10 @@
 """What every trainer of ycore has besides TRL's: whole checkpoints, finite weights, a measure, a saved model."""
 
 import copyreg
-from collections.abc import Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn, Protocol
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -17,13 +17,6 @@ from ycore.errors import TrainerError
 _NOT_A_MEASURE = {"runtime", "samples_per_second", "steps_per_second", "epoch", "num_tokens", "model_preparation_time"}
 
 
-class CheckpointWriter(Protocol):
-    """Decides where a checkpoint is written, and publishes it."""
-
-    def saving(self, step: int) -> AbstractContextManager[Path]:
-        """Give the folder for `checkpoint-STEP`. It is published on leaving, and dropped after an error."""
-
-
 class BaseTrainer(Trainer):
     """A mixin: an algorithm's class lists it before TRL's trainer."""
 
@@ -32,7 +25,9 @@ class BaseTrainer(Trainer):
     """peft's name for what the model does."""
 
     way_out: ClassVar[str] = "nothing of it is saved; try again with a lower --learning-rate"
-    writer: CheckpointWriter | None = None
+    saving: Callable[[int], AbstractContextManager[Path]] | None = None
+    """Gives the folder for `checkpoint-STEP`, publishes it on leaving, and drops it after an error."""
+
     _saves_in: Path | None = None
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -50,9 +45,8 @@ class BaseTrainer(Trainer):
 
     def measure(self) -> dict[str, Any]:
         """TRL's figures of the model on the held-out rows, and `n`, their number. All ranks call it together."""
-        figures: Mapping[str, float] = self.evaluate()
-        named = {name.removeprefix("eval_"): value for name, value in figures.items()}
-        return {"n": len(self.eval_dataset), **{name: named[name] for name in named if name not in _NOT_A_MEASURE}}
+        figures = {name.removeprefix("eval_"): value for name, value in self.evaluate().items()}
+        return {"n": len(self.eval_dataset), **{name: figures[name] for name in figures if name not in _NOT_A_MEASURE}}
 
     def write_model(self, folder: Path, *, dtype: torch.dtype, merge: bool) -> None:
         """Save the trained model and its tokenizer. All ranks call it together.
@@ -74,12 +68,12 @@ class BaseTrainer(Trainer):
         self._save_checkpoint(self.model, trial=None)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
-        """transformers calls it every `save_steps`; `writer` decides where it writes and when that counts."""
-        if self.writer is None:
+        """transformers calls it every `save_steps`; `saving` decides where it writes and when that counts."""
+        if self.saving is None:
             super()._save_checkpoint(model, trial)
             return
         self.refuse_broken_weights()
-        with self.writer.saving(self.state.global_step) as folder:
+        with self.saving(self.state.global_step) as folder:
             self._saves_in = folder
             try:
                 super()._save_checkpoint(model, trial)

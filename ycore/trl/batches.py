@@ -18,14 +18,9 @@ MicroBatches = list[dict[str, torch.Tensor | list[Any] | None]]
 class Place:
     """Where training stands between two steps."""
 
-    micro_step: int
-    """Micro-batches taken since the run began."""
-
-    corrects: bool
-    """Whether the round came with the engine's log-probabilities: TRL's `use_vllm`."""
-
-    micro_batches: MicroBatches | None = None
-    """Those of the round, if later steps still learn from it."""
+    micro_step: int  # micro-batches taken since the run began
+    corrects: bool  # whether the round came with the engine's log-probabilities: TRL's `use_vllm`
+    micro_batches: MicroBatches | None = None  # those of the round, if later steps still learn from it
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,9 +31,7 @@ class FlatSequence:
     prompt_ids: list[int]
     completion_ids: list[int]
     logprobs: list[float] | None
-    rewards: list[float]
-    """One per source; NaN where a source gave none."""
-
+    rewards: list[float]  # one per source; NaN where a source gave none
     greedy_rewards: list[float]
     policy_version: int
 

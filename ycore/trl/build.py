@@ -18,7 +18,7 @@ from ycore.data.examples import ExampleSet
 from ycore.models.folder import context_length, read_json
 from ycore.rewards.loading import reward_names
 from ycore.run.paths import RunFolder
-from ycore.trl.advantages import estimator
+from ycore.trl.advantages import ESTIMATORS
 from ycore.trl.base import BaseTrainer
 
 
@@ -81,7 +81,7 @@ def _for_rollouts(config: RunConfig, folder: RunFolder, world_size: int) -> tupl
     rows_per_round = batch.per_device_train_batch_size * batch.steps_per_generation * world_size
     return arguments, {
         "reward_funcs": placeholder_rewards(reward_names(config.rewards)),
-        "advantage": None if config.advantage == "group" else estimator(config.advantage),
+        "advantage": None if config.advantage == "group" else ESTIMATORS[config.advantage],
         "divergence": config.divergence,
         # The round draws the prompts; the rows of TRL's loader only say that a round is due.
         "train_dataset": Dataset.from_dict({"prompt": ["tick"] * rows_per_round}),

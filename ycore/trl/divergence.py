@@ -24,30 +24,19 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor
 
-from ycore.errors import ConfigError, nearest
-
 _NEAR_EQUALITY = 1e-5
 _NEWTON_STEPS = 8
 _CURVATURES: Mapping[str, float] = {"forward-kl": 1.0, "js": 0.25}
 """The second derivative of each at equality; reverse-kl's is 1."""
 
 
-def divergence(name: str, logps: Tensor, ref_logps: Tensor) -> Tensor:
-    """Per-token values of at least 0, of the shape of `logps`, with gradient in `logps`.
+def stand_in(name: str, logps: Tensor, ref_logps: Tensor) -> Tensor:
+    """Log-probabilities r, of the shape of `logps`, for which TRL's reverse-kl of `logps` and r is this divergence.
 
     Args:
         name: `reverse-kl`, `forward-kl` or `js`.
         logps: log-probability of each sampled token under the policy, of any shape, in nats, finite.
         ref_logps: the same tokens' under the reference.
-    """
-    if name not in DIVERGENCES:
-        known = ", ".join(DIVERGENCES)
-        raise ConfigError(f"a divergence is one of {known}; it is {name!r}{nearest(name, DIVERGENCES)}")
-    return DIVERGENCES[name](ref_logps - logps).clamp(min=0)  # js can round to just below 0
-
-
-def stand_in(name: str, logps: Tensor, ref_logps: Tensor) -> Tensor:
-    """Log-probabilities r, of the shape of `logps`, for which TRL's reverse-kl of `logps` and r is this divergence.
 
     TRL's losses compute only reverse-kl, which is a function k3(x) = exp(x) - 1 - x of the log ratio x. Here
     r = logps + y, with k3(y) equal to the divergence D(x) and y of the sign of x. With y' = D'(x) / k3'(y) the gradient

@@ -34,8 +34,7 @@ _LOGIT_TRANSFORMS = (
 class Cost:
     """The cost of a forward pass, in units of one token through the linear layers."""
 
-    attention_per_pair: float
-    """Cost of one query-key pair over all layers."""
+    attention_per_pair: float  # of one query-key pair, over all layers
 
     def of_rows(self, num_rows: int, length: int) -> float:
         """`num_rows` rows padded to `length` tokens."""
@@ -101,22 +100,6 @@ def _split(
     return [Row(tuple(sorted(part)), length) for part, length in zip(parts, lengths, strict=True) if part]
 
 
-@dataclass(frozen=True, slots=True)
-class PackedBatch:
-    """The tensors of one packed forward; all but `attention` are (R, L): rows, tokens of the longest row."""
-
-    input_ids: torch.Tensor
-    position_ids: torch.Tensor
-    attention: torch.Tensor
-    """(R, 1, L, L) bool: True where a query may see a key."""
-
-    labels: torch.Tensor
-    """The token that a position predicts; `IGNORE` where none is wanted."""
-
-    source: torch.Tensor
-    """The flat index of that token in (B, T)."""
-
-
 def attention_cost(config: PretrainedConfig) -> Cost:
     """Attention takes 4 h flops per pair and layer, the linear layers 2 flops per parameter and token."""
     text = config.get_text_config()
@@ -156,22 +139,17 @@ def score_completions(
         Two (B, T) float32 tensors, zero at padding.
     """
     per_pass = batch_size or len(input_ids)
-    logps, entropies = [], []
+    logps: list[torch.Tensor] = []
+    entropies: list[torch.Tensor] = []
     for ids, mask in zip(input_ids.split(per_pass), attention_mask.split(per_pass), strict=True):
         prompts, completions = _unpad(ids, mask, completion_width)
         rows = plan_rows(prompts, [len(completion) for completion in completions], cost=cost, share=share)
-        batch = pack(rows, prompts, completions, completion_width, ids.device)
-        outputs = model(
-            input_ids=batch.input_ids,
-            attention_mask=batch.attention,
-            position_ids=batch.position_ids,
-            shift_labels=batch.labels,
-            fused_lm_head=True,
-            use_cache=False,
-        )
-        wanted, shape = batch.labels != IGNORE, (len(ids), completion_width)
-        logps.append(_scatter(outputs.log_probs, wanted, batch.source, *shape))
-        entropies.append(_scatter(outputs.entropy, wanted, batch.source, *shape))
+        inputs, source = pack(rows, prompts, completions, completion_width, ids.device)
+        outputs = model(**inputs, fused_lm_head=True, use_cache=False)
+        wanted = inputs["shift_labels"] != IGNORE
+        for scores, found in ((logps, outputs.log_probs), (entropies, outputs.entropy)):
+            flat = torch.zeros(len(ids) * completion_width, dtype=found.dtype, device=found.device)
+            scores.append(flat.scatter(0, source[wanted], found[wanted]).view(len(ids), completion_width))
     return torch.cat(logps), torch.cat(entropies)
 
 
@@ -181,10 +159,14 @@ def pack(
     completions: list[tuple[int, ...]],
     completion_width: int,
     device: torch.device,
-) -> PackedBatch:
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """Lay out a row as its prompt without the last token, then for each member that token and its completion.
 
     A completion's last token predicts nothing, so it is left out. Members do not see each other.
+
+    Returns:
+        The model's inputs, (R, L) for R rows of up to L tokens, with a mask (R, 1, L, L) that is True where a query may
+        see a key, and labels of `IGNORE` where no token is wanted; and the (R, L) flat indices of the labels in (B, T).
     """
     shape = (len(rows), max(1, *(row.length for row in rows)))
     ids, positions = torch.zeros(shape, dtype=torch.long), torch.zeros(shape, dtype=torch.long)
@@ -209,8 +191,13 @@ def pack(
             attention[r, start:end, :shared] = True
             attention[r, start:end, start:end] = causal[: len(completion), : len(completion)]
             start = end
-    tensors = (tensor.to(device) for tensor in (ids, positions, attention.unsqueeze(1), labels, source))
-    return PackedBatch(*tensors)
+    inputs = {
+        "input_ids": ids,
+        "position_ids": positions,
+        "attention_mask": attention.unsqueeze(1),
+        "shift_labels": labels,
+    }
+    return {name: tensor.to(device) for name, tensor in inputs.items()}, source.to(device)
 
 
 def _unpad(
@@ -222,13 +209,6 @@ def _unpad(
     prompts = [tuple(row[:split][mask[:split]].tolist()) for row, mask in zip(ids, keep, strict=True)]
     completions = [tuple(row[split:][mask[split:]].tolist()) for row, mask in zip(ids, keep, strict=True)]
     return prompts, completions
-
-
-def _scatter(
-    values: torch.Tensor, wanted: torch.Tensor, source: torch.Tensor, num_sequences: int, width: int
-) -> torch.Tensor:
-    flat = torch.zeros(num_sequences * width, dtype=values.dtype, device=values.device)
-    return flat.scatter(0, source[wanted], values[wanted]).view(num_sequences, width)
 
 
 def add_compact_head(model: PreTrainedModel, *, temperature: float) -> None:

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ycore.errors import RunError
-from ycore.tools.preference_pairs import make_pairs, write_pairs
+from ycore.tools.pipeline_run import make_pairs, write_pairs
 
 CHAT = [{"role": "user", "content": "2 + 2?"}]
 

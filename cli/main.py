@@ -12,10 +12,9 @@ from typing import Annotated, Any
 import typer
 from ycore_cli.look import doctor, env, recipes, report, selftest, watch
 from ycore_cli.measure import evaluate, preflight
-from ycore_cli.pipeline import pipeline
 from ycore_cli.plan import plan
 from ycore_cli.simulate import simulate
-from ycore_cli.train import resume, training_command
+from ycore_cli.train import pipeline, resume, training_command
 
 from ycore import __version__
 from ycore.config.algorithms import ALGORITHMS

@@ -11,7 +11,7 @@ import random
 from dataclasses import dataclass
 from statistics import mean
 
-from ycore.round.balance import Deal, Offer, deal_groups, imbalance
+from ycore.round.peers import Deal, Offer, deal_groups, imbalance
 
 GROUP_SIZE = 8
 

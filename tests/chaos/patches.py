@@ -67,7 +67,7 @@ def _source(name: str) -> Path:
     return Path(found.origin).parent
 
 
-_RESTORE = "ycore/trl/checkpointing.py"
+_RESTORE = "ycore/trl/seam.py"
 _FOLDER = "ycore/run/checkpoints.py"
 _LOOP = "ycore/round/loop.py"
 _ENGINE = "ycore/engine/vllm_engine.py"

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ycore.round.balance import Deal, Offer, choose, deal_groups, imbalance
+from ycore.round.peers import Deal, Offer, choose, deal_groups, imbalance
 
 WORLD, PER_RANK, GROUP_SIZE = 8, 8, 8
 

@@ -10,8 +10,8 @@ import asyncio
 from collections.abc import Sequence
 
 from ycore.placement.placement import ROLLOUT
-from ycore.round.balance import Offer, deal_groups
 from ycore.round.loop import RankLoop
+from ycore.round.peers import Offer, deal_groups
 from ycore.round.sampling import Quota, can_teach, completion_seed
 from ycore.round.scoring import Writing
 from ycore.round.tasks import ending, next_finished, together

@@ -23,7 +23,7 @@ def watch(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, going on or ended.")],
     once: Annotated[bool, typer.Option("--once", help="Show the run as it is now and return.")] = False,
 ) -> None:
-    """Watch a run: its reward, its groups, where the time goes. Ctrl-C leaves; the run goes on.
+    """Watch a run: reward, groups, slots. Ctrl-C only leaves it.
 
     \b
     ycore watch runs/quickstart
@@ -42,7 +42,7 @@ def report(
     output: Page = None,
     json: o.Json = False,
 ) -> None:
-    """Make one page of a run: curves, where every second went, completions, the command to do it again.
+    """Make one page of a run: curves, seconds, completions.
 
     The page needs no network; a JSON and a PNG of the same are written beside it.
 
@@ -70,7 +70,7 @@ def report(
 
 
 def env(json: o.Json = False) -> None:
-    """Show what is here, what is missing, and the cure.
+    """Show what is installed, what is missing, and how to fix it.
 
     \b
     ycore env
@@ -86,7 +86,7 @@ def env(json: o.Json = False) -> None:
 
 
 def doctor(engines: Engines = False, json: o.Json = False) -> None:
-    """Try out what a run needs, and how to mend what is broken.
+    """Try out what a run needs, and say how to fix it.
 
     \b
     Versions, devices, memory, disk, sockets, locks, and every role in its own process.
@@ -137,7 +137,7 @@ def selftest(
     output: Output = None,
     dry_run: DryRun = False,
 ) -> int:
-    """Kill the trainer of a tiny run with SIGKILL, resume it, and compare the result to the bit.
+    """Kill and resume a tiny run, and compare it to the bit.
 
     \b
     ycore selftest

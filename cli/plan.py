@@ -36,7 +36,7 @@ def plan(
     top: Top = "5",
     json: o.Json = False,
 ) -> None:
-    """Memory and time of a run, before it and without its devices.
+    """Memory and time of a run, before it starts, on any devices.
 
     \b
     Reads the model's config.json and nothing else. Fields of TRL's GRPOConfig are options too.

@@ -41,7 +41,7 @@ def simulate(
     set_: o.Set = None,
     json: o.Json = False,
 ) -> None:
-    """A round under every placement, without an engine.
+    """Compare placements in virtual time, without an engine.
 
     \b
     The decisions are those of a live run; lengths and speeds are assumed, or a run's own (--trace).

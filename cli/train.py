@@ -73,7 +73,7 @@ def resume(
     dry_run: o.DryRun = False,
     json: o.Json = False,
 ) -> None:
-    """Go on with a run that was stopped, from its newest whole checkpoint.
+    """Continue a stopped run from its newest checkpoint.
 
     \b
     The run continues exactly, to the bit. A change that would make it another run (settings, dataset,
@@ -239,7 +239,7 @@ def pipeline(
     dry_run: o.DryRun = False,
     json: o.Json = False,
 ) -> None:
-    """Run stages one after another, each one's output the next one's input.
+    """Run stages, each with the output of earlier ones.
 
     \b
     ycore pipeline rlhf-pipeline --dry-run

@@ -62,6 +62,12 @@ def test_help_teaches(command: list[str], capfd: pytest.CaptureFixture[str]) -> 
         assert "docs/options.md" in out
 
 
+def test_no_line_of_the_command_list_is_cut_off(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["--help"]) == 0
+    listed = capfd.readouterr().out.partition("Commands:")[2]
+    assert all(name in listed for name in COMMANDS) and "..." not in listed
+
+
 def test_version_and_bare_command(capfd: pytest.CaptureFixture[str]) -> None:
     assert run(["--version"]) == 0
     assert capfd.readouterr().out == f"ycore {__version__}\n"

@@ -90,7 +90,7 @@ _ROWS = (
     ),
     Algorithm(
         name="reward",
-        summary="Train a reward model on pairs of answers, the better one known.",
+        summary="Train a reward model on pairs of better and worse answers.",
         help=(
             "Columns: chosen and rejected, with or without prompt. Dialogues written as one text,\n"
             "Human: ... Assistant: ..., are split into turns. The summary has the accuracy on held-out pairs.\n"
@@ -109,7 +109,7 @@ _ROWS = (
     ),
     Algorithm(
         name="dpo",
-        summary="Train a model on pairs of answers, the better one known, without a reward model.",
+        summary="Train a model on pairs of better and worse answers.",
         help=(
             "Columns: chosen and rejected, with or without prompt. Dialogues written as one text,\n"
             "Human: ... Assistant: ..., are split into turns.\n"

@@ -96,7 +96,7 @@ def compare_runs(whole: RunFolder, resumed: RunFolder) -> list[str]:
 def leftovers(folder: RunFolder) -> list[str]:
     """Processes, sockets, shared memory and temporary files that a run has left behind."""
     watch, deadline = RunWatch(folder.run_id), time.monotonic() + _GONE_WITHIN_S
-    paths = (folder.sockets, folder.shared_memory, folder.temporary)
+    paths = dict.fromkeys((folder.sockets, folder.shared_memory, folder.temporary))  # two are one for a long path
     while True:
         left = [f"process {process.pid}" for process in watch.look()] + [str(path) for path in paths if path.exists()]
         if not left or time.monotonic() > deadline:

@@ -217,9 +217,9 @@ verdict: {kind: json, min: 0, max: 1}
 """
 COMMAND = """
 import sys
-from ycore.launch import engines
+from ycore.launch import layout
 devices = sys.argv.pop(1).split(",")
-engines.this_machine = lambda: engines.Machine(cores=(0,), devices=tuple(devices))
+layout.this_machine = lambda: layout.Machine(cores=(0,), devices=tuple(devices))
 from tests.chaos.command import main
 main()
 """

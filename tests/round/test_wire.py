@@ -46,3 +46,9 @@ def test_a_logprob_that_is_no_number_stays_none() -> None:
 def test_a_column_that_json_has_no_word_for_becomes_its_text() -> None:
     group = Group(Draw(0, Prompt(7, "a", {"when": datetime.date(2020, 1, 1)}), (1,)), (), ())
     assert from_bytes(to_bytes(group)).draw.prompt.columns == {"when": "2020-01-01"}
+
+
+def test_half_a_character_in_a_column_comes_back() -> None:
+    """A lone surrogate, which JSON of a dataset may hold and UTF-8 may not."""
+    group = Group(Draw(0, Prompt(0, "q", {"answer": "\ud83d"}), (1,)), (), ())
+    assert from_bytes(to_bytes(group)) == group

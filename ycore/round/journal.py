@@ -122,7 +122,7 @@ class ReplayedRounds:
 
 def to_bytes(group: Group) -> bytes:
     """UTF-8 JSON: nothing is pickled. A column's value without a JSON type, a date for example, becomes its text."""
-    return json.dumps(asdict(group), ensure_ascii=False, default=str).encode()
+    return json.dumps(asdict(group), ensure_ascii=False, default=str).encode(errors="surrogatepass")
 
 
 def from_bytes(data: bytes) -> Group:

@@ -233,7 +233,7 @@ def _check_apart(spec: RewardConfig, columns: list[str], deadline_s: float) -> N
             "do slow work and slow imports inside the function"
         ) from None
     finally:
-        kill_tree(process.pid)
+        kill_tree(process.pid, wait_s=1.0)
         process.wait()
     if not reply:
         raise RewardError(f"importing reward {spec.reward!r} ended its process (status {process.returncode})")

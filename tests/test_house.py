@@ -17,8 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*(ROOT / "ycore").rglob("*.py"), *(ROOT / "cli").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")])
 
-MOST_LINES = 22_500
-MOST_FILES = 150
+MOST_LINES = 27_000
+MOST_FILES = 180
 MOST_FILE_LINES = 450
 MOST_FUNCTION_LINES = 60
 FEWEST_CODE_LINES = 40
@@ -29,8 +29,8 @@ STEP_LINES = 150
 
 # From the ground up: a room may import the rooms before it, and itself.
 ROOMS = [
-    *("errors", "types", "run", "config", "models", "data", "rewards", "judge", "placement", "engine", "view", "round"),
-    *("plan", "trl", "trainer", "launch", "tools", "cli"),
+    *("errors", "types", "run", "sandbox", "config", "models", "data", "rewards", "judge", "placement", "engine"),
+    *("view", "round", "plan", "trl", "trainer", "launch", "tools", "cli"),
 ]
 HEAVY = {"torch", "transformers", "trl", "vllm", "datasets", "accelerate", "peft", "deepspeed", "matplotlib"}
 MAY_BE_HEAVY = {"round", "trl"}

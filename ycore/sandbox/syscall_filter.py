@@ -53,7 +53,7 @@ _EXTENDED_ATTRIBUTES: Mapping[str, tuple[int, int]] = {
     "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16), "setxattrat": (463, 463),
     "getxattrat": (464, 464), "listxattrat": (465, 465), "removexattrat": (466, 466),
 }  # fmt: skip
-_SHARED_SYSTEM: Mapping[str, tuple[int | None, int]] = {
+_SHARED_SYSTEM: Mapping[str, tuple[int | None, int | None]] = {
     "inotify_init": (253, None), "inotify_init1": (294, 26), "setpriority": (141, 140),
     "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
     "sched_setattr": (314, 274), "ioprio_set": (251, 30), "pidfd_open": (434, 434),

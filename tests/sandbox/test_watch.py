@@ -1,0 +1,146 @@
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from threading import Event
+
+import pytest
+
+from ycore.sandbox.watch import Bounds, Usage, Watch, below, deleted_bytes, files_in, memory_of, usage
+
+MIB = 2**20
+AMPLE = Bounds(2**40, 10_000, 2**40, 10_000)
+
+
+@pytest.fixture
+def start() -> Iterator:
+    """Start Python with this code and wait for its first line of output."""
+    started = []
+
+    def run(code: str) -> subprocess.Popen[str]:
+        process = subprocess.Popen([sys.executable, "-I", "-S", "-c", code], stdout=subprocess.PIPE, text=True)
+        started.append(process)
+        assert process.stdout is not None and process.stdout.readline() == "ready\n"
+        return process
+
+    yield run
+    for process in started:
+        for pid in below(process.pid):
+            os.kill(pid, 9)
+        process.kill()
+        process.communicate()
+
+
+def test_a_grandchild_in_a_session_of_its_own_is_below(start) -> None:
+    process = start("""
+import os, time
+if os.fork() == 0:
+    os.setsid()
+    if os.fork() == 0:
+        print("ready", flush=True)
+    time.sleep(60)
+time.sleep(60)
+""")
+    assert len(below(process.pid)) == 2
+
+
+def test_private_and_shared_memory_of_children_is_counted(start) -> None:
+    process = start("""
+import mmap, os, time
+if os.fork() == 0:
+    private, shared = bytearray(os.urandom(1)) * (64 << 20), mmap.mmap(-1, 32 << 20)
+    shared.write(b"x" * (32 << 20))
+    print("ready", flush=True)
+time.sleep(60)
+""")
+    held = memory_of(below(process.pid), at_most=2**40)
+    assert 96 * MIB <= held <= 160 * MIB
+
+
+def test_a_page_that_forks_share_counts_once_when_it_decides(start) -> None:
+    process = start("""
+import os, time
+if os.fork() == 0:
+    memory = b"x" * (64 << 20)
+    for _ in range(4):
+        if os.fork() == 0:
+            time.sleep(60)
+    print("ready", flush=True)
+time.sleep(60)
+""")
+    pids = below(process.pid)
+    assert memory_of(pids, at_most=2**40) >= 5 * 64 * MIB
+    assert 64 * MIB <= memory_of(pids, at_most=100 * MIB) <= 100 * MIB
+
+
+def test_files_are_counted_with_those_that_were_deleted_and_are_open(tmp_path: Path, start) -> None:
+    (tmp_path / "a" / "b").mkdir(parents=True)
+    (tmp_path / "a" / "b" / "file").write_bytes(b"x" * MIB)
+    (tmp_path / "link").symlink_to("/usr")
+    num_bytes, num_files = files_in(str(tmp_path), at_most=100)
+    assert num_files == 4 and MIB <= num_bytes <= 2 * MIB
+    assert files_in(str(tmp_path), at_most=2)[1] == 3
+
+    process = start(f"""
+import os, time
+if os.fork() == 0:
+    file = open({str(tmp_path / "gone")!r}, "wb")
+    os.unlink(file.name)
+    file.write(b"x" * (3 << 20)), file.flush()
+    print("ready", flush=True)
+time.sleep(60)
+""")
+    assert 3 * MIB <= deleted_bytes(below(process.pid)) <= 4 * MIB
+    assert usage(process.pid, AMPLE, str(tmp_path)).scratch_bytes >= 4 * MIB
+
+
+def test_what_is_over_is_named() -> None:
+    bounds = Bounds(10 * MIB, 2, 20 * MIB, 5)
+    assert Usage(10 * MIB, 2, 20 * MIB, 5).excess(bounds) is None
+    assert Usage(11 * MIB).excess(bounds) == "11 MiB of memory, 10 MiB allowed"
+    assert Usage(0, 3).excess(bounds) == "3 processes, 2 allowed"
+    assert Usage(0, 0, 21 * MIB).excess(bounds) == "21 MiB of files, 20 MiB allowed"
+    assert Usage(0, 0, 0, 6).excess(bounds) == "6 files, 5 allowed"
+
+
+def test_the_watch_ends_what_grows_and_leaves_what_does_not(start) -> None:
+    process = start("""
+import os, time
+print("ready", flush=True)
+if os.fork() == 0:
+    held = []
+    while True:
+        held.append(b"x" * (8 << 20)), time.sleep(0.01)
+time.sleep(60)
+""")
+    killed, spared = Event(), Event()
+    watch = Watch(process.pid, AMPLE._replace(memory=64 * MIB), killed.set)
+    other = Watch(process.pid, AMPLE, spared.set)
+    watch.start(), other.start()
+    assert killed.wait(20.0)
+    assert watch.excess is not None and watch.excess.endswith("of memory, 64 MiB allowed")
+    other.stop()
+    other.join(5.0)
+    assert other.excess is None and not spared.is_set()
+
+
+def test_the_watch_ends_with_its_process(start) -> None:
+    process = start("print('ready', flush=True)")
+    process.wait(20.0)
+    watch = Watch(process.pid, AMPLE, lambda: None)
+    watch.start()
+    watch.join(10.0)
+    assert not watch.is_alive() and watch.excess is None
+
+
+def test_a_look_is_cheap(start) -> None:
+    """Every 50 ms: a look of 5 ms would take a tenth of a core."""
+    process = start("import time; print('ready', flush=True); time.sleep(60)")
+    times = []
+    for _ in range(50):
+        began = time.perf_counter()
+        usage(process.pid, AMPLE)
+        times.append(time.perf_counter() - began)
+    assert min(times) < 0.005

@@ -133,14 +133,14 @@ MUTATIONS: tuple[Patch, ...] = (
         (
             Edit(
                 _FOLDER,
-                '    if not (checkpoint / _MANIFEST).is_file():\n        return "it has',
-                '    if checkpoint.is_dir():\n        return None\n    if not checkpoint:\n        return "it has',
+                "        return _first_damage(checkpoint, manifest.files)\n",
+                "        return None\n",
             ),
         ),
     ),
     Patch(
         "damaged round accepted",
-        (Edit("ycore/run/resuming.py", 'hashlib.sha256(body).hexdigest() != head.get("sha256")', "head is None"),),
+        (Edit("ycore/run/files.py", 'hashlib.sha256(body).hexdigest() != head.get("sha256")', "head is None"),),
     ),
     Patch(
         "a sync skipped",
@@ -249,7 +249,7 @@ POINTS: tuple[Point, ...] = (
     Point(
         "manifest written, no name",
         _FOLDER,
-        "    for inner in {path.parent for path in files} | {staged}:\n",
+        '    for inner in (path for path in (staged, *staged.rglob("*")) if path.is_dir()):\n',
         before=True,
         each_step=False,
     ),
@@ -257,7 +257,7 @@ POINTS: tuple[Point, ...] = (
     Point(
         "checkpoint published, older ones there",
         _SAVER,
-        '                publish(self._folder, step, {"world": self._trainer.accelerator.num_processes})\n',
+        "                publish(self._folder, step, world=self._trainer.accelerator.num_processes)\n",
         before=False,
         each_step=False,
     ),

@@ -213,7 +213,8 @@ def newest_problem(checkpoints: Path) -> str | None:
 def problem_of(checkpoint: Path) -> str | None:
     """The first file that is missing, of another size or of another content than its manifest says."""
     try:
-        listed = json.loads((checkpoint / "manifest.json").read_bytes())["files"]
+        _, body = (checkpoint / "manifest.json").read_bytes().splitlines()
+        listed = json.loads(body)["files"]
     except (OSError, ValueError, KeyError) as error:
         return f"{checkpoint.name}: no whole manifest ({type(error).__name__})"
     for name, expected in listed.items():

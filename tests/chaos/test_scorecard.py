@@ -194,7 +194,7 @@ def test_a_checkpoint_is_looked_at_with_other_eyes(tmp_path: Path) -> None:
     assert "no whole manifest" in str(newest_problem(tmp_path))
     (checkpoint / "a").write_bytes(b"a")
     digest = "ca978112ca1bbdcafac231b39a23dc4da786eff8147c4e72b9807785afee48bb"
-    (checkpoint / "manifest.json").write_text(json.dumps({"files": {"a": {"bytes": 1, "sha256": digest}}}))
+    (checkpoint / "manifest.json").write_text("{}\n" + json.dumps({"files": {"a": {"bytes": 1, "sha256": digest}}}))
     assert newest_problem(tmp_path) is None
     (checkpoint / "a").write_bytes(b"b")
     assert newest_problem(tmp_path) == "checkpoint-2: a is not what was written"

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,8 +29,15 @@ from ycore.run.checkpoints import (
     staging,
     step_of,
 )
+from ycore.run.files import seal
 
-FILES = {"adapter_model.safetensors": b"w" * 5000, "optimizer.pt": b"o" * 9000, "inner/zero.pt": b"z" * 100}
+FILES = {
+    "adapter_model.safetensors": b"w" * 5000,
+    "optimizer.pt": b"o" * 9000,
+    "inner/zero.pt": b"z" * 100,
+    "trainer_state.json": b"{}",
+    "rng_state.pth": b"r",
+}
 
 
 def save(folder: Path, step: int) -> Path:
@@ -38,7 +46,7 @@ def save(folder: Path, step: int) -> Path:
     for name, data in FILES.items():
         (staged / name).parent.mkdir(parents=True, exist_ok=True)
         (staged / name).write_bytes(data + str(step).encode())
-    return publish(folder, step, {"world": 1})
+    return publish(folder, step, world=1)
 
 
 def steps(folder: Path) -> list[int]:
@@ -50,8 +58,8 @@ def test_a_published_checkpoint_verifies_and_nothing_is_left_beside_it(tmp_path:
     assert problem_of(saved) is None
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-3"]
     told = read_manifest(saved)
-    assert (told["schema"], told["step"], told["world"], set(told["files"])) == (1, 3, 1, set(FILES))
-    assert told["files"]["optimizer.pt"]["bytes"] == 9001
+    assert (told.step, told.world, set(told.files)) == (3, 1, set(FILES))
+    assert told.files["optimizer.pt"].bytes == 9001
 
 
 def flip(path: Path) -> None:
@@ -61,12 +69,11 @@ def flip(path: Path) -> None:
 
 
 def wrong_step(path: Path) -> None:
-    manifest = path.parent / "manifest.json"
-    manifest.write_text(manifest.read_text().replace('"step": 6', '"step": 4'))
+    shutil.copy(path.parent.with_name("checkpoint-4") / path.name, path)
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
-    "cut": (lambda path: os.truncate(path, 10), "bytes, "),
+    "cut": (lambda path: os.truncate(path, 1), "bytes, "),
     "one bit": (flip, "has changed"),
     "gone": (lambda path: path.unlink(), "missing"),
     "empty": (lambda path: path.write_bytes(b""), "has 0 bytes"),
@@ -91,9 +98,9 @@ def test_every_damage_to_every_file_is_found_named_and_passed_over(tmp_path: Pat
 @pytest.mark.parametrize(
     ("damage", "said"),
     [
-        (lambda manifest: manifest.unlink(), "no manifest.json"),
-        (lambda manifest: manifest.write_text("{"), "is not JSON"),
-        (lambda manifest: manifest.write_text("[]"), "not a manifest of schema 1"),
+        (lambda manifest: manifest.unlink(), "manifest.json is missing, which is written last"),
+        (lambda manifest: manifest.write_text("{"), "its first line is not JSON"),
+        (lambda manifest: manifest.write_text("[]"), "its schema is not 2"),
         (lambda manifest: wrong_step(manifest), "its manifest is of step 4"),
     ],
     ids=["gone", "cut", "another schema", "another step"],
@@ -189,8 +196,64 @@ def test_a_write_that_fails_leaves_the_last_checkpoint(tmp_path: Path, monkeypat
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space left"):
-        patch.setattr(checkpoints, "write_json_atomic", no_room)
+        patch.setattr(checkpoints, "write_bytes_atomic", no_room)
         save(tmp_path, 4)
     assert steps(tmp_path) == [2]
     shutil.rmtree(staging(tmp_path, 4))
-    assert json.loads((save(tmp_path, 4) / "manifest.json").read_text())["step"] == 4
+    assert read_manifest(save(tmp_path, 4)).step == 4
+
+
+def manifest_of(tmp_path: Path, **changes: Any) -> Path:
+    """A checkpoint whose manifest is sealed anew with other content."""
+    saved = save(tmp_path, 6)
+    content = {**json.loads((saved / "manifest.json").read_bytes().splitlines()[1]), **changes}
+    (saved / "manifest.json").write_bytes(seal({"schema": 2}, content))
+    return saved
+
+
+def test_every_flipped_bit_of_a_manifest_is_found_and_named_in_one_line(tmp_path: Path) -> None:
+    saved = save(tmp_path, 6)
+    whole = (saved / "manifest.json").read_bytes()
+    for bit in range(8 * len(whole)):
+        data = bytearray(whole)
+        data[bit // 8] ^= 1 << bit % 8
+        (saved / "manifest.json").write_bytes(data)
+        problem = problem_of(saved)
+        assert problem is not None and problem.startswith("manifest.json is damaged (") and "\n" not in problem, bit
+    (saved / "manifest.json").write_bytes(whole)
+    assert problem_of(saved) is None
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"files": {}}, "lists no trainer_state.json, without which no run goes on"),
+        ({"world": None}, "is damaged (world: "),
+        ({"world": 0}, "is damaged (world: "),
+        ({"world": 2}, "lists no rng_state_0.pth"),
+        ({"step": True}, "is damaged (step: "),
+        ({"files": {"a": {"bytes": "1", "sha256": "0" * 64}}}, "is damaged (files.a.bytes: "),
+        ({"files": {"a": {"bytes": 1, "sha256": "0"}}}, "is damaged (files.a.sha256: "),
+    ],
+)
+def test_a_manifest_that_says_too_little_is_no_manifest(tmp_path: Path, changes: dict[str, Any], said: str) -> None:
+    problem = problem_of(manifest_of(tmp_path, **changes))
+    assert problem is not None and said in problem and "\n" not in problem
+
+
+def test_weights_belong_to_every_checkpoint(tmp_path: Path) -> None:
+    saved = save(tmp_path, 6)
+    files = {name: read_manifest(saved).files[name].model_dump() for name in ("trainer_state.json", "rng_state.pth")}
+    assert problem_of(manifest_of(tmp_path, files=files)) == (
+        "manifest.json lists no weights, without which no run goes on"
+    )
+
+
+def test_a_manifest_of_an_earlier_version_still_counts(tmp_path: Path) -> None:
+    """It was the body alone, indented, with the schema in it."""
+    saved = save(tmp_path, 6)
+    content = {"schema": 1, **read_manifest(saved).model_dump()}
+    (saved / "manifest.json").write_text(json.dumps(content, indent=2) + "\n")
+    assert problem_of(saved) is None and newest_whole(tmp_path, say=print) == saved
+    (saved / "manifest.json").write_text(json.dumps({**content, "files": {}}, indent=2) + "\n")
+    assert problem_of(saved) == "manifest.json lists no trainer_state.json, without which no run goes on"

@@ -29,8 +29,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     for step in (2, 4, 6):
         staged = staging(folder.checkpoints, step) / f"checkpoint-{step}"
         staged.mkdir(parents=True)
-        (staged / "weights").write_bytes(b"w" * step)
-        publish(folder.checkpoints, step, {})
+        for name in ("model.safetensors", "trainer_state.json", "rng_state.pth"):
+            (staged / name).write_bytes(b"w" * step)
+        publish(folder.checkpoints, step, world=1)
     folder.journal.mkdir()
     for step in range(2, 8):
         round_file(folder.journal, step, 0).write_text("")
@@ -51,9 +52,12 @@ def test_by_itself_it_goes_on_from_the_newest_and_takes_begun_rounds_again(folde
 
 
 def test_a_damaged_newest_is_named(folder: RunFolder) -> None:
-    (checkpoint_of(folder.checkpoints, 6) / "weights").write_bytes(b"xxxxxx")
+    (checkpoint_of(folder.checkpoints, 6) / "model.safetensors").write_bytes(b"xxxxxx")
     said, steps, _ = settled(folder, Resume())
-    assert said[0].startswith("checkpoint-6 is damaged (weights has changed") and said[1] == "going on from step 4"
+    assert (
+        said[0].startswith("checkpoint-6 is damaged (model.safetensors has changed")
+        and said[1] == "going on from step 4"
+    )
     assert steps == [2, 4]
 
 

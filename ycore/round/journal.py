@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ycore.errors import ConfigError, RunFolderError
+from ycore.run.files import make_folder
 from ycore.run.paths import RunFolder
 from ycore.run.resuming import check_replay, damaged_round, drop_rounds, read_round, round_file, rounds_in, write_round
 from ycore.types import Completion, Draw, Finished, Group, Prompt, Score
@@ -42,7 +43,7 @@ class Journal:
         It returns once the file is flushed to the disk under its name. An OSError, for example because the disk is
         full, leaves no file of that name.
         """
-        self._folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        make_folder(self._folder)
         content = {"groups": [group_to_json(group) for group in groups], "state": state, "metrics": dict(metrics or {})}
         write_round(self.path(step), {**self._label(step), "seed": self._seed}, content)
 

@@ -1,29 +1,53 @@
 """Checkpoints on disk: whole or not there. Written beside, flushed, listed in a manifest, then renamed into place.
 
 checkpoints/.saving-checkpoint-8/       being written; cleared at the next start
-checkpoints/checkpoint-8/manifest.json  written last: every file with its size and sha256
+checkpoints/checkpoint-8/manifest.json  written last, sealed: every file with its size and sha256
 checkpoints/damaged-checkpoint-6/       did not verify; passed over, never deleted
 """
 
 import hashlib
+import json
 import os
 import shutil
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Annotated
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ycore.errors import RunError, RunFolderError
-from ycore.run.files import read_json, sync, write_json_atomic
+from ycore.run.files import seal, sync, unseal, write_bytes_atomic
 from ycore.run.text import Say
 
-SCHEMA = 1
+SCHEMA = 2  # 1 was the body alone, which is still read
 MIN_KEPT = 2  # checkpoints that are kept whatever the settings say: one may turn out damaged
 
 _MANIFEST = "manifest.json"
 _PREFIX = "checkpoint-"
 _SAVING = ".saving-"
 _DROPPING = ".dropping-"
+_UNSEALED = b"{\n"  # how a manifest of schema 1 begins
+_WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}  # of a model, or of a sharded one with its optimizer
+
+
+class Fingerprint(BaseModel):
+    """Of a file as it was written."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    bytes: Annotated[int, Field(ge=0)]
+    sha256: Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+
+
+class Manifest(BaseModel):
+    """What a checkpoint is and what it consists of; names of `files` are relative to its folder."""
+
+    model_config = ConfigDict(strict=True)
+
+    step: Annotated[int, Field(ge=0)]
+    world: Annotated[int, Field(ge=1)]
+    files: dict[str, Fingerprint]
 
 
 def checkpoint_of(folder: Path, step: int) -> Path:
@@ -45,7 +69,7 @@ def staging(folder: Path, step: int) -> Path:
     return folder / f"{_SAVING}{_PREFIX}{step}"
 
 
-def publish(folder: Path, step: int, extra: dict[str, Any]) -> Path:
+def publish(folder: Path, step: int, *, world: int) -> Path:
     """Add the manifest to what was staged and give it its name: from here on the checkpoint exists.
 
     A checkpoint of the same step is replaced: the run went back behind it and came here again.
@@ -53,7 +77,7 @@ def publish(folder: Path, step: int, extra: dict[str, Any]) -> Path:
     Args:
         folder: the run's checkpoints.
         step: optimizer steps taken.
-        extra: more keys for the manifest, such as `world`, the number of ranks.
+        world: the number of ranks, each of which has written its own state.
 
     Returns:
         The checkpoint's folder.
@@ -64,8 +88,10 @@ def publish(folder: Path, step: int, extra: dict[str, Any]) -> Path:
         sync(path)
     names = [str(path.relative_to(staged)) for path in files]
     listed = dict(zip(names, _fingerprints(files), strict=True))
-    write_json_atomic(staged / _MANIFEST, {"schema": SCHEMA, "step": step, **extra, "files": listed})
-    for inner in {path.parent for path in files} | {staged}:
+    write_bytes_atomic(
+        staged / _MANIFEST, seal({"schema": SCHEMA}, Manifest(step=step, world=world, files=listed).model_dump())
+    )
+    for inner in (path for path in (staged, *staged.rglob("*")) if path.is_dir()):
         sync(inner)
     if place.is_dir():
         _drop(place)
@@ -75,31 +101,54 @@ def publish(folder: Path, step: int, extra: dict[str, Any]) -> Path:
     return place
 
 
-def read_manifest(checkpoint: Path) -> dict[str, Any]:
-    """The manifest's keys; RunFolderError where there is none, or it has another schema."""
-    manifest = read_json(checkpoint / _MANIFEST)
-    if not isinstance(manifest, dict) or (manifest.get("schema"), type(manifest.get("files"))) != (SCHEMA, dict):
-        raise RunFolderError(f"{checkpoint / _MANIFEST} is not a manifest of schema {SCHEMA}; was another ycore here?")
+def read_manifest(checkpoint: Path) -> Manifest:
+    """RunFolderError where the manifest is missing or damaged, or lists too little to go on from."""
+    path = checkpoint / _MANIFEST
+    try:
+        data = path.read_bytes()
+        content = json.loads(data) if data.startswith(_UNSEALED) else unseal(data, schema=SCHEMA)[1]
+        manifest = Manifest.model_validate(content)
+    except FileNotFoundError:
+        raise RunFolderError(f"{_MANIFEST} is missing, which is written last") from None
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise RunFolderError(f"{_MANIFEST} is damaged ({where or 'its body'}: {first['msg']})") from None
+    except (OSError, ValueError, RecursionError) as error:
+        raise RunFolderError(f"{_MANIFEST} is damaged ({error})") from None
+    if lacking := _lacking(manifest):
+        raise RunFolderError(f"{_MANIFEST} lists no {lacking}, without which no run goes on")
     return manifest
+
+
+def _lacking(manifest: Manifest) -> str | None:
+    """What every checkpoint has, whatever trains it, and this one has not."""
+    needed = ["trainer_state.json", "rng_state.pth"]
+    if manifest.world > 1:
+        needed[1:] = [f"rng_state_{rank}.pth" for rank in range(manifest.world)]
+    lacking = next((name for name in needed if name not in manifest.files), None)
+    has_weights = any(Path(name).suffix in _WEIGHTS and name not in needed for name in manifest.files)
+    return lacking or (None if has_weights else "weights")
 
 
 def problem_of(checkpoint: Path) -> str | None:
     """Why a checkpoint does not verify, in a few words; None where every file is there, whole and unchanged."""
-    if not (checkpoint / _MANIFEST).is_file():
-        return "it has no manifest.json, which is written last"
     try:
         manifest = read_manifest(checkpoint)
-    except RunFolderError as error:
+        if manifest.step != step_of(checkpoint):
+            return f"its manifest is of step {manifest.step}"
+        return _first_damage(checkpoint, manifest.files)
+    except (RunFolderError, OSError) as error:
         return str(error)
-    if manifest.get("step") != step_of(checkpoint):
-        return f"its manifest is of step {manifest.get('step')}"
-    expected: dict[str, dict[str, Any]] = manifest["files"]
+
+
+def _first_damage(checkpoint: Path, expected: dict[str, Fingerprint]) -> str | None:
     paths = {name: checkpoint / name for name in expected}
     for name, path in paths.items():
         if not path.is_file():
             return f"{name} is missing"
-        if path.stat().st_size != expected[name]["bytes"]:
-            return f"{name} has {path.stat().st_size} bytes, {expected[name]['bytes']} were written"
+        if path.stat().st_size != expected[name].bytes:
+            return f"{name} has {path.stat().st_size} bytes, {expected[name].bytes} were written"
     for name, found in zip(paths, _fingerprints(paths.values()), strict=True):
         if found != expected[name]:
             return f"{name} has changed: its sha256 is not the one that was written"
@@ -135,7 +184,7 @@ def newest_for(folder: Path, *, world: int, say: Say) -> Path | None:
     """Like `newest_whole`, after what a killed save left is cleared away; RunError where another `world` saved it."""
     clear_leftovers(folder)
     newest = newest_whole(folder, say=say)
-    if newest is not None and (saved := read_manifest(newest).get("world")) != world:
+    if newest is not None and (saved := read_manifest(newest).world) != world:
         raise RunError(
             f"{newest.name} was saved by {saved} ranks, and this run has {world}; each rank saves its own state, "
             f"so go on with --processes {saved}"
@@ -174,6 +223,7 @@ def _drop(checkpoint: Path) -> None:
     dying = checkpoint.with_name(f"{_DROPPING}{checkpoint.name}")
     shutil.rmtree(dying, ignore_errors=True)
     os.rename(checkpoint, dying)
+    sync(checkpoint.parent)
     shutil.rmtree(dying)
 
 
@@ -187,12 +237,12 @@ def _move(checkpoint: Path, prefix: str) -> Path:
     return place
 
 
-def _fingerprints(files: Iterable[Path]) -> list[dict[str, Any]]:
-    """Size and sha256 of each; hashing releases the interpreter, so several files go at once."""
+def _fingerprints(files: Iterable[Path]) -> list[Fingerprint]:
+    """Of each; hashing releases the interpreter, so several files go at once."""
 
-    def fingerprint(path: Path) -> dict[str, Any]:
+    def fingerprint(path: Path) -> Fingerprint:
         with path.open("rb") as file:
-            return {"bytes": path.stat().st_size, "sha256": hashlib.file_digest(file, "sha256").hexdigest()}
+            return Fingerprint(bytes=path.stat().st_size, sha256=hashlib.file_digest(file, "sha256").hexdigest())
 
     with ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1)) as pool:
         return list(pool.map(fingerprint, files))

@@ -21,7 +21,7 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from ycore.errors import RunFolderError
-from ycore.run.files import make_private, read_json, write_json_atomic
+from ycore.run.files import make_folder, make_private, read_json, sync, write_json_atomic
 from ycore.run.paths import RunFolder
 from ycore.run.secrets import check_secrets, redact, redact_command
 
@@ -94,7 +94,7 @@ def claim(folder: RunFolder, config: BaseModel, *, resume: bool) -> Claim:
         RunFolderError: another process has the folder, or what is in it does not fit `resume`.
     """
     check_claim(folder, config, resume=resume)
-    folder.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(folder.root)
     held = Claim(folder)
     for inner in (folder.logs, folder.checkpoints):
         inner.mkdir(mode=0o700, exist_ok=True)
@@ -104,6 +104,7 @@ def claim(folder: RunFolder, config: BaseModel, *, resume: bool) -> Claim:
     for private in (folder.sockets, folder.temporary):
         make_private(private)
     folder.summary.unlink(missing_ok=True)
+    sync(folder.root)  # before run.json may promise more steps than this summary had
     write_description(folder, config, resume=resume)
     return held
 
@@ -133,7 +134,7 @@ def check_claim(folder: RunFolder, config: BaseModel, *, resume: bool, how: Resu
     names = os.listdir(root) if root.is_dir() else []
     # Left by a claim that was killed half-way. Folders of other machines' ranks, which may be faster, are ours too.
     ours = {_LOCK, "logs", "checkpoints", "sockets"}
-    foreign = sorted(name for name in names if name not in ours and not name.startswith("node-"))
+    foreign = sorted(name for name in names if name not in ours and not name.startswith(("node-", ".run.json.")))
     if foreign:
         listed = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")
         raise RunFolderError(f"--output must be new or empty, and {root} holds {listed}; choose another --output")

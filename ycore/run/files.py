@@ -1,9 +1,11 @@
-"""Files that are whole or not there, also after a kill; files read while they grow; private folders.
+"""Files that are whole or not there, after a kill or a loss of power; files read while they grow; private folders.
 
-A JSON file is written beside its place, brought to the disk and renamed: a reader never sees half of it.
+A JSON file is written beside its place, brought to the disk and renamed: a reader never sees half of it. A sealed file
+is two lines of JSON, a header and a body, and the header has the body's sha256: damage is found.
 """
 
 import errno
+import hashlib
 import json
 import math
 import os
@@ -46,6 +48,31 @@ def write_bytes_atomic(path: Path, data: bytes) -> None:
     sync(path.parent)
 
 
+def seal(head: Mapping[str, Any], content: Any) -> bytes:
+    """A sealed file: `head` with the body's sha256, and `content` as the body."""
+    body = json.dumps(content).encode()
+    return json.dumps({**head, "sha256": hashlib.sha256(body).hexdigest()}).encode() + b"\n" + body + b"\n"
+
+
+def unseal(data: bytes, *, schema: int) -> tuple[dict[str, Any], Any]:
+    """Header and content of a sealed file; ValueError says in a few words what is wrong with it.
+
+    Args:
+        schema: what the header must have under that name.
+    """
+    first, _, body = data.partition(b"\n")
+    body = body.removesuffix(b"\n")
+    try:
+        head = json.loads(first)
+    except (ValueError, RecursionError):
+        raise ValueError("its first line is not JSON") from None
+    if not isinstance(head, dict) or head.get("schema") != schema:
+        raise ValueError(f"its schema is not {schema}")
+    if hashlib.sha256(body).hexdigest() != head.get("sha256"):
+        raise ValueError("its sha256 is not the one that was written")
+    return head, json.loads(body)
+
+
 def json_safe(value: Any) -> Any:
     """`value` with None for every NaN and infinity, which JSON cannot express."""
     if isinstance(value, float) and not math.isfinite(value):
@@ -64,6 +91,21 @@ def sync(path: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
+
+
+def sync_tree(folder: Path) -> None:
+    """The same for everything in a folder, and the folder's own name."""
+    for path in [*folder.rglob("*"), folder, folder.parent]:
+        if not path.is_symlink():
+            sync(path)
+
+
+def make_folder(path: Path, *, mode: int = 0o700) -> None:
+    """Make a folder and those above it where they are missing, so that they are there after a loss of power too."""
+    missing = [folder for folder in (path, *path.parents) if not folder.is_dir()]
+    path.mkdir(mode=mode, parents=True, exist_ok=True)
+    for folder in missing:
+        sync(folder.parent)
 
 
 def is_disk_full(error: BaseException) -> bool:

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
-from ycore.run.files import LineFollower, json_safe
+from ycore.run.files import LineFollower, json_safe, sync
 from ycore.run.text import Say
 
 Row = Mapping[str, Any]
@@ -32,12 +32,14 @@ def number(row: Row, *names: str) -> float | None:
 class MetricsWriter:
     """Appends rows to a file, each flushed: a reader, or a crash, finds all rows whole but at most the last one.
 
-    The rows that are there stay; a last row that a kill cut off is dropped.
+    The rows that are there stay; a last row that a kill cut off is dropped. What is on the disk is settled by `sync`
+    of the file: before a checkpoint gets its name, and at the end.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = _open_to_append(path)
+        sync(path.parent)
         _mend_last_line(path)
 
     def write(self, row: Row) -> None:
@@ -46,12 +48,15 @@ class MetricsWriter:
         self._file.flush()
 
     def forget_after(self, step: int) -> None:
-        """Drop rows of later steps: a run that goes on from a checkpoint takes them again. A kill loses no others."""
+        """Drop rows of later steps, which a resumed run takes again; neither a kill nor a power cut loses others."""
         kept = [row for row in read_metrics(self._path) if row.get("step", 0) <= step]
         shorter = self._path.with_name(f".{self._path.name}.{os.getpid()}")
         with _open_to_append(shorter) as file:
             file.writelines(_line(row) for row in kept)
+            file.flush()
+            os.fsync(file.fileno())
         os.replace(shorter, self._path)
+        sync(self._path.parent)
         self._file.close()
         self._file = _open_to_append(self._path)
 

@@ -3,8 +3,6 @@
 journal/round-000007-rank-0.json    two lines of JSON: a header with the sha256 of the second, and the round
 """
 
-import hashlib
-import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -23,7 +21,7 @@ from ycore.run.checkpoints import (
     step_of,
 )
 from ycore.run.claim import Claim, Resume, changes, check_claim, in_words, write_description
-from ycore.run.files import write_bytes_atomic
+from ycore.run.files import seal, sync, unseal, write_bytes_atomic
 from ycore.run.paths import RunFolder
 from ycore.run.text import Say
 
@@ -43,24 +41,15 @@ def write_round(path: Path, label: Mapping[str, int], content: Mapping[str, Any]
         label: keys of the header besides the schema and the content's sha256: step, rank, world, seed.
         content: the round, as plain JSON values.
     """
-    body = json.dumps(content).encode()
-    head = {"schema": _ROUND_SCHEMA, **label, "sha256": hashlib.sha256(body).hexdigest()}
-    write_bytes_atomic(path, json.dumps(head).encode() + b"\n" + body + b"\n")
+    write_bytes_atomic(path, seal({"schema": _ROUND_SCHEMA, **label}, content))
 
 
 def read_round(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
     """The header and the round of a file that `write_round` wrote; RunFolderError where it is damaged."""
-    first, _, body = path.read_bytes().partition(b"\n")
-    body = body.removesuffix(b"\n")
     try:
-        head = json.loads(first)
-    except ValueError:
-        raise damaged_round(path, "its first line is not JSON") from None
-    if not isinstance(head, dict) or head.get("schema") != _ROUND_SCHEMA:
-        raise damaged_round(path, f"its schema is not {_ROUND_SCHEMA}")
-    if hashlib.sha256(body).hexdigest() != head.get("sha256"):
-        raise damaged_round(path, "its sha256 is not the one that was written")
-    return head, json.loads(body)
+        return unseal(path.read_bytes(), schema=_ROUND_SCHEMA)
+    except ValueError as problem:
+        raise damaged_round(path, str(problem)) from None
 
 
 def damaged_round(path: Path, problem: str) -> RunFolderError:
@@ -76,16 +65,22 @@ def rounds_in(journal: Path) -> dict[int, set[int]]:
 
 
 def drop_rounds(journal: Path, *, before: int = 0, after: int | None = None, rank: int | None = None) -> None:
-    """Remove rounds from the journal.
+    """Remove rounds from the journal, for good before anything else is written.
 
     Args:
         before: rounds of steps below it go.
         after: rounds of steps above it go; None keeps them.
         rank: only this rank's; None is all ranks'.
     """
-    for path, step, its_rank in _round_files(journal):
-        if (step < before or (after is not None and step > after)) and rank in (None, its_rank):
-            path.unlink(missing_ok=True)
+    dropped = [
+        path
+        for path, step, its_rank in _round_files(journal)
+        if (step < before or (after is not None and step > after)) and rank in (None, its_rank)
+    ]
+    for path in dropped:
+        path.unlink(missing_ok=True)
+    if dropped:
+        sync(journal)
 
 
 def check_replay(run: Path, journal: Path) -> None:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from ycore.round.sampling import total_reward
-from ycore.run.files import write_json_atomic
+from ycore.run.files import sync, write_json_atomic
 from ycore.run.metrics import MetricsWriter, pass_at_k
 from ycore.run.reports import on_stop, run_alone
 from ycore.types import Group
@@ -70,6 +70,8 @@ def _all_groups(controller: "Controller", num_prompts: int, metrics: Path, compl
             done += groups
             first_rewards = [scores[0].value for group in done for scores in group.scores_GR]
             writer.write({"step": len(done), "reward": mean(first_rewards)})
+    for path in (metrics, completions):
+        sync(path)  # before anything says that the evaluation has finished
     return done
 
 

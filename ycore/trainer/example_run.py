@@ -44,7 +44,7 @@ class ExampleRun(TrainingRun):
             examples=examples,
         )
         self.stop = threading.Event()
-        self.save_with(Checkpoints(self.home.checkpoints, self.trainer))
+        self.save_with(Checkpoints(self.home, self.trainer))
         self._num_too_long = self._check_lengths(examples)
 
     def _check_lengths(self, examples: ExampleSet) -> int:

@@ -65,13 +65,13 @@ class RolloutRun(TrainingRun):
         if config.replay is None:
             trainer.rounds = self._controller
             journal = None if config.keep_journal else self._journal
-            return Checkpoints(self.home.checkpoints, trainer, RoundState(trainer, self._controller), journal)
+            return Checkpoints(self.home, trainer, RoundState(trainer, self._controller), journal)
         rounds = ReplayedRounds(
             Path(config.replay), rank=peers.rank, world=peers.world, group_size=config.group_size, record=trainer.record
         )
         rounds.check(steps=config.steps, steps_per_round=trainer.steps_per_round)
         trainer.rounds = rounds
-        return Checkpoints(self.home.checkpoints, trainer, RoundState(trainer, None))
+        return Checkpoints(self.home, trainer, RoundState(trainer, None))
 
     def _engines(self) -> list[Engine]:
         """This rank's share of the machine's engines, as many as any other rank's; or the model in training."""

@@ -31,7 +31,7 @@ from ycore.run.checkpoints import (
     step_of,
 )
 from ycore.run.claim import contents_that_differ, in_words
-from ycore.run.files import is_disk_full, read_json, write_json_atomic
+from ycore.run.files import is_disk_full, make_folder, read_json, sync, write_json_atomic
 from ycore.run.paths import RunFolder
 from ycore.trl.base import BaseTrainer
 from ycore.trl.batches import MicroBatches, Place
@@ -97,10 +97,10 @@ class Checkpoints(TrainerCallback):
     """
 
     def __init__(
-        self, folder: Path, trainer: BaseTrainer, rounds: RoundState | None = None, journal: Journal | None = None
+        self, home: RunFolder, trainer: BaseTrainer, rounds: RoundState | None = None, journal: Journal | None = None
     ) -> None:
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        self._folder = folder
+        make_folder(home.checkpoints)
+        self._folder, self._metrics = home.checkpoints, home.metrics
         self._trainer = trainer
         self._rounds = rounds
         self._journal = journal
@@ -130,7 +130,8 @@ class Checkpoints(TrainerCallback):
                 self._rounds.write(staged / checkpoint_of(self._folder, step).name, self._rank, step)
             self._meet()
             if leads:
-                publish(self._folder, step, {"world": self._trainer.accelerator.num_processes})
+                sync(self._metrics)  # its steps are not taken again from here on
+                publish(self._folder, step, world=self._trainer.accelerator.num_processes)
                 drop_oldest(self._folder, keep=self._trainer.args.save_total_limit)
             self._meet()
         except YcoreError:

@@ -17,6 +17,7 @@ from ycore.config.schema import AnyConfig
 from ycore.data.examples import ExampleSet
 from ycore.errors import Interrupted
 from ycore.run.checkpoints import checkpoint_of, newest_for, step_of
+from ycore.run.files import sync, sync_tree
 from ycore.run.metrics import MetricsWriter
 from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
@@ -122,10 +123,16 @@ class TrainingRun(ABC, TrainerCallback):
         self.finish()
 
     def save(self) -> None:
-        """Save the model under `model/`: whole, or the adapter and, with `merge`, the merged model too."""
+        """Save the model under `model/`: whole, or the adapter and, with `merge`, the merged model too.
+
+        It and every row of metrics are on the disk on return: a summary may then say that the run has finished.
+        """
         self.trainer.refuse_broken_weights()
         merge = self.config.merge and self.config.lora is not None
         self.trainer.write_model(self.home.model, dtype=compute_dtype(self.config), merge=merge)
+        if self.leads:
+            sync_tree(self.home.model)
+            sync(self.home.metrics)
         self.trainer.accelerator.wait_for_everyone()
 
     def save_checkpoint(self) -> None:

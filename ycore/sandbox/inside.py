@@ -1,17 +1,21 @@
 """The last steps of a confined process before foreign code: scratch, limits, another user, no rights, the filter.
 
-Standard library only, and nothing of ycore's, so that it can be loaded where nothing else is. Every step raises OSError
-where the kernel refuses it: a process that is confined by half must not go on.
+As a module it is the stage that `confine` starts: `python -m ycore.sandbox.inside STEPS MODULE ARGUMENTS...` takes the
+steps (JSON, `Steps`) and runs the module. Standard library only, and nothing of ycore's, so that it can be loaded where
+nothing else is. Every step raises OSError where the kernel refuses it: what is confined by half must not go on.
 """
 
 import ctypes
+import json
 import os
 import resource
+import runpy
 import signal
 import struct
 import sys
 from contextlib import suppress
 from pathlib import Path
+from typing import TypedDict
 
 # Linux: mount(2), prctl(2), capset(2)
 _MS_NOSUID, _MS_NODEV, _MS_REMOUNT = 2, 4, 32
@@ -22,6 +26,32 @@ _CAPABILITY_VERSION_3 = 0x20080522
 _MANY_FILES = 4096  # descriptors of one process
 CAP_SETGID, CAP_SETUID, CAP_DAC_READ_SEARCH = 6, 7, 2
 _LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+class Steps(TypedDict):
+    """What the stage does before it runs the module."""
+
+    tmpfs: dict[str, tuple[int, int]]  # folder: bytes, files
+    memory: int
+    processes: int
+    file_bytes: int
+    uid: int | None  # whom root becomes; None for a user, who stays who they are
+    keep: int | None  # a capability that is kept all the same
+    filter: str  # of system calls, as hexadecimal digits; empty for none
+
+
+def enter(steps: Steps) -> None:
+    """Take all steps, in the one order that works: each takes away what an earlier one needs."""
+    for folder, (size, files) in steps["tmpfs"].items():
+        limit_tmpfs(folder, size=size, files=files)
+    limit_resources(memory=steps["memory"], processes=steps["processes"], file_bytes=steps["file_bytes"])
+    if steps["uid"] is None:
+        drop_capabilities()
+    else:
+        become(steps["uid"], keep=steps["keep"])
+    if steps["filter"]:
+        install_filter(bytes.fromhex(steps["filter"]))
+    end_with_parent()  # the kernel forgets this with a change of user
 
 
 def limit_tmpfs(path: str, *, size: int, files: int) -> None:
@@ -61,6 +91,7 @@ def become(uid: int, *, keep: int | None = None) -> None:
     needed = [CAP_SETUID, CAP_SETGID, *([] if keep is None else [keep])]
     if missing := [number for number in needed if not permitted >> number & 1]:
         raise PermissionError(f"capabilities {missing} are missing")
+    _empty_bounding_set(keep)
     if keep is not None:
         _prctl(_PR_SET_KEEPCAPS, 1)
     os.setgroups([])
@@ -75,9 +106,7 @@ def become(uid: int, *, keep: int | None = None) -> None:
 
 def drop_capabilities() -> None:
     """Give up every capability of a user namespace, the ambient and the bounding ones too."""
-    with suppress(OSError):  # EPERM without CAP_SETPCAP, where there is nothing to drop either
-        for number in range(64):
-            _prctl(_PR_CAPBSET_DROP, number)
+    _empty_bounding_set()
     _prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
     _set_capabilities(0)
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
@@ -117,6 +146,12 @@ def end_with_parent() -> None:
             Path("/proc/self/oom_score_adj").write_text("1000")
 
 
+def _empty_bounding_set(keep: int | None = None) -> None:
+    with suppress(OSError):  # EPERM without CAP_SETPCAP; EINVAL behind the last one that the kernel knows
+        for number in set(range(64)) - {keep}:
+            _prctl(_PR_CAPBSET_DROP, number)
+
+
 def _set_capabilities(bits: int) -> None:
     # capset(2): effective, permitted and inheritable; the second triple is for numbers from 32 on.
     low, high = bits & 0xFFFFFFFF, bits >> 32
@@ -132,3 +167,9 @@ def _prctl(*arguments: int) -> None:
 def _check(status: int) -> None:
     if status:
         raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
+
+
+if __name__ == "__main__":
+    enter(json.loads(sys.argv[1]))
+    del sys.argv[:2]
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

@@ -44,12 +44,20 @@ def find_bwrap() -> Path | None:
 
 
 def python_folders(paths: Iterable[str] | None = None) -> tuple[Path, ...]:
-    """What this Python needs to be read to start and import: its installation, its environment, its module path."""
+    """What this Python needs to be read to start and import: its installation, its environment, its module path.
+
+    Args:
+        paths: the module path; None is what every Python of this environment has.
+    """
     import ycore
 
     prefixes = [sys.prefix, sys.base_prefix, sys.exec_prefix, sys.base_exec_prefix, *sysconfig.get_paths().values()]
     files = [sys.executable, os.path.realpath(sys.executable), str(Path(ycore.__file__).parent)]
-    entries = [entry for entry in (sys.path if paths is None else paths) if os.path.isabs(entry)]
+    if paths is None:
+        own = {os.getcwd(), os.path.dirname(os.path.abspath(sys.argv[0]))}  # what this process alone looks in
+        asked = os.environ.get("PYTHONPATH", "").split(os.pathsep)
+        paths = [entry for entry in sys.path if entry not in own or entry in asked]
+    entries = [entry for entry in paths if os.path.isabs(entry)]
     return outermost(Path(name) for name in (*prefixes, *entries, *files) if os.path.exists(name))
 
 
@@ -89,8 +97,8 @@ def bwrap_command(
     line += _system(network=view.network)
     scratch = ["--size", str(scratch_bytes)] if scratch_bytes else []
     line += [*scratch, "--perms", "1777", "--tmpfs", str(SCRATCH)]
-    line += _binds((*python, *view.read), view.hidden)
     line += _devices(gpus=view.devices)
+    line += _binds((*python, *view.read), view.hidden)
     line += ["--proc", "/proc"] if hosts_programs or view.devices else []
     line += ["--ro-bind-try", "/sys", "/sys"] if view.devices else []
     line += ["--chdir", str(view.working or SCRATCH), "--remount-ro", "/"]
@@ -115,29 +123,27 @@ def _binds(shown: Iterable[Path], hidden: Iterable[Path]) -> list[str]:
 
     Every parent is made first, open to all: bwrap would copy the mode of a closed home.
     """
-    paths = {path.absolute(): True for path in shown} | {path.absolute(): False for path in hidden}
+    paths = {path.absolute(): False for path in hidden} | {path.absolute(): True for path in shown}
     line: list[str] = []
-    made = {Path("/"), SCRATCH, Path("/usr")}
-    for path in sorted(paths, key=lambda path: (len(path.parts), path)):
-        if not path.exists() or path in made:
-            continue
-        within = next((other for other in path.parents if other in paths and other.exists()), None)
-        if paths[path] and within is not None and paths[within]:
-            continue  # seen already
-        if within is None:
-            if not paths[path]:
-                continue  # not in anything that is shown
+    made = {Path("/"), Path("/usr"), Path("/dev"), Path("/dev/shm"), SCRATCH}
+    covered: list[str] = []
+    for path in sorted((path for path in paths if path.exists()), key=lambda path: (len(path.parts), path)):
+        around = next((other for other in path.parents if other in paths and other.exists()), None)
+        is_seen = around is not None and paths[around]
+        if path in made or paths[path] == is_seen:
+            continue  # there already, or not there anyway
+        if not is_seen:
             for parent in reversed(path.parents):
                 if parent not in made:
-                    line += ["--perms", "0755", "--dir", str(parent)]
+                    line += ["--perms", "0755", "--dir", str(parent)]  # which leaves alone what is there
                     made.add(parent)
-        if paths[path]:
             line += ["--ro-bind", str(path), str(path)]
         elif path.is_dir():
-            line += ["--perms", "0755", "--tmpfs", str(path), "--remount-ro", str(path)]
+            line += ["--perms", "0755", "--tmpfs", str(path)]
+            covered += ["--remount-ro", str(path)]
         else:
             line += ["--ro-bind", os.devnull, str(path)]
-    return line
+    return [*line, *covered]
 
 
 def _devices(*, gpus: bool) -> list[str]:

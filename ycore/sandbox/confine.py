@@ -1,0 +1,185 @@
+"""Start a module of ours confined, at a level that was chosen before; the one way into the sandbox.
+
+The module is trusted until it loads foreign code. It gets its arguments, the descriptors that it is passed, a scratch
+folder, and an environment of a few harmless variables.
+"""
+
+import json
+import os
+import shutil
+import stat
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from ycore.errors import RunError
+from ycore.run.reports import RUN_MARKER
+from ycore.sandbox import MIB, Level, Limits, View
+from ycore.sandbox.inside import CAP_DAC_READ_SEARCH, CAP_SETGID, CAP_SETUID, Steps, capabilities
+from ycore.sandbox.landlock import confinement
+from ycore.sandbox.namespaces import SCRATCH, bwrap_command, find_bwrap, python_folders
+from ycore.sandbox.syscall_filter import filter_bytes
+
+_FIRST_UID, _NUM_UIDS = 61184, 4336  # the range that systemd sets apart for users that exist only while they run
+_PASSED_ON = frozenset({"LANG", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONHASHSEED", "OMP_NUM_THREADS"})
+_WITH_NETWORK = frozenset({"SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"})
+_SHARED_MEMORY = 16 * MIB
+
+
+@dataclass(frozen=True, slots=True)
+class Launch:
+    """All that starts a confined process: `Popen(command, env=environment, cwd=working)`, in a session of its own.
+
+    `scratch` is a folder to remove afterwards, where the scratch is not in memory. `words` say what holds the process.
+    """
+
+    command: list[str]
+    environment: dict[str, str]
+    working: Path | None
+    scratch: Path | None
+    words: str
+
+    def clear(self) -> None:
+        """Remove what the process left, once it is gone."""
+        if self.scratch is not None:
+            shutil.rmtree(self.scratch, ignore_errors=True)
+
+
+def launch_of(
+    module: str,
+    arguments: Sequence[str] = (),
+    *,
+    level: Level,
+    view: View,
+    limits: Limits,
+    run_id: str,
+    name: str = "",
+    own_user: bool = True,
+) -> Launch:
+    """How to start `python -m module arguments...` confined.
+
+    Args:
+        run_id: marks the environment, so that the run's processes are found.
+        name: tells one confined process of a run from another; where ycore is root, each is another user.
+        own_user: whether root becomes a user of the process' own also at the level `none`.
+
+    Raises:
+        RunError: the level's tool is missing; choosing the level finds this out first.
+    """
+    uid = None
+    if os.geteuid() == 0 and (level is not Level.NONE or own_user):
+        uid = _FIRST_UID + zlib.crc32(f"{run_id} {os.getpid()} {name}".encode()) % _NUM_UIDS
+    if level is Level.NAMESPACES:
+        return _in_namespaces(module, arguments, view, limits, run_id, uid)
+    scratch = Path(tempfile.mkdtemp(prefix="ycore-scratch-"))
+    environment = confined_environment(view, run_id=run_id, scratch=scratch)
+    python = [sys.executable, "-P", "-m"]
+    if uid is not None:
+        os.chown(scratch, uid, uid)
+    if level is Level.LANDLOCK:
+        told = confinement(view, limits, scratch=scratch, python=python_folders(), uid=uid)
+        stage = ["ycore.sandbox.landlock", json.dumps(asdict(told))]
+        return Launch([*python, *stage, module, *arguments], environment, scratch, scratch, "confined by Landlock")
+    steps, words = _unconfined(view, limits, uid)
+    stage = ["ycore.sandbox.inside", json.dumps(steps)]
+    return Launch([*python, *stage, module, *arguments], environment, view.working or scratch, scratch, words)
+
+
+def _in_namespaces(
+    module: str, arguments: Sequence[str], view: View, limits: Limits, run_id: str, uid: int | None
+) -> Launch:
+    bwrap = find_bwrap()
+    if bwrap is None:
+        raise RunError("no bwrap is installed; install the package bubblewrap, or --sandbox landlock")
+    python = python_folders()
+    closed = uid is not None and closed_path((*python, *_interpreter(), *view.read), roots=(*python, *view.read))
+    steps = Steps(
+        tmpfs={str(SCRATCH): (limits.scratch, limits.files), "/dev/shm": (_SHARED_MEMORY, limits.files)},
+        memory=limits.memory,
+        processes=limits.processes,
+        file_bytes=limits.scratch,
+        uid=uid,
+        keep=CAP_DAC_READ_SEARCH if closed else None,
+        filter=filter_bytes(Level.NAMESPACES, network=view.network).hex(),
+    )
+    program = [sys.executable, "-P", "-m", "ycore.sandbox.inside", json.dumps(steps), module, *arguments]
+    command = bwrap_command(program, view, bwrap=bwrap, as_root=uid is not None, python=python)
+    environment = confined_environment(view, run_id=run_id, scratch=SCRATCH)
+    return Launch(command, environment, None, None, "confined in namespaces of its own")
+
+
+def _unconfined(view: View, limits: Limits, uid: int | None) -> tuple[Steps, str]:
+    """Nothing confines here. Root still becomes a user of its own, wherever it then can read what it needs."""
+    keep, words = None, f"not confined: runs as the user who started the run (uid {os.geteuid()})"
+    if uid is not None:
+        closed = closed_path((*python_folders(), *_interpreter(), *view.read))
+        keep = CAP_DAC_READ_SEARCH if closed else None
+        missing = [
+            number
+            for number in (CAP_SETUID, CAP_SETGID, *([] if keep is None else [keep]))
+            if not capabilities() >> number & 1
+        ]
+        words = f"not confined, but runs as uid {uid}, without any right of root's"
+        if missing and closed:
+            words = f"not confined, and stays root: {closed} is closed to others; `chmod o+rx` it and what it lies in"
+        elif missing:
+            words = "not confined, and stays root: this system gives no right to change the user"
+        elif closed:
+            words = f"not confined, but runs as uid {uid}; because {closed} is closed to others, it may read every file"
+        if missing:
+            uid = keep = None
+    steps = Steps(
+        tmpfs={},
+        memory=limits.memory,
+        processes=limits.processes if uid is not None else 2**22,  # a user's limit would count all of their processes
+        file_bytes=2**62,
+        uid=uid,
+        keep=keep,
+        filter="",
+    )
+    return steps, words
+
+
+def confined_environment(
+    view: View, *, run_id: str, scratch: Path, parent: Mapping[str, str] = os.environ
+) -> dict[str, str]:
+    """A few variables of `parent`, never a token or a key; home and temporary files are the scratch folder."""
+    names = _PASSED_ON | _WITH_NETWORK if view.network else _PASSED_ON
+    kept = {name: value for name, value in parent.items() if name in names or name.startswith("LC_")}
+    cache = Path(parent.get("HF_HOME") or Path("~/.cache/huggingface").expanduser())
+    if any(cache.is_relative_to(path) for path in view.read):
+        kept["HF_HOME"] = str(cache)
+    if not view.network:
+        kept["HF_HUB_OFFLINE"] = "1"  # else libraries wait for a network that is not there
+    folders = [os.path.dirname(sys.executable), "/usr/local/bin", "/usr/bin", "/bin"]
+    here = {"HOME": str(scratch), "TMPDIR": str(scratch), "PATH": os.pathsep.join(folders)}
+    return {**kept, **here, "PYTHONDONTWRITEBYTECODE": "1", RUN_MARKER: run_id}
+
+
+def closed_path(paths: Iterable[Path], *, roots: Sequence[Path] = ()) -> Path | None:
+    """The first path that not everybody may read, by its own mode and that of every folder above it.
+
+    Args:
+        roots: folders above which modes do not count, because there the sandbox has folders of its own.
+    """
+    for path in paths:
+        path = path.absolute()
+        above = [step for step in path.parents if not roots or any(step.is_relative_to(root) for root in roots)]
+        for step in (path, *above):
+            with suppress(OSError):  # what is not there need not be read
+                mode = step.stat().st_mode
+                enters = stat.S_IXOTH if stat.S_ISDIR(mode) else 0
+                wanted = enters | (stat.S_IROTH if step == path or not enters else 0)
+                if mode & wanted != wanted:
+                    return step
+    return None
+
+
+def _interpreter() -> list[Path]:
+    """Files without which this Python does not start or import."""
+    entries = [Path(entry) for entry in sys.path if os.path.isabs(entry)]
+    return [Path(sys.executable).resolve(), Path(os.__file__), *entries]

@@ -17,7 +17,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "good": "rubric: Is it right?\nverdict: {kind: score}",
         "typo": "rubrick: Is it right?\nverdict: {kind: score}",
         "range": "verdict: {kind: score, min: 7, max: 7}",
-        "column": "messages: [{role: user, content: '{completion} {anwser}'}]\nverdict: {kind: score}",
+        "column": "messages: [{role: user, content: '{completion} {anwser} {how_to_answer}'}]\nverdict: {kind: score}",
         "missing": "messages: [{role: user, content: '{prompt}'}]\nverdict: {kind: score}",
         "labels": "verdict: {kind: labels, labels: {yes: 1, no: 0}}",
         "far": "base_url: http://judge.test/v1\nmodel: big\nverdict: {kind: json}\napi_key_env: YCORE_TEST_ABSENT_KEY",

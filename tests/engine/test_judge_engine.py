@@ -177,6 +177,9 @@ def test_json_verdicts_go_with_their_schema() -> None:
     judge = make_judge(verdict={"kind": "json", "reason": True, "min": 1, "max": 5})
     body = build_chat_request(judge, QUESTION, model="big", seed=0, again=True)
     schema = body["response_format"]["json_schema"]["schema"]
-    assert schema["required"] == ["reason", "score"] and schema["additionalProperties"] is False
+    assert schema["required"] == ["reason", "score", "code"] and schema["additionalProperties"] is False
+    assert schema["properties"]["code"] == {"type": "string", "maxLength": 20}, (
+        "the judge writes the code, not the schema"
+    )
     assert schema["properties"]["score"] == {"type": "number", "minimum": 1.0, "maximum": 5.0}
     assert body["temperature"] == 0.7, "asked again at 0, it would write the same"

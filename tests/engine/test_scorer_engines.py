@@ -1,6 +1,7 @@
 """Two real vLLM servers on CPU, planned as a run plans them: a judge's, and a reward model's, against transformers."""
 
 import asyncio
+import json
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +13,7 @@ from ycore.engine.judge_engine import Refused, VllmJudge
 from ycore.engine.vllm_engine import VllmRewardModel
 from ycore.judge.question import Questioner
 from ycore.judge.sources import judge_of
-from ycore.judge.verdict import Unreadable, read_value
+from ycore.judge.verdict import Reply, Unreadable, read_value
 from ycore.launch.engines import is_vllm_installed, plan_scorers
 from ycore.models.tiny import write_tiny_model
 from ycore.round.scorers import reward_model_encoder, special_tokens
@@ -130,12 +131,12 @@ def test_a_judges_label_probabilities_are_the_models_own(servers: RunFolder, mod
 
 
 def test_structured_output_holds_a_judge_to_its_json(servers: RunFolder, model: Path) -> None:
-    """A random model writes no JSON by itself."""
+    """A random model writes no JSON by itself; and the schema does not write the code for it, so it has no verdict."""
     judge = judge_of(config_of(model, model).rewards[0]).model_copy(
-        update={"verdict": judge_of(_json_reward(model)).verdict, "temperature": 1.0, "max_tokens": 40}
+        update={"verdict": judge_of(_json_reward(model)).verdict, "temperature": 1.0, "max_tokens": 80}
     )
 
-    async def ask() -> list[str]:
+    async def ask() -> list[Reply]:
         engine = judge_engine(servers)
         asked = (
             engine.ask(judge, Questioner(judge).pointwise(PROMPT, text, key=text), seed=n)
@@ -143,17 +144,16 @@ def test_structured_output_holds_a_judge_to_its_json(servers: RunFolder, model: 
         )
         replies = await asyncio.gather(*asked)
         await engine.close()
-        read = []
-        for reply in replies:
-            assert reply.text.lstrip().startswith("{")
-            try:
-                assert 0 <= read_value(judge, reply) <= 10
-                read.append(reply.text)
-            except Unreadable:
-                assert reply.finish_reason == "length" or "range" not in reply.text
-        return read
+        return replies
 
-    assert run(ask()), "at least one of them came to its end"
+    replies = run(ask())
+    assert all(reply.text.lstrip().startswith("{") for reply in replies)
+    whole = [reply for reply in replies if reply.finish_reason == "stop"]
+    assert whole, "at least one of them came to its end"
+    for reply in whole:
+        assert 0 <= json.loads(reply.text)["score"] <= 10 and reply.text.index("score") < reply.text.index("code")
+        with pytest.raises(Unreadable, match="lacks the code"):
+            read_value(judge, reply, code="c0de")
 
 
 def test_a_question_that_is_too_long_is_refused_alone(servers: RunFolder, model: Path) -> None:

@@ -46,8 +46,10 @@ def messages(*texts: str) -> list[dict[str, str]]:
         ({"messages": messages("{completion} {0}")}, "plain name in braces, not {0}"),
         ({"messages": messages("{completion!r}")}, "plain name in braces"),
         ({"messages": messages("{completion")}, "braces do not match"),
-        ({"messages": messages("{completion}"), "rubric": "x"}, "no message has the field {rubric}"),
-        ({"messages": messages("{completion} {rubric}")}, "there is no rubric"),
+        ({"messages": messages("{completion}")}, "must have the field {how_to_answer}: it tells the judge the code"),
+        ({"messages": messages("{completion} {how_to_answer}"), "rubric": "x"}, "no message has the field {rubric}"),
+        ({"messages": messages("{completion} {rubric} {how_to_answer}")}, "there is no rubric"),
+        ({"verdict": {"kind": "json", "field": "code"}}, "field must not be 'code'"),
         ({"messages": []}, "messages"),
         ({"messages": [{"role": "judge", "content": "{completion}"}]}, "messages.0.role must be 'system', 'user'"),
         ({"mode": "groupwise"}, "say verdict: {kind: ranking}"),
@@ -82,7 +84,9 @@ def test_a_verdict_becomes_a_reward() -> None:
 
 
 def test_columns_are_those_of_the_dataset() -> None:
-    judge = declare(messages=messages("{prompt} {completion} {reference} {level}"), reference_column="gold")
+    judge = declare(
+        messages=messages("{prompt} {completion} {reference} {level} {how_to_answer}"), reference_column="gold"
+    )
     assert judge.columns == {"gold", "level"}
     require_columns("mine", judge, ["gold", "level", "other"])
     with pytest.raises(RewardError, match=r"reference_column is 'gold', which is no column .*columns are level"):

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from ycore.config.schema import RewardConfig
 from ycore.judge.declaration import Judge
-from ycore.judge.question import Questioner, as_text, fold_lookalikes, sanitize
+from ycore.judge.question import Questioner, as_text, fold_lookalikes, sanitize, verdict_code
 from ycore.judge.sources import judge_of
 from ycore.types import Prompt
 
@@ -27,7 +27,8 @@ def test_a_template_is_filled_with_prompt_answer_reference_and_columns() -> None
     assert judge.columns == {"answer", "level", "more"}
     (turn,) = Questioner(judge).pointwise(PROMPT, "Ada {prompt}", key="1")
     assert turn["content"] == (
-        "Be strict.|Who wrote it?|Ada {prompt}|Ada|3||{as it is}|End with a number from 0 to 10, as <score>N</score>."
+        "Be strict.|Who wrote it?|Ada {prompt}|Ada|3||{as it is}|"
+        f"End with a number from 0 to 10, as <score-{verdict_code('1')}>N</score-{verdict_code('1')}>."
     )
 
 
@@ -36,6 +37,17 @@ def test_marks_differ_from_request_to_request_and_are_repeatable() -> None:
     ask = lambda key: questioner.pointwise(PROMPT, "Ada", key=key)[-1]["content"]  # noqa: E731
     assert ask("1") == ask("1") != ask("2")
     assert re.search(r"<(text-[0-9a-f]{10})>\nAda\n</\1>", ask("1"))
+
+
+def test_the_code_differs_from_request_to_request_and_follows_what_engines_cache() -> None:
+    assert verdict_code("1") == verdict_code("1") != verdict_code("2")
+    for declared in ({"verdict": {"kind": "json"}}, {}, {"mode": "groupwise", "verdict": {"kind": "ranking"}}):
+        questioner = Questioner(make_judge(**declared))
+        ask = questioner.groupwise if "mode" in declared else questioner.pointwise
+        answer = ["Ada"] if "mode" in declared else "Ada"
+        system, user = ask(PROMPT, answer, key="1")  # type: ignore[operator]
+        assert verdict_code("1") not in system["content"]
+        assert verdict_code("1") in user["content"].splitlines()[-1]
 
 
 def test_pairs_and_groups_show_everybody_once() -> None:

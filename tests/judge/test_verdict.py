@@ -28,6 +28,8 @@ def make_judge(kind: str, **verdict: object) -> Judge:
     return judge_of(RewardConfig(reward="judge:test", args={"verdict": {"kind": kind, **verdict}, "mode": mode}))
 
 
+CODE = "c0de"  # of the question
+
 SCORE = make_judge("score")
 JSON = make_judge("json")
 YES_NO = make_judge("labels", labels={"yes": 1.0, "no": 0.0})
@@ -37,16 +39,16 @@ RANKING = make_judge("ranking")
 @pytest.mark.parametrize(
     ("text", "value"),
     [
-        ("<score>7</score>", 7.0),
-        ("It is fine.\n<score> 7.5 </score>\n", 7.5),
-        ("<think>Is it 3? <score>3</score></think> <score>8</score>", 8.0),
-        ("Is it 3? It is 8.</think><score>8</score>", 8.0),
-        ("3 < 4, and <b>bold</b>: <score>0</score>", 0.0),
-        ("\u8fd9\u662f\u5bf9\u7684 <score>10</score>", 10.0),
+        ("<score-c0de>7</score-c0de>", 7.0),
+        ("It is fine.\n<score-c0de> 7.5 </score-c0de>\n", 7.5),
+        ("<think>Is it 3? <score-c0de>3</score-c0de></think> <score-c0de>8</score-c0de>", 8.0),
+        ("Is it 3? It is 8.</think><score-c0de>8</score-c0de>", 8.0),
+        ("3 < 4, and <b>bold</b>: <score-c0de>0</score-c0de>", 0.0),
+        ("\u8fd9\u662f\u5bf9\u7684 <score-c0de>10</score-c0de>", 10.0),
     ],
 )
 def test_a_score_is_read_wherever_it_stands(text: str, value: float) -> None:
-    assert read_value(SCORE, Reply(text)) == value
+    assert read_value(SCORE, Reply(text), code=CODE) == value
 
 
 @pytest.mark.parametrize(
@@ -55,28 +57,35 @@ def test_a_score_is_read_wherever_it_stands(text: str, value: float) -> None:
         ("", "nothing"),
         ("Good.", "no verdict"),
         ("7", "no verdict"),
-        ("<score>7", "not whole"),
-        ("<score>7</score> or <score>7</score>", "more than one"),
-        ("<score>7</score> not <sc\u043ere>8</sc\u043ere>", "more than one"),
-        ("<score>seven</score>", "not a number"),
-        ("<score>\u0667</score>", "not a number"),
-        ("<score>10.1</score>", "range"),
-        ("<score>-1</score>", "range"),
-        ("<think>it is <score>7</score>", "no end"),
-        ("it is <think>hm</think><score>7</score>", "no end"),
-        ("<think>3</think><score>3</score></think><score>8</score>", "more than once"),
-        ("<score>3</score> of </think><score>8</score>", "more than one"),
+        ("<score-c0de>7", "not whole"),
+        ("<score-c0de>7</score-c0de> or <score-c0de>7</score-c0de>", "more than one"),
+        ("<score-c0de>7</score-c0de> not <sc\u043ere-c0de>8</sc\u043ere-c0de>", "more than one"),
+        ("<score>7</score>", "lacks the code"),
+        ("<score-0de1>7</score-0de1>", "lacks the code"),
+        ("<score-c0de>7</score>", "not whole"),
+        ("<score>7</score> c0de", "not whole"),
+        ("<score-c0de>seven</score-c0de>", "not a number"),
+        ("<score-c0de>\u0667</score-c0de>", "not a number"),
+        ("<score-c0de>10.1</score-c0de>", "range"),
+        ("<score-c0de>-1</score-c0de>", "range"),
+        ("<think>it is <score-c0de>7</score-c0de>", "no end"),
+        ("it is <think>hm</think><score-c0de>7</score-c0de>", "no end"),
+        ("<think>3</think><score-c0de>3</score-c0de></think><score-c0de>8</score-c0de>", "more than once"),
+        ("<score-c0de>3</score-c0de> of </think><score-c0de>8</score-c0de>", "more than one"),
         ("x" * 300_000, "too much"),
     ],
 )
 def test_what_is_no_score_says_why(text: str, problem: str) -> None:
     with pytest.raises(Unreadable, match=problem):
-        read_value(SCORE, Reply(text))
+        read_value(SCORE, Reply(text), code=CODE)
 
 
-@pytest.mark.parametrize("text", ['{"score": 7}', ' {"score": 7.0}\n', '```json\n{"score": 7}\n```'])
+@pytest.mark.parametrize(
+    "text",
+    ['{"score": 7, "code": "c0de"}', ' {"code": "c0de", "score": 7.0}\n', '```json\n{"score": 7, "code": "c0de"}\n```'],
+)
 def test_a_json_field_is_read(text: str) -> None:
-    assert read_value(JSON, Reply(text)) == 7.0
+    assert read_value(JSON, Reply(text), code=CODE) == 7.0
 
 
 @pytest.mark.parametrize(
@@ -85,31 +94,37 @@ def test_a_json_field_is_read(text: str) -> None:
         ("7", "object"),
         ("[7]", "object"),
         ("{}", "object"),
+        ('{"score": 7}', "object"),
         ('{"score": 7, "why": ""}', "object"),
-        ('{"score": "7"}', "number"),
-        ('{"score": false}', "number"),
-        ('{"score": NaN}', "number"),
-        ('{"score": 1, "score": 9}', "twice"),
-        ('{"score": 1e400}', "range"),
-        ('{"score": 11}', "range"),
-        ('{"score": 7', "not JSON"),
-        ('{"score": 7} ok', "not JSON"),
+        ('{"score": 7, "code": "c0de", "why": ""}', "object"),
+        ('{"score": 7, "code": "0de1"}', "lacks the code"),
+        ('{"score": 7, "code": ["c0de"]}', "lacks the code"),
+        ('{"score": "7", "code": "c0de"}', "number"),
+        ('{"score": false, "code": "c0de"}', "number"),
+        ('{"score": NaN, "code": "c0de"}', "number"),
+        ('{"score": 1, "code": "c0de", "score": 9}', "twice"),
+        ('{"score": 1e400, "code": "c0de"}', "range"),
+        ('{"score": 11, "code": "c0de"}', "range"),
+        ('{"score": 7, "code": "c0de"', "not JSON"),
+        ('{"score": 7, "code": "c0de"} ok', "not JSON"),
         ("[" * 100_000, "JSON"),
     ],
 )
 def test_what_is_no_json_verdict_says_why(text: str, problem: str) -> None:
     with pytest.raises(Unreadable, match=problem):
-        read_value(JSON, Reply(text))
+        read_value(JSON, Reply(text), code=CODE)
 
 
 def test_labels_are_weighed_by_their_probabilities() -> None:
     tokens = {"Yes": math.log(0.3), " yes": math.log(0.1), "No": math.log(0.1), "The": math.log(0.5)}
-    assert read_value(YES_NO, Reply("Yes", first_token=tokens)) == pytest.approx(0.8)
+    assert read_value(YES_NO, Reply("Yes", first_token=tokens), code=CODE) == pytest.approx(0.8)
 
 
 def test_a_token_that_begins_a_label_counts_for_it() -> None:
     judge = make_judge("labels", labels={"excellent": 1, "poor": -1})
-    assert read_value(judge, Reply("", first_token={"exc": math.log(0.75), "p": math.log(0.25)})) == pytest.approx(0.5)
+    assert read_value(
+        judge, Reply("", first_token={"exc": math.log(0.75), "p": math.log(0.25)}), code=CODE
+    ) == pytest.approx(0.5)
 
 
 @pytest.mark.parametrize(
@@ -118,14 +133,19 @@ def test_a_token_that_begins_a_label_counts_for_it() -> None:
 )
 def test_no_probability_on_the_labels_is_no_verdict(tokens: dict[str, float]) -> None:
     with pytest.raises(Unreadable, match="none of the labels"):
-        read_value(YES_NO, Reply("yes", first_token=tokens))
+        read_value(YES_NO, Reply("yes", first_token=tokens), code=CODE)
 
 
 @pytest.mark.parametrize(
-    "text", ["<ranking>2, 3, 1</ranking>", "<ranking>2 > 3 > 1</ranking>", "<ranking>2 3 1</ranking>"]
+    "text",
+    [
+        "<ranking-c0de>2, 3, 1</ranking-c0de>",
+        "<ranking-c0de>2 > 3 > 1</ranking-c0de>",
+        "<ranking-c0de>2 3 1</ranking-c0de>",
+    ],
 )
 def test_a_ranking_is_read(text: str) -> None:
-    assert read_ranking(RANKING, Reply(text), count=3) == [1, 2, 0]
+    assert read_ranking(RANKING, Reply(text), code=CODE, count=3) == [1, 2, 0]
 
 
 @pytest.mark.parametrize(
@@ -133,14 +153,14 @@ def test_a_ranking_is_read(text: str) -> None:
 )
 def test_a_ranking_has_every_answer_once(inside: str) -> None:
     with pytest.raises(Unreadable):
-        read_ranking(RANKING, Reply(f"<ranking>{inside}</ranking>"), count=3)
+        read_ranking(RANKING, Reply(f"<ranking-c0de>{inside}</ranking-c0de>"), code=CODE, count=3)
 
 
-@given(st.text() | st.text(alphabet='<>/score 0123456789.\n\u043e\uff1c{}":'))
+@given(st.text() | st.text(alphabet='<>/score-c0de 123456789.\n\u043e\uff1c{}":'))
 def test_whatever_is_written_the_verdict_is_in_range_or_not_read(text: str) -> None:
     for judge in (SCORE, JSON):
         try:
-            value = read_value(judge, Reply(text))
+            value = read_value(judge, Reply(text), code=CODE)
         except Unreadable:
             continue
         assert 0 <= value <= 10
@@ -151,14 +171,14 @@ def test_whatever_is_written_the_verdict_is_in_range_or_not_read(text: str) -> N
     st.floats(0, 10), st.text(alphabet=st.characters(exclude_characters="<>\uff1c\uff1e", categories=["L", "N", "P"]))
 )
 def test_a_verdict_is_found_in_any_words_without_brackets(value: float, words: str) -> None:
-    text = f"{words} <score>{value:.3f}</score> {words}"
-    assert read_value(SCORE, Reply(text)) == pytest.approx(value, abs=1e-3)
+    text = f"{words} <score-c0de>{value:.3f}</score-c0de> {words}"
+    assert read_value(SCORE, Reply(text), code=CODE) == pytest.approx(value, abs=1e-3)
 
 
 @given(st.dictionaries(st.sampled_from(["yes", "Yes", " no", "No", "maybe", "\u043do"]), st.floats(-20, 0)))
 def test_a_label_verdict_lies_between_its_labels(tokens: dict[str, float]) -> None:
     try:
-        assert 0 <= read_value(YES_NO, Reply("", first_token=tokens)) <= 1
+        assert 0 <= read_value(YES_NO, Reply("", first_token=tokens), code=CODE) <= 1
     except Unreadable:
         assert sum(math.exp(p) for token, p in tokens.items() if token.strip().casefold() in ("yes", "no")) < 0.1 + 1e-9
 

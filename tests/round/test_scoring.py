@@ -47,6 +47,9 @@ class ScriptedJudge:
         self.asked.append((text, seed, again))
         await asyncio.sleep(0)
         reply = self._reply(text)
+        if isinstance(reply, str):  # an honest judge writes the code of its question
+            tag = text.rpartition("</")[2].partition(">")[0]
+            reply = reply.replace("score>", f"{tag}>").replace("ranking>", f"{tag}>")
         return Reply(reply, num_tokens=3) if isinstance(reply, str) else reply
 
     async def close(self) -> None:

@@ -159,7 +159,8 @@ def build_chat_request(judge: Judge, question: Question, *, model: str, seed: in
         number = {"type": "number", "minimum": verdict.min, "maximum": verdict.max}
         # The reason comes first, so that the model writes it before it decides on the number.
         reason = {"reason": {"type": "string", "maxLength": 400}} if verdict.reason else {}
-        fields = {**reason, verdict.field: number}
+        # No pattern holds the code to the right one: a judge that only copies would have it from there.
+        fields = {**reason, verdict.field: number, "code": {"type": "string", "maxLength": 20}}
         schema = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
         json_schema = {"name": "verdict", "strict": True, "schema": schema}
         body["response_format"] = {"type": "json_schema", "json_schema": json_schema}

@@ -32,18 +32,28 @@ class _NumberVerdict(Strict):
 
 
 class ScoreVerdict(_NumberVerdict):
-    """`<score>7</score>`, exactly once anywhere in the judge's text."""
+    """`<score-CODE>7</score-CODE>`, exactly once anywhere in the judge's text; each question has its own code."""
 
     kind: Literal["score"]
     tag: Tag = "score"
 
 
 class JsonVerdict(_NumberVerdict):
-    """`{"score": 7}`, under the engine's structured output; with `reason`, a sentence before it."""
+    """`{"score": 7, "code": "CODE"}`, under the engine's structured output; with `reason`, a sentence before it.
+
+    The structured output leaves the code free: a judge that does not write it itself has no verdict.
+    """
 
     kind: Literal["json"]
     field: Tag = "score"
     reason: bool = False
+
+    @field_validator("field", mode="after")
+    @classmethod
+    def _check_name(cls, field: str) -> str:
+        if field in ("code", "reason"):
+            raise ValueError(f"field must not be {field!r}, which stands beside the verdict; take another name")
+        return field
 
 
 class LabelVerdict(Strict):
@@ -82,7 +92,7 @@ class LabelVerdict(Strict):
 
 
 class RankingVerdict(Strict):
-    """`<ranking>2, 1, 3</ranking>`, best first: every answer's number exactly once."""
+    """`<ranking-CODE>2, 1, 3</ranking-CODE>`, best first: every answer's number exactly once."""
 
     min: ClassVar[float] = 0.0
     max: ClassVar[float] = 1.0
@@ -143,10 +153,11 @@ class Judge(Strict):
 
     @property
     def template(self) -> Template:
-        """The constant part first: engines cache the work of a common prefix."""
+        """The constant part first, and the code in `how_to_answer` last: engines cache the work of a common prefix."""
         if self.messages:
             return [(message.role, message.content) for message in self.messages]
-        rules = [_TASKS[self.mode], *(["{rubric}"] if self.rubric else []), "{how_to_answer}"]
+        rules = [_TASKS[self.mode], *(["{rubric}"] if self.rubric else [])]
+        rules += ["{how_to_answer}"] if self.verdict.kind == "labels" else []
         rules += [_WARNING] if self.fence else []
         question = f"Question:\n{{prompt}}\n\n{_ANSWERS[self.mode]}\n\n{{how_to_answer}}"
         return [("system", "\n".join(rules)), ("user", question)]
@@ -193,6 +204,11 @@ def _check_template(judge: Judge) -> None:
     for name in sorted(used & _ANSWER_FIELDS - set(needed)):
         listed = " and ".join(f"{{{field}}}" for field in needed)
         raise ValueError(f"{{{name}}} is no field of a {judge.mode} judge, which has {listed}")
+    if judge.verdict.kind != "labels" and "how_to_answer" not in used:
+        raise ValueError(
+            f"the messages must have the field {{how_to_answer}}: it tells the judge the code without which no "
+            f"{judge.verdict.kind} verdict is read"
+        )
     if judge.messages and judge.rubric and "rubric" not in used:
         raise ValueError("there is a rubric, and no message has the field {rubric}; add it, or remove the rubric")
     if judge.messages and not judge.rubric and "rubric" in used:

@@ -1,13 +1,14 @@
 """The question a judge is asked: the template, filled with one answer, a pair, or a whole group.
 
 Text from the dataset or the policy is sanitized first: it can end no turn, open no mark and spell no verdict. What the
-policy wrote also stands between marks with a name that it cannot foresee, different for every request.
+policy wrote also stands between marks with a name that it cannot foresee, different for every request. So is the code
+that a written verdict must carry: whatever a judge copies from what it judges is no verdict.
 """
 
 import hashlib
 import re
 import unicodedata
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +21,7 @@ _MARK = "text-"
 # Characters that a person, or a model, may take for < and >.
 _OPENING = "<\uff1c\ufe64\u2039\u27e8\u3008\u300a\u02c2\u1438\u276e\u2329\u00ab"
 _CLOSING = ">\uff1e\ufe65\u203a\u27e9\u3009\u300b\u02c3\u1433\u276f\u232a\u00bb"
-_PLAIN = str.maketrans(dict.fromkeys(_OPENING, "<") | dict.fromkeys(_CLOSING, ">"))
+_PLAIN = dict.fromkeys(_OPENING, "<") | dict.fromkeys(_CLOSING, ">")
 
 # Cyrillic and Greek letters that look like these Latin ones; compatibility forms are NFKC's.
 _TWINS = str.maketrans(
@@ -35,7 +36,8 @@ _SPECIAL = re.compile(
     r"|</?s>|<(?:bos|eos|pad|unk|start_of_turn|end_of_turn)>|</?think(?:ing)?>",
     re.IGNORECASE,
 )
-_BRACKETED = re.compile(rf"[{_OPENING}]+([^{_OPENING}{_CLOSING}]{{1,60}})([{_CLOSING}]*)")
+# Only where a run of brackets begins: from each of them anew, a long run would cost its length squared.
+_BRACKETED = re.compile(rf"(?<![{_OPENING}])[{_OPENING}]++([^{_OPENING}{_CLOSING}]{{1,60}})([{_CLOSING}]*+)")
 
 _INVISIBLE = ("Cc", "Cf", "Cs", "Co")  # controls, directions, joiners, tags
 _SELECTORS = frozenset(map(chr, [*range(0xFE00, 0xFE10), *range(0xE0100, 0xE01F0), 0x034F, 0x115F, 0x1160, 0x3164]))
@@ -49,19 +51,19 @@ class Questioner:
     special_tokens: tuple[str, ...] = ()
 
     def pointwise(self, prompt: Prompt, completion: str, *, key: str) -> Question:
-        """The question about one completion; the marks follow from the request's `key`."""
-        return self._fill(prompt, {"completion": self._shown(completion, key)})
+        """The question about one completion; marks and code follow from the request's `key`."""
+        return self._fill(prompt, {"completion": self._shown(completion, key)}, key)
 
     def pairwise(self, prompt: Prompt, first: str, second: str, *, key: str) -> Question:
         """The question which of two completions is better; `key` as in `pointwise`."""
-        return self._fill(prompt, {"first": self._shown(first, key), "second": self._shown(second, key)})
+        return self._fill(prompt, {"first": self._shown(first, key), "second": self._shown(second, key)}, key)
 
     def groupwise(self, prompt: Prompt, completions: Sequence[str], *, key: str) -> Question:
         """The question to rank a group; `key` as in `pointwise`."""
         shown = (f"Answer {number}:\n{self._shown(text, key)}" for number, text in enumerate(completions, start=1))
-        return self._fill(prompt, {"completions": "\n\n".join(shown)})
+        return self._fill(prompt, {"completions": "\n\n".join(shown)}, key)
 
-    def _fill(self, prompt: Prompt, shown: Mapping[str, str]) -> Question:
+    def _fill(self, prompt: Prompt, shown: Mapping[str, str], key: str) -> Question:
         judge = self.judge
         columns = {name: self._sanitized(as_text(value)) for name, value in prompt.columns.items()}
         fields = {
@@ -70,7 +72,7 @@ class Questioner:
             "prompt": self._sanitized(as_text(prompt.content)),
             "reference": columns.get(judge.reference_column, ""),
             "rubric": judge.rubric.strip(),
-            "how_to_answer": _how_to_answer(judge),
+            "how_to_answer": _how_to_answer(judge, verdict_code(key)),
             **shown,
         }
         return [{"role": role, "content": text.format_map(fields)} for role, text in judge.template]
@@ -92,19 +94,27 @@ class Questioner:
         return sanitize(text, tags=tags, special_tokens=self.special_tokens)
 
 
-def _how_to_answer(judge: Judge) -> str:
+def verdict_code(key: str) -> str:
+    """Six hexadecimal digits that the verdict to the request `key` must carry, and that no completion can know."""
+    return hashlib.sha256(f"{key}\0code".encode()).hexdigest()[:6]
+
+
+def _how_to_answer(judge: Judge, code: str) -> str:
     match judge.verdict:
         case ScoreVerdict() as verdict:
-            return f"End with a number {_number_range(judge, verdict)}, as <{verdict.tag}>N</{verdict.tag}>."
+            tag = f"{verdict.tag}-{code}"
+            return f"End with a number {_number_range(judge, verdict)}, as <{tag}>N</{tag}>."
         case JsonVerdict() as verdict:
-            keys = f'"reason" and "{verdict.field}"' if verdict.reason else f'"{verdict.field}"'
+            keys = f'"{verdict.field}" and "code"'
+            keys = f'"reason", {keys}' if verdict.reason else keys
             number = _number_range(judge, verdict)
-            return f"Answer with a JSON object with {keys}; {verdict.field} is a number {number}."
+            return f'Answer with a JSON object with {keys}; {verdict.field} is a number {number}, code is "{code}".'
         case LabelVerdict() as verdict:
             *others, last = verdict.labels
             return f"Answer with one word: {', '.join(others)} or {last}."
         case RankingVerdict() as verdict:
-            return f"End with the answers' numbers, best first, as <{verdict.tag}>2, 1, ...</{verdict.tag}>."
+            tag = f"{verdict.tag}-{code}"
+            return f"End with the answers' numbers, best first, as <{tag}>2, 1, ...</{tag}>."
 
 
 def _number_range(judge: Judge, verdict: ScoreVerdict | JsonVerdict) -> str:
@@ -153,10 +163,37 @@ def break_special_tokens(text: str, special_tokens: Sequence[str]) -> str:
 
 def fold_lookalikes(text: str) -> str:
     """What a text looks like at a glance: one alphabet, one kind of bracket, lower case, nothing invisible."""
-    plain = unicodedata.normalize("NFKC", _visible(text).translate(_PLAIN)).translate(_PLAIN)
-    stripped = "".join(c for c in unicodedata.normalize("NFKD", plain) if not unicodedata.combining(c))
-    return stripped.casefold().translate(_TWINS)
+    return text.translate(_FOLDED)
 
 
 def _visible(text: str) -> str:
-    return "".join(c for c in text if c in "\n\t" or not (unicodedata.category(c) in _INVISIBLE or c in _SELECTORS))
+    return text.translate(_SEEN)
+
+
+class _ByLetter(dict[int, str]):
+    """A table for `str.translate` that grows as letters are met.
+
+    Letter by letter, and not a whole text at once: Unicode's normalization sorts a run of combining marks, whose cost
+    grows with the square of its length.
+    """
+
+    def __init__(self, change: Callable[[str], str]) -> None:
+        super().__init__()
+        self._change = change
+
+    def __missing__(self, code: int) -> str:
+        return self.setdefault(code, self._change(chr(code)))
+
+
+def _seen(letter: str) -> str:
+    hidden = letter not in "\n\t" and (unicodedata.category(letter) in _INVISIBLE or letter in _SELECTORS)
+    return "" if hidden else letter
+
+
+def _folded(letter: str) -> str:
+    apart = unicodedata.normalize("NFKD", _PLAIN.get(letter, _seen(letter)))
+    plain = "".join(_PLAIN.get(part, part) for part in apart if not unicodedata.combining(part))
+    return plain.casefold().translate(_TWINS)
+
+
+_SEEN, _FOLDED = _ByLetter(_seen), _ByLetter(_folded)

@@ -1,7 +1,8 @@
 """The number in a judge's reply, or the reason why there is none; and scores from pairs and rankings.
 
-Reading is strict: a doubtful verdict is never a reward. A verdict appears once, in plain ASCII, within its range. A
-text with two verdicts, or with one that only looks like a tag, is not read at all: it may quote what is judged.
+Reading is strict: a doubtful verdict is never a reward. A verdict appears once, in plain ASCII, within its range, with
+the code of its question. A text with two verdicts, or with one that only looks like a tag, is not read at all: it may
+quote what is judged.
 """
 
 import json
@@ -32,18 +33,22 @@ class Reply:
     num_tokens: int = 0  # of question and reply
 
 
-def read_value(judge: Judge, reply: Reply) -> float:
-    """Any verdict but a ranking, from its min to its max; Unreadable, with the reason, where there is none."""
+def read_value(judge: Judge, reply: Reply, *, code: str) -> float:
+    """Any verdict but a ranking, from its min to its max; Unreadable, with the reason, where there is none.
+
+    `code` is that of the question (`verdict_code`): only who read the question's own words, and not only what is
+    judged, can write it. Labels have none: their probabilities are read, and no text.
+    """
     match judge.verdict:
         case LabelVerdict() as verdict:
             return _mean_label(verdict, reply)
         case ScoreVerdict() as verdict:
-            inside = _only_tag(_without_thinking(judge, reply), verdict.tag).strip(" \t\n")
+            inside = _only_tag(_without_thinking(judge, reply), verdict.tag, code).strip(" \t\n")
             if re.fullmatch(_NUMBER, inside, re.ASCII) is None:
                 raise Unreadable("its verdict is not a number")
             value = float(inside)
         case JsonVerdict() as verdict:
-            value = _json_number(_without_thinking(judge, reply), verdict)
+            value = _json_number(_without_thinking(judge, reply), verdict, code)
         case RankingVerdict():
             raise TypeError("a ranking is read by read_ranking")
     if not verdict.min <= value <= verdict.max:
@@ -51,11 +56,14 @@ def read_value(judge: Judge, reply: Reply) -> float:
     return value
 
 
-def read_ranking(judge: Judge, reply: Reply, *, count: int) -> list[int]:
-    """The places in the question of `count` answers, from 0, best first; Unreadable, with the reason."""
+def read_ranking(judge: Judge, reply: Reply, *, code: str, count: int) -> list[int]:
+    """The places in the question of `count` answers, from 0, best first; Unreadable, with the reason.
+
+    `code` as in `read_value`.
+    """
     verdict = judge.verdict
     assert isinstance(verdict, RankingVerdict)
-    inside = _only_tag(_without_thinking(judge, reply), verdict.tag)
+    inside = _only_tag(_without_thinking(judge, reply), verdict.tag, code)
     if not re.fullmatch(_RANKING, inside, re.ASCII):
         raise Unreadable("its ranking is no list of numbers")
     numbers = [int(number) for number in re.findall(r"[0-9]+", inside)]
@@ -104,27 +112,33 @@ def _looks_like_a_verdict(folded: str, judge: Judge) -> bool:
             return False
 
 
-def _only_tag(text: str, tag: str) -> str:
-    found = re.findall(rf"<{tag}>([^<]{{0,400}})</{tag}>", text)
+def _only_tag(text: str, tag: str, code: str) -> str:
+    found = re.findall(rf"<{tag}-{code}>([^<]{{0,400}})</{tag}-{code}>", text)
     lookalikes = re.findall(rf"<[\s/\\]*{tag}", fold_lookalikes(text))
     if not lookalikes:
         raise Unreadable("no verdict")
+    if code not in text:
+        raise Unreadable("its verdict lacks the code")
     if len(found) != 1 or len(lookalikes) != 2:
         raise Unreadable("more than one verdict, or one that is not whole")
     return str(found[0])
 
 
-def _json_number(text: str, verdict: JsonVerdict) -> float:
-    fenced = re.fullmatch(r"\s*```(?:json)?\s*\n(.*)\n\s*```\s*", text, re.DOTALL)
+def _json_number(text: str, verdict: JsonVerdict, code: str) -> float:
+    text = text.strip()
+    if text.startswith("```") and text.endswith("```"):
+        text = text[3:-3].removeprefix("json")
     try:
-        parsed = json.loads(fenced[1] if fenced else text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
+        parsed = json.loads(text, object_pairs_hook=_unique_keys, parse_constant=_no_constant)
     except Unreadable:
         raise
     except (RecursionError, ValueError):
         raise Unreadable("not JSON") from None
-    expected = {verdict.field, "reason"} if verdict.reason else {verdict.field}
+    expected = {verdict.field, "code", *(["reason"] if verdict.reason else [])}
     if not isinstance(parsed, dict) or parsed.keys() != expected:
         raise Unreadable(f"not a JSON object with {' and '.join(sorted(expected))}")
+    if parsed["code"] != code:
+        raise Unreadable("its verdict lacks the code")
     value = parsed[verdict.field]
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise Unreadable("its verdict is not a number")

@@ -12,7 +12,7 @@ from typing import TypeVar
 
 from ycore.engine.judge_engine import JudgeEngine, Refused
 from ycore.judge.declaration import Judge, LabelVerdict
-from ycore.judge.question import Question, Questioner, as_text
+from ycore.judge.question import Question, Questioner, as_text, verdict_code
 from ycore.judge.verdict import (
     Reply,
     Unreadable,
@@ -72,7 +72,7 @@ class JudgeScorer(Scorer):
                 raise Unreadable("the row has no reference")
             return await self._pair(writing, text, reference, key=key)
         question = self.questioner.pointwise(prompt, text, key=key)
-        return await self._verdict(question, writing, key=key, read=self._fraction)
+        return await self._verdict(question, writing, key=key, read=self._fraction(key))
 
     async def _with_siblings(self, writing: Writing) -> list[Score]:
         pairs = ring_pairs(len(writing), self.judge.opponents)
@@ -101,7 +101,7 @@ class JudgeScorer(Scorer):
         verdicts = []
         for shown, order_key in (((one, other), f"{key}/0"), ((other, one), f"{key}/1")):
             question = self.questioner.pairwise(writing.draw.prompt, *shown, key=order_key)
-            verdicts.append(self._verdict(question, writing, key=order_key, read=self._fraction))
+            verdicts.append(self._verdict(question, writing, key=order_key, read=self._fraction(order_key)))
         shown_first, shown_second = await together(verdicts)
         self.meter.pairs += 1
         self.meter.pairs_by_position += follows_position(shown_first, shown_second)
@@ -124,7 +124,7 @@ class JudgeScorer(Scorer):
     async def _shares(self, writing: Writing, shown: Sequence[Completion], *, key: str) -> list[float] | None:
         texts = [self.text_of(completion) for completion in shown]
         question = self.questioner.groupwise(writing.draw.prompt, texts, key=key)
-        read = partial(read_ranking, self.judge, count=len(texts))
+        read = partial(read_ranking, self.judge, code=verdict_code(key), count=len(texts))
         try:
             return shares_of_rank(await self._verdict(question, writing, key=key, read=read))
         except Unreadable:
@@ -165,8 +165,9 @@ class JudgeScorer(Scorer):
         self.meter.tokens += reply.num_tokens
         return reply
 
-    def _fraction(self, reply: Reply) -> float:
-        return self.judge.fraction(read_value(self.judge, reply))
+    def _fraction(self, key: str) -> Callable[[Reply], float]:
+        """Reads the verdict to the question of this key, as a share of the verdict's range."""
+        return lambda reply: self.judge.fraction(read_value(self.judge, reply, code=verdict_code(key)))
 
     def _key(self, writing: Writing, *completions: Completion) -> str:
         """Identifies what is judged, also in a resumed run. It depends on the tokens: no policy can predict it."""

@@ -37,6 +37,7 @@ MAY_BE_HEAVY = {"round", "trl"}
 HEAVY_FILES = {
     "engine/transformers_engine.py",
     "engine/vllm_extension.py",
+    "engine/weight_proof.py",
     "engine/weights.py",
     "trainer/callbacks.py",
     "trainer/saved_state.py",

@@ -156,9 +156,9 @@ MUTATIONS: tuple[Patch, ...] = (
         "loaded weights not proved",
         (
             Edit(
-                "ycore/engine/weights.py",
-                "        if (sum(sums[name] for",
-                "        if False and (sum(sums[name] for",
+                "ycore/engine/weight_proof.py",
+                "    if differ:\n",
+                "    if False and differ:\n",
             ),
         ),
     ),
@@ -288,8 +288,8 @@ def _timed(part: str, file: str, anchor: str, function: str, *, indent: str = ""
 
 PARTS: tuple[Patch, ...] = (
     _timed("journal", "ycore/round/journal.py", "from ycore.run.paths import RunFolder", "commit", indent="    "),
-    _timed("sums of the weights", "ycore/engine/weights.py", "from ycore.errors import SyncError", "byte_sum"),
-    _timed("read back", "ycore/engine/vllm_extension.py", "from typing import Any", "parameter_sums"),
+    _timed("sums of the weights", "ycore/engine/weight_proof.py", "from ycore.errors import SyncError", "tensor_sums"),
+    _timed("read back", "ycore/engine/vllm_extension.py", "from typing import Any", "held_pieces"),
     _timed(
         "flush and manifest",
         "ycore/run/checkpoints.py",

@@ -23,7 +23,7 @@ import json
 import math
 import random
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -61,10 +61,12 @@ class Faults:
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """What the engine keeps of a tensor: a digest of its type, shape and bytes, and the sum that ycore asks for."""
+    """What the engine keeps of a tensor: a digest of its type, shape and bytes, and the sums that ycore asks for."""
 
     digest: str
-    sum: int
+    width: int
+    rows: int
+    columns: int
 
 
 @dataclass(slots=True)
@@ -119,9 +121,9 @@ class ScriptedEngine:
         digests = sorted((name, tensor.digest) for name, tensor in self.weights.items())
         return hashlib.sha256(json.dumps(digests).encode()).hexdigest()
 
-    def read_back(self) -> list[tuple[list[str], int]]:
-        """What it holds, as `PolicyWorker.load_policy` answers it: names, and the sum of the bytes."""
-        return [([name], tensor.sum) for name, tensor in self.weights.items()]
+    def read_back(self) -> list[tuple[str, int, int, int, int, int]]:
+        """What it holds, as `PolicyWorker.load_policy` answers it."""
+        return [(name, 0, 0, held.width, held.rows, held.columns) for name, held in self.weights.items()]
 
     def sleep(self, level: int) -> None:
         """All memory sleeps; what is in it is kept at level 1, but for the cache, and lost at level 2."""
@@ -165,12 +167,20 @@ def read_weights(folder: Path) -> dict[str, Tensor]:
 
 
 def _tensor(dtype: str, shape: Sequence[int], body: bytes) -> Tensor:
-    """The sum is that of `algorithms.checksum.byte_sum`: of 64-bit words where rows fill them, else of numbers."""
+    """The sums are those of `ycore.engine.weight_proof.tensor_sums`, written a second time without torch."""
     width = _WIDTHS[dtype]
-    by_words = len(shape) > 1 and shape[-1] * width % 8 == 0
-    total = sum(array.array(_WORDS[8 if by_words else width], body))
+    num_columns = math.prod(shape[1:])
+    width = 8 if num_columns * width % 8 == 0 else width
+    words = array.array(_WORDS[width], body)
+    num_words = len(words) // shape[0]
+    by_row = (sum(words[row * num_words : (row + 1) * num_words]) for row in range(shape[0]))
+    by_column = (sum(words[column::num_words]) for column in range(num_words))
     digest = hashlib.sha256(f"{dtype} {list(shape)} ".encode() + body).hexdigest()
-    return Tensor(digest, (total + 2**63) % 2**64 - 2**63)
+    return Tensor(digest, width, _hash(by_row, 0x5851F42D4C957F2D), _hash(by_column, 0x14057B7EF767814F))
+
+
+def _hash(sums: Iterable[int], base: int) -> int:
+    return sum(one * pow(base, place, 2**64) for place, one in enumerate(sums, 1)) % 2**64
 
 
 def read_letters(model: Path) -> tuple[tuple[int, str], ...]:

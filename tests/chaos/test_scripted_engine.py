@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 from tests.chaos.scripted_engine import Faults
 from ycore.engine import Sampling
 from ycore.engine.vllm_engine import VllmEngine
-from ycore.engine.weights import byte_sum, write_manifest
+from ycore.engine.weight_proof import tensor_sums, write_manifest
 from ycore.errors import SyncError, YcoreError
 from ycore.models.tiny import write_tiny_model
 
@@ -62,7 +62,7 @@ def shared(model: Path, folder: Path, *, version: int, more: float = 0.0) -> Pat
     tensors = load_file(model / "model.safetensors")
     tensors = {name: tensor + more for name, tensor in tensors.items()}
     save_file(tensors, folder / "model-00000.safetensors")
-    write_manifest(folder, version, {name: byte_sum(tensor) for name, tensor in tensors.items()})
+    write_manifest(folder, version, {name: tensor_sums(tensor) for name, tensor in tensors.items()})
     return folder
 
 

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.engine import Sampling
 from ycore.engine.vllm_engine import VllmEngine
-from ycore.engine.weights import byte_sum, write_manifest
+from ycore.engine.weight_proof import tensor_sums, write_manifest
 from ycore.errors import SyncError
 from ycore.launch.engines import is_vllm_installed
 from ycore.models.tiny import write_tiny_model
@@ -41,7 +41,7 @@ def spread(completion_ids):
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The tiny model, with the sums of its tensors beside it, as if a trainer had written it as version 0."""
     folder = write_tiny_model(tmp_path_factory.mktemp("model"))
-    write_manifest(folder, 0, {name: byte_sum(tensor) for name, tensor in stored_in(folder).items()})
+    write_manifest(folder, 0, {name: tensor_sums(tensor) for name, tensor in stored_in(folder).items()})
     return folder
 
 
@@ -183,11 +183,11 @@ def train(
 
 
 def test_a_sync_that_does_not_arrive_is_an_error_on_that_step(server: Path, model: Path, tmp_path: Path) -> None:
-    """Each weight moved a little; then all of it sent, one tensor left out, half of one, none at all, and the old."""
+    """Each weight moved a little; then all of it sent, one tensor left out, half of one, and some at wrong places."""
     import torch
 
     moved = {name: tensor + 1e-3 * torch.ones_like(tensor) for name, tensor in stored_in(model).items()}
-    sums = {name: byte_sum(tensor) for name, tensor in moved.items()}
+    sums = {name: tensor_sums(tensor) for name, tensor in moved.items()}
     left_out = "model.layers.1.self_attn.k_proj.weight"
     half = "model.layers.0.mlp.down_proj.weight"
     file = tmp_path / "model-00000.safetensors"
@@ -209,14 +209,19 @@ def test_a_sync_that_does_not_arrive_is_an_error_on_that_step(server: Path, mode
     all_of_them = f"{len(sums)} of {len(sums)}"
     with pytest.raises(SyncError, match=rf"rollout-0: policy version 1: {all_of_them} tensors are not the trainer's"):
         send(old, 1)  # a file that nobody had written anew
-    with pytest.raises(SyncError, match=r"policy version 2: 3 of .*k_proj.weight"):
+    with pytest.raises(SyncError, match=r"policy version 2: 1 of .*layers.1.self_attn.k_proj.weight"):
         send({name: tensor for name, tensor in moved.items() if name != left_out}, 2)
     with pytest.raises(SyncError, match=r"policy version 3: 1 of .*layers.0.mlp.down_proj.weight"):
         send({**moved, half: torch.cat([moved[half][:10], old[half][10:]])}, 3)
-    assert send(moved, 4) == 1.0
-    assert told_version(server) == "4"
-    with pytest.raises(SyncError, match=r"stale weights: .* holds policy version 4, and 5 was to be sent"):
-        asyncio.run(engine_at(server).load_weights(tmp_path, 5))
+    key, value = (f"model.layers.0.self_attn.{part}_proj.weight" for part in "kv")
+    with pytest.raises(SyncError, match=r"policy version 4: 2 of .*k_proj.weight, model.*v_proj.weight"):
+        send({**moved, key: moved[value], value: moved[key]}, 4)
+    with pytest.raises(SyncError, match=r"policy version 5: 1 of .*layers.0.mlp.down_proj.weight"):
+        send({**moved, half: moved[half].roll(1, 0)}, 5)
+    assert send(moved, 6) == 1.0
+    assert told_version(server) == "6"
+    with pytest.raises(SyncError, match=r"stale weights: .* holds policy version 6, and 7 was to be sent"):
+        asyncio.run(engine_at(server).load_weights(tmp_path, 7))
 
 
 def told_version(server: Path) -> str:

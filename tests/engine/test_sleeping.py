@@ -18,7 +18,7 @@ import pytest
 from ycore.engine import Sampling
 from ycore.engine.sleeping import SleepingEngine, SleepTogether, asleep_file, mark_asleep
 from ycore.engine.vllm_engine import VllmEngine
-from ycore.engine.weights import write_manifest
+from ycore.engine.weight_proof import TensorSums, write_manifest
 from ycore.models.tiny import write_tiny_model
 from ycore.placement.learning import DROP, KEEP, SleepLevels
 
@@ -135,12 +135,15 @@ Serving = Callable[..., list[str]]
 @pytest.fixture
 def serving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Serving:
     """Run `work(engine)` against a server that answers what vLLM does; the routes that it was asked."""
-    write_manifest(tmp_path, 3, {"norm.weight": -7})
+    write_manifest(tmp_path, 3, {"norm.weight": TensorSums(100, 2, rows=5, columns=6)})
     monkeypatch.chdir(tmp_path)  # a socket's path must be short
 
     def run(work: Callable[[VllmEngine], Any]) -> list[str]:
         asked: list[str] = []
-        told = {"/weight_info": {"weight_version": "3"}, "/collective_rpc": {"results": [[[["norm.weight"], -7]]]}}
+        told = {
+            "/weight_info": {"weight_version": "3"},
+            "/collective_rpc": {"results": [[["norm.weight", 0, 0, 2, 5, 6]]]},
+        }
 
         async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
             try:

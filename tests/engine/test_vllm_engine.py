@@ -14,7 +14,7 @@ import pytest
 
 from ycore.engine import Sampling
 from ycore.engine.vllm_engine import VllmEngine
-from ycore.engine.weights import write_manifest
+from ycore.engine.weight_proof import TensorSums, write_manifest
 from ycore.errors import EngineError, SyncError
 
 SAMPLING = Sampling(max_tokens=12, stop_token_ids=(2,))
@@ -58,10 +58,9 @@ async def serving(socket: Path, answer: Answer) -> AsyncIterator[None]:
             writer.close()
 
 
-def engine_at(
-    socket: Path, *, timeout_s: float = 5.0, sampling: Sampling = SAMPLING, restart_timeout_s: float = 20.0
-) -> VllmEngine:
-    return VllmEngine("rollout-7", socket, sampling, request_timeout_s=timeout_s, restart_timeout_s=restart_timeout_s)
+def engine_at(socket: Path, *, timeout_s: float = 5.0, sampling: Sampling = SAMPLING, **settings: float) -> VllmEngine:
+    settings = {"restart_timeout_s": 20.0, **settings}
+    return VllmEngine("rollout-7", socket, sampling, request_timeout_s=timeout_s, **settings)
 
 
 @pytest.fixture
@@ -71,8 +70,12 @@ def weights(tmp_path: Path) -> Path:
     return tmp_path
 
 
-SUMS = {"q_proj.weight": 2**62, "k_proj.weight": 2**62, "norm.weight": -7}
-HELD = [[["q_proj.weight", "k_proj.weight"], -(2**63)], [["norm.weight"], -7]]
+SUMS = {
+    "q_proj.weight": TensorSums(600, 8, rows=1, columns=2),
+    "k_proj.weight": TensorSums(300, 8, rows=2**64 - 1, columns=4),
+    "norm.weight": TensorSums(100, 2, rows=5, columns=6),
+}
+HELD = [[name, 0, 0, one.width, one.rows, one.columns] for name, one in SUMS.items()]
 
 
 async def says_version(told: str, path: str, held: object = HELD) -> tuple[int, bytes]:
@@ -80,10 +83,10 @@ async def says_version(told: str, path: str, held: object = HELD) -> tuple[int, 
     return 200, json.dumps(answers[path]).encode() if path in answers else b""
 
 
-def sync(socket: Path, weights: Path, answer: Answer, *, version: int = 3) -> VllmEngine:
+def sync(socket: Path, weights: Path, answer: Answer, *, version: int = 3, min_verified: float = 1.0) -> VllmEngine:
     async def work() -> VllmEngine:
         async with serving(socket, answer):
-            engine = engine_at(socket)
+            engine = engine_at(socket, min_verified=min_verified)
             try:
                 await engine.load_weights(weights, version)
             finally:
@@ -104,18 +107,23 @@ def test_the_version_and_the_sums_read_back_are_taken(socket: Path, weights: Pat
     assert (engine.version, engine.verified_share) == (3, 1.0)
 
 
-def test_a_tensor_that_the_engine_cannot_tell_of_is_counted(socket: Path, weights: Path) -> None:
-    engine = sync(socket, weights, lambda path: says_version("3", path, HELD[1:]))
-    assert engine.verified_share == pytest.approx(1 / 3)
+def test_a_tensor_that_the_engine_cannot_tell_of_is_refused_unless_that_is_accepted(
+    socket: Path, weights: Path
+) -> None:
+    answer = lambda path: says_version("3", path, HELD[1:])  # noqa: E731
+    with pytest.raises(SyncError, match=r"rollout-7: policy version 3: 2 of 3 tensors \(40.0% of the bytes\).*q_proj"):
+        sync(socket, weights, answer)
+    assert sync(socket, weights, answer, min_verified=0.4).verified_share == pytest.approx(0.4)
 
 
 @pytest.mark.parametrize(
     ("held", "said"),
     [
-        ([[["q_proj.weight", "k_proj.weight"], 5], HELD[1]], r"2 of 3 tensors .*: k_proj.weight, q_proj.weight$"),
-        ([HELD[0], [["norm.weight"], -8]], r"1 of 3 tensors .*: norm.weight$"),
-        ([], "reported none of the 3 tensors"),
-        ([[["other.weight"], 1]], "reported none of the 3 tensors"),
+        ([[*HELD[0][:4], 4, 1], [*HELD[1][:4], 1, 2], HELD[2]], r"2 of 3 tensors .*: k_proj.weight, q_proj.weight$"),
+        ([*HELD[:2], [*HELD[2][:4], 5, 7]], r"1 of 3 tensors .*: norm.weight$"),
+        ([], r"0 of 3 tensors \(0.0% of the bytes\) are verified"),
+        (None, r"0 of 3 tensors \(0.0% of the bytes\) are verified"),
+        ([["other.weight", 0, 0, 8, 1, 1]], "0 of 3 tensors"),
     ],
 )
 def test_sums_that_are_not_the_trainers_are_a_sync_error(socket: Path, weights: Path, held: object, said: str) -> None:

@@ -9,7 +9,7 @@ from typing import Any
 from ycore.engine import Sampling
 from ycore.engine.server import Server
 from ycore.engine.sleeping import SleepingEngine, reload_from_disk
-from ycore.engine.weights import check_read_back, read_manifest
+from ycore.engine.weight_proof import TensorSums, check_read_back, read_manifest
 from ycore.errors import EngineError, SyncError
 from ycore.placement.placement import REWARD_MODEL, ROLLOUT
 from ycore.types import Completion
@@ -22,7 +22,7 @@ class VllmEngine(Server):
 
     Attributes:
         version: The policy version that the engine holds.
-        verified_share: The share of the tensors sent last whose sums were read back from the engine, and were right.
+        verified_share: The share of the tensors and bytes sent last whose sums were read back, and were right.
         sleeper: Puts the engine to sleep; None without sleep mode. Weights for a sleeping engine are sent as it wakes.
     """
 
@@ -35,13 +35,15 @@ class VllmEngine(Server):
         request_timeout_s: float,
         restart_timeout_s: float = 900.0,
         sleeps: bool = False,
+        min_verified: float = 1.0,
     ) -> None:
         super().__init__(name, socket, request_timeout_s=request_timeout_s, restart_timeout_s=restart_timeout_s)
         self.version = 0
         self.verified_share = 0.0
         self.sleeper = SleepingEngine(self, refill=self._refill) if sleeps else None
         self._sampling = sampling
-        self._weights: tuple[Path, int, dict[str, int]] | None = None  # folder, version, sum of each tensor
+        self._min_verified = min_verified
+        self._weights: tuple[Path, int, dict[str, TensorSums]] | None = None  # folder, version, sums of each tensor
 
     async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
         version = self.version
@@ -96,14 +98,15 @@ class VllmEngine(Server):
         self.version = version
 
     async def prepare(self) -> None:
-        """Have the process load the weights, and compare each tensor's sum with the one read back from the model."""
+        """Have the process load the weights, and compare each tensor's sums with those read back from the model."""
         if self._weights is None or not self._can_take_weights:
             return
         folder, version, sums = self._weights
         load = {"method": "load_policy", "kwargs": {"weights_path": str(folder)}}
-        (read_back,) = (await self.request_once("POST", "/collective_rpc", load))["results"]
+        workers = (await self.request_once("POST", "/collective_rpc", load))["results"]
+        pieces = [piece for worker in workers for piece in worker or ()]
         try:
-            self.verified_share = check_read_back(sums, read_back or ()) / len(sums)
+            self.verified_share = check_read_back(sums, pieces, at_least=self._min_verified)
         except SyncError as error:
             raise SyncError(f"{self.name}: policy version {version}: {error}") from None
         await self.request_once("POST", "/reset_prefix_cache")

@@ -15,17 +15,17 @@ import numpy as np
 import torch
 from vllm.platforms import current_platform
 
-from ycore.engine.weights import byte_sum
+from ycore.engine.weight_proof import Piece, TensorSums, part_sums, pieces_of
 from ycore.run.reports import dump_stacks_on_signal
 
-PACKED_SUMS: dict[Any, int] = {}  # by layer, the sum of its weight as it was packed
+PACKED_SUMS: dict[Any, list[tuple[int, TensorSums]]] = {}  # by layer, the sums of its weight as it was packed
 
 
 class PolicyWorker:
     """Mixed into vLLM's worker; its methods are called by name, over `/collective_rpc`."""
 
-    def load_policy(self: Any, weights_path: str) -> list[tuple[list[str], int]]:
-        """Load the weights in a folder, tied ones included; returns `parameter_sums` of the loaded model."""
+    def load_policy(self: Any, weights_path: str) -> list[Piece]:
+        """Load the weights in a folder, tied ones included; returns `held_pieces` of the loaded model."""
         from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
 
         self.reload_weights(weights_path=weights_path)
@@ -34,26 +34,32 @@ class PolicyWorker:
             for module in model.modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
-        return parameter_sums(model, dtype=self.model_config.dtype)
+        return held_pieces(model, dtype=self.model_config.dtype)
 
 
-def parameter_sums(model: Any, *, dtype: Any) -> list[tuple[list[str], int]]:
-    """The names in the checkpoint and the sum of every parameter of this dtype, for `weights.check_read_back`.
+def held_pieces(model: Any, *, dtype: Any) -> list[Piece]:
+    """The checkpoint's names and the sums of every parameter of this dtype, for `weight_proof.check_read_back`.
 
-    A tied head has the name of the embedding, and the sum of its own packed copy.
+    A tied head has the name of the embedding, and the sums of its own packed copy.
     """
     fused_parts = vars(type(model)).get("packed_modules_mapping") or {}
-    sums: list[tuple[list[str], int]] = []
+    pieces: list[Piece] = []
     first_name: dict[int, str] = {}
     for module_name, module in model.named_modules():
         for leaf, parameter in module.named_parameters(recurse=False):
             name = f"{module_name}.{leaf}"
             if parameter.numel():
                 name = first_name.setdefault(parameter.data_ptr(), name)
-            if parameter.dtype == dtype:
-                packed = PACKED_SUMS.get(module) if leaf == "weight" else None
-                sums.append((checkpoint_names(name, fused_parts), byte_sum(parameter) if packed is None else packed))
-    return sums
+            packed = PACKED_SUMS.get(module) if leaf == "weight" else None
+            if parameter.dtype == dtype and (packed or parameter.numel()):
+                parts = packed or part_sums(parameter, part_sizes(module))
+                pieces += pieces_of(checkpoint_names(name, fused_parts), parts)
+    return pieces
+
+
+def part_sizes(layer: Any) -> list[int]:
+    """Rows of each part of a layer that vLLM made of several; nothing for others."""
+    return list(getattr(layer, "output_partition_sizes", ()))
 
 
 def checkpoint_names(name: str, fused_parts: dict[str, list[str]]) -> list[str]:
@@ -70,7 +76,7 @@ def record_packed_sums() -> None:
     def pack_and_record(layer: Any, remove_weight: bool) -> None:
         weight = layer.weight
         if not weight.is_meta and weight.dim() == 2:
-            PACKED_SUMS[layer] = byte_sum(weight)
+            PACKED_SUMS[layer] = part_sums(weight, part_sizes(layer))
         pack(layer, remove_weight=remove_weight)
 
     utils.dispatch_cpu_unquantized_gemm = pack_and_record

@@ -1,4 +1,4 @@
-"""The policy's weights on their way to an engine: written as a checkpoint, and a sum of each tensor to verify them by.
+"""The policy's weights on their way to an engine: written as a checkpoint, with sums of each tensor.
 
 Names are the checkpoint's, adapters are merged, and all has one dtype. Adapters are merged into a copy of the base
 weights: merging in place and subtracting again loses a little of a bfloat16 base at every step. Sharded weights
@@ -6,7 +6,7 @@ weights: merging in place and subtracting again loses a little of a bfloat16 bas
 """
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -17,11 +17,9 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
-from ycore.errors import SyncError
-from ycore.run.files import read_json, write_json_atomic
+from ycore.engine.weight_proof import TensorSums, remove_manifest, tensor_sums, write_manifest
 
 FILE_BYTES = 2 * 2**30  # of a file, and so the most that the writing rank holds of the policy at a time
-_MANIFEST = "weights.json"
 
 
 def write_weights(
@@ -35,10 +33,10 @@ def write_weights(
         version: The policy version. With one, a manifest is written last, by which engines verify what they load.
     """
     tensors: dict[str, torch.Tensor] = {}
-    sums: dict[str, int] = {}
+    sums: dict[str, TensorSums] = {}
     num_files = num_bytes = held = 0
     if writes:
-        (folder / _MANIFEST).unlink(missing_ok=True)  # it is wrong while the weights change
+        remove_manifest(folder)
     for name, tensor in engine_weights(model, dtype=dtype):
         if not writes:
             continue
@@ -46,7 +44,7 @@ def write_weights(
             _write_file(tensors, folder, num_files)
             num_files, held, tensors = num_files + 1, 0, {}
         tensors[name] = tensor.contiguous()
-        sums[name] = byte_sum(tensors[name])
+        sums[name] = tensor_sums(tensors[name])
         held += tensor.nbytes
         num_bytes += tensor.nbytes
     if tensors:
@@ -118,57 +116,3 @@ def _write_file(tensors: dict[str, torch.Tensor], folder: Path, number: int) -> 
     part = folder / f"part-{number}"
     save_file(tensors, part, metadata={"format": "pt"})
     part.replace(folder / f"model-{number:05d}.safetensors")
-
-
-def byte_sum(tensor: torch.Tensor) -> int:
-    """The sum of a tensor's bytes as signed 64-bit words; of words of one number's width where rows do not fill them.
-
-    Vectors are always summed number by number: biases that an engine joins into one need not fill whole words.
-    """
-    flat = tensor.detach().contiguous()
-    width = flat.element_size()
-    by_words = flat.dim() > 1 and flat.size(-1) * width % 8 == 0
-    words = torch.int64 if by_words else {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width]
-    return int(flat.view(-1).view(words).sum(dtype=torch.int64))
-
-
-def write_manifest(folder: Path, version: int, sums: Mapping[str, int]) -> None:
-    write_json_atomic(folder / _MANIFEST, {"version": version, "sums": dict(sums)})
-
-
-def read_manifest(folder: Path, *, version: int) -> dict[str, int]:
-    """Each tensor's sum by its checkpoint name; SyncError where the folder does not hold this version."""
-    path = folder / _MANIFEST
-    if not path.is_file():
-        raise SyncError(f"no weights to send: there is no {path}, which the trainer writes after the weights")
-    manifest = read_json(path)
-    if manifest["version"] != version:
-        held = manifest["version"]
-        raise SyncError(f"stale weights: {folder} holds policy version {held}, and {version} was to be sent")
-    sums: dict[str, int] = manifest["sums"]
-    return sums
-
-
-def check_read_back(sums: Mapping[str, int], read_back: Sequence[tuple[Sequence[str], int]]) -> int:
-    """How many of the sent tensors an engine holds, by their sums; SyncError where some differ, or it has none.
-
-    An engine need not report every tensor: a model may keep some in a form without such a sum (fused experts).
-
-    Args:
-        sums: By checkpoint name.
-        read_back: For each of the engine's parameters, the checkpoint tensors that it is made of, and its sum.
-    """
-    differ: set[str] = set()  # sets, as a tied head is reported beside its embedding, by the same name
-    verified: set[str] = set()
-    for names, held in read_back:
-        if not all(name in sums for name in names):
-            continue
-        verified |= set(names)
-        if (sum(sums[name] for name in names) - held) % 2**64:
-            differ |= set(names)
-    if differ:
-        listed = ", ".join(sorted(differ)[:3]) + (", ..." if len(differ) > 3 else "")
-        raise SyncError(f"{len(differ)} of {len(sums)} tensors are not the trainer's after they were loaded: {listed}")
-    if not verified:
-        raise SyncError(f"it reported none of the {len(sums)} tensors that were sent, so nothing verifies them")
-    return len(verified)

@@ -161,6 +161,7 @@ class Assembly:
                 request_timeout_s=settings.request_timeout_s,
                 restart_timeout_s=restart_timeout_s(settings),
                 sleeps=self.started.sleeps,
+                min_verified=settings.min_verified,
             )
             for name in self.started.engines
         ]

@@ -1,0 +1,143 @@
+"""Proof that an engine holds the trainer's weights: sums of each tensor in which every number enters with its place.
+
+A sum is a polynomial hash (Karp and Rabin, 1987) modulo 2**64: row r counts B**r times. A second one counts columns.
+Permuted rows, swapped parts of a merged matrix and a transposed one have other sums. The sum of a shard that begins
+at row r is multiplied by B**r, so the sums of a tensor's shards add up to the tensor's own.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import lru_cache
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+
+from ycore.errors import SyncError
+from ycore.run.files import read_json, write_json_atomic
+
+ROW_BASE, COLUMN_BASE = 0x5851F42D4C957F2D, 0x14057B7EF767814F  # odd, so that no power of them is 0
+_MODULUS = 2**64
+_MANIFEST = "weights.json"
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSums:
+    """Sums of a tensor of `num_bytes` over words of `width` bytes, by rows and by columns; each from 0 to 2**64 - 1."""
+
+    num_bytes: int
+    width: int
+    rows: int
+    columns: int
+
+
+Piece = tuple[str, int, int, int, int, int]
+"""What an engine holds of a tensor: checkpoint name, first row, first column in words, width, sums of rows, columns."""
+
+
+def tensor_sums(tensor: torch.Tensor) -> TensorSums:
+    """The sums of a tensor as a matrix `[rows, words]`; a vector has one column, and further dimensions are joined.
+
+    A word has 64 bits, or one number where rows do not fill such words.
+    """
+    matrix = tensor.detach().contiguous()
+    matrix = matrix.view(matrix.size(0), -1) if matrix.dim() > 1 else matrix.view(-1, 1)
+    width = 8 if matrix.size(1) * matrix.element_size() % 8 == 0 else matrix.element_size()
+    words = matrix.view({1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[width])
+    sums = [
+        int((words.sum(dim=1 - dim, dtype=torch.int64) * _powers(base, words.size(dim), words.device)).sum())
+        for dim, base in enumerate((ROW_BASE, COLUMN_BASE))
+    ]
+    return TensorSums(matrix.nbytes, width, sums[0] % _MODULUS, sums[1] % _MODULUS)
+
+
+@lru_cache(maxsize=64)
+def _powers(base: int, count: int, device: torch.device) -> torch.Tensor:
+    return torch.full((count,), base, dtype=torch.int64, device=device).cumprod(0)
+
+
+def part_sums(matrix: torch.Tensor, part_sizes: Sequence[int]) -> list[tuple[int, TensorSums]]:
+    """First row and sums of each part of a matrix whose parts have so many rows; of the whole if these do not fit."""
+    sizes = list(part_sizes) if sum(part_sizes) == matrix.size(0) else [matrix.size(0)]
+    return list(zip(accumulate(sizes, initial=0), map(tensor_sums, matrix.split(sizes)), strict=False))
+
+
+def pieces_of(names: Sequence[str], parts: Sequence[tuple[int, TensorSums]]) -> list[Piece]:
+    """The parts of a parameter as the checkpoint's tensors: one each, or all of them in one; none if neither fits.
+
+    The engines have one worker each, so a tensor begins at row 0 and column 0.
+    """
+    if len(names) == 1:
+        return [(names[0], row, 0, sums.width, sums.rows, sums.columns) for row, sums in parts]
+    if len(names) != len(parts):
+        return []
+    return [(name, 0, 0, sums.width, sums.rows, sums.columns) for name, (_, sums) in zip(names, parts, strict=True)]
+
+
+def write_manifest(folder: Path, version: int, sums: Mapping[str, TensorSums]) -> None:
+    tensors = {name: asdict(one) for name, one in sums.items()}
+    write_json_atomic(folder / _MANIFEST, {"version": version, "tensors": tensors})
+
+
+def remove_manifest(folder: Path) -> None:
+    """Before the weights change, as it is wrong from then on."""
+    (folder / _MANIFEST).unlink(missing_ok=True)
+
+
+def read_manifest(folder: Path, *, version: int) -> dict[str, TensorSums]:
+    """Each tensor's sums by its checkpoint name; SyncError where the folder does not hold this version."""
+    path = folder / _MANIFEST
+    if not path.is_file():
+        raise SyncError(f"no weights to send: there is no {path}, which the trainer writes after the weights")
+    manifest = read_json(path)
+    if manifest["version"] != version:
+        held = manifest["version"]
+        raise SyncError(f"stale weights: {folder} holds policy version {held}, and {version} was to be sent")
+    return {name: TensorSums(**one) for name, one in manifest["tensors"].items()}
+
+
+def check_read_back(sent: Mapping[str, TensorSums], held: Iterable[Piece], *, at_least: float = 1.0) -> float:
+    """The verified share of the tensors that were sent: the lesser one of their number and of their bytes.
+
+    Args:
+        held: What all workers of the engine hold. Pieces of one tensor at one place (a tied head beside its embedding,
+            a norm on every worker) must be equal; pieces at different places add up to the tensor.
+        at_least: The share that must be verified. An engine may keep some tensors in a form without such a sum.
+
+    Raises:
+        SyncError: Some differ, or too few can be verified.
+    """
+    places: dict[str, dict[tuple[int, int], tuple[int, int]]] = {}
+    differ: set[str] = set()
+    for name, row, column, width, rows, columns in held:
+        if name in sent and width == sent[name].width:
+            place = places.setdefault(name, {})
+            if place.setdefault((row, column), (rows, columns)) != (rows, columns):
+                differ.add(name)
+    differ |= {name for name, parts in places.items() if _added_up(parts) != (sent[name].rows, sent[name].columns)}
+    if differ:
+        listed = _listed(differ)
+        raise SyncError(f"{len(differ)} of {len(sent)} tensors are not the trainer's after they were loaded: {listed}")
+    num_bytes = sum(one.num_bytes for one in sent.values())
+    by_bytes = sum(sent[name].num_bytes for name in places) / num_bytes if num_bytes else 1.0
+    share = min(by_bytes, len(places) / len(sent)) if sent else 0.0
+    if share < at_least:
+        unknown = _listed(sent.keys() - places.keys())
+        raise SyncError(
+            f"{len(places)} of {len(sent)} tensors ({by_bytes:.1%} of the bytes) are verified, and engine.min_verified"
+            f" is {at_least:g}: the engine does not have {unknown} in the checkpoint's form, and nothing shows whether"
+            " it loads them; if it keeps them in another form (fused experts), accept that with"
+            f" --set engine.min_verified={int(share * 1000) / 1000:g}"
+        )
+    return share
+
+
+def _added_up(parts: Mapping[tuple[int, int], tuple[int, int]]) -> tuple[int, int]:
+    rows = sum(pow(ROW_BASE, row, _MODULUS) * sums for (row, _), (sums, _) in parts.items())
+    columns = sum(pow(COLUMN_BASE, column, _MODULUS) * sums for (_, column), (_, sums) in parts.items())
+    return rows % _MODULUS, columns % _MODULUS
+
+
+def _listed(names: Iterable[str]) -> str:
+    names = sorted(names)
+    return ", ".join(names[:3]) + (", ..." if len(names) > 3 else "")

@@ -1,0 +1,114 @@
+import os
+from dataclasses import replace
+
+import pytest
+
+from ycore.errors import ConfigError
+from ycore.sandbox import Level, level
+from ycore.sandbox.canaries import HONEST, MEMORY
+from ycore.sandbox.level import Choice, choose, mend, require, self_test, tried, verdict
+
+OUTSIDE = {HONEST: True, "a file of the user": True, MEMORY: True}
+NO_NAMESPACES = "bwrap: Creating new namespace failed: Operation not permitted"
+
+
+def test_a_level_holds_when_honest_work_runs_and_nothing_got_through() -> None:
+    assert verdict({HONEST: True, "a file of the user": False, MEMORY: False}, OUTSIDE, "") is None
+    assert verdict({HONEST: True, "a file of the user": False}, OUTSIDE, "") is None  # the attempt on memory ended it
+
+
+def test_a_level_is_refused_on_any_doubt() -> None:
+    assert verdict({}, OUTSIDE, f"warning\n{NO_NAMESPACES}\n") == NO_NAMESPACES
+    assert verdict({HONEST: False}, OUTSIDE, "") == "no answer"
+    assert verdict({HONEST: True, "a file of the user": True}, OUTSIDE, "") == "reached from inside: a file of the user"
+    assert verdict({HONEST: True}, OUTSIDE, "") == "ended before it could try a file of the user"
+    assert verdict({HONEST: True}, {}, "") == "honest work fails outside too"
+
+
+@pytest.fixture
+def answers(monkeypatch: pytest.MonkeyPatch) -> dict:
+    given: dict[Level, str | None] = {}
+    monkeypatch.setattr(level, "tried", lambda one: given.get(one))
+    return given
+
+
+def test_auto_takes_the_strongest_and_says_what_was_tried(answers: dict) -> None:
+    assert choose("auto") == Choice(Level.NAMESPACES, {})
+    assert choose("auto").line == "namespaces"
+    answers[Level.NAMESPACES] = NO_NAMESPACES
+    choice = choose("auto")
+    assert choice.level is Level.LANDLOCK
+    assert choice.line.startswith("landlock, the weaker level: ") and NO_NAMESPACES in choice.line
+    assert "--security-opt" in choice.line
+    answers[Level.LANDLOCK] = "the kernel has no Landlock"
+    choice = choose("auto")
+    assert choice.level is Level.NONE
+    assert "unconfined" in choice.line and "the kernel has no Landlock" in choice.line and "\n" not in choice.line
+
+
+def test_a_level_asked_for_by_name_is_never_replaced(answers: dict) -> None:
+    answers[Level.NAMESPACES] = NO_NAMESPACES
+    with pytest.raises(ConfigError, match=r"cannot be had at level namespaces: bwrap: .*--security-opt"):
+        choose("namespaces")
+    assert choose("landlock").level is Level.LANDLOCK
+    assert choose("none").line == "none, as was asked for"
+
+
+def test_a_models_programs_never_fall_to_none_by_themselves(answers: dict) -> None:
+    answers |= {Level.NAMESPACES: NO_NAMESPACES, Level.LANDLOCK: "the kernel has no Landlock"}
+    with pytest.raises(ConfigError, match="the code reward needs a sandbox, and there is none here"):
+        require(choose("auto"), "the code reward")
+    assert require(choose("none"), "the code reward") is Level.NONE
+
+
+def test_the_way_out_fits_the_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert mend("no bwrap is installed").startswith("`apt install bubblewrap`")
+    assert "AppArmor" in mend("bwrap: setting up uid map: Permission denied")
+    assert "AppArmor" in mend("bwrap: loopback: Failed RTM_NEWADDR: Operation not permitted")
+    monkeypatch.setattr(level, "_RESTRICTED", level.Path("/nowhere"))
+    assert "--security-opt seccomp=unconfined" in mend(NO_NAMESPACES)
+
+
+REAL = [one for one in (Level.NAMESPACES, Level.LANDLOCK) if tried(one) is None]
+
+
+def test_this_machine_offers_a_level() -> None:
+    assert REAL, {one: tried(one) for one in (Level.NAMESPACES, Level.LANDLOCK)}
+    assert choose("auto").level is REAL[0]
+
+
+@pytest.mark.parametrize("one", REAL)
+def test_an_inherited_environment_is_found(one: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_of = level.launch_of
+
+    def leaky(*arguments, **keywords):
+        launch = launch_of(*arguments, **keywords)
+        return replace(launch, environment={**os.environ, **launch.environment})
+
+    monkeypatch.setattr(level, "launch_of", leaky)
+    answer = self_test(one)
+    assert answer is not None and answer.startswith("reached from inside: a variable of the environment")
+
+
+@pytest.mark.skipif(Level.NAMESPACES not in REAL, reason="no namespaces here")
+def test_an_open_tree_of_files_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_of = level.launch_of
+
+    def leaky(*arguments, **keywords):
+        launch = launch_of(*arguments, **keywords)
+        at = launch.command.index("--chdir")
+        wide = [part for name in ("/etc", "/home", "/var") for part in ("--ro-bind-try", name, name)]
+        return replace(launch, command=[*launch.command[:at], *wide, *launch.command[at:]])
+
+    monkeypatch.setattr(level, "launch_of", leaky)
+    answer = self_test(Level.NAMESPACES)
+    assert answer is not None and "a file of the user" in answer and "a socket file" in answer
+
+
+@pytest.mark.parametrize("one", REAL)
+def test_a_sandbox_in_which_python_cannot_start_is_refused(one: Level, monkeypatch: pytest.MonkeyPatch) -> None:
+    launch_of = level.launch_of
+    monkeypatch.setattr(level, "launch_of", lambda module, *a, **k: launch_of("no.such.module", *a, **k))
+    answer = self_test(one)
+    assert answer is not None and "No module named" in answer

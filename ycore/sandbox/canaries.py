@@ -46,7 +46,7 @@ def attempts(this: Attempts) -> Iterator[tuple[str, Callable[[], bool]]]:
     yield "a file of the user", lambda: _has(this, this["file"])
     yield "a variable of the environment", lambda: this["word"] in str(os.environ)
     yield "the environment of the parent", lambda: _opens(f"/proc/{this['parent']}/environ")
-    yield "a signal to the parent", lambda: os.kill(this["parent"], 0) is None
+    yield "a signal to the parent", lambda: _signals(this["parent"])
     yield "a server on loopback", lambda: _greeted(this, socket.AF_INET, ("127.0.0.1", this["port"]))
     yield "a socket file", lambda: _greeted(this, socket.AF_UNIX, this["socket"])
     yield MEMORY, lambda: len(bytearray(this["memory"])) == this["memory"]
@@ -77,6 +77,11 @@ def _has(this: Attempts, path: str) -> bool:
 def _opens(path: str) -> bool:
     with open(path, "rb") as file:
         return len(file.read(1)) == 1
+
+
+def _signals(pid: int) -> bool:
+    os.kill(pid, 0)
+    return True
 
 
 def _greeted(this: Attempts, family: socket.AddressFamily, address: str | tuple[str, int]) -> bool:

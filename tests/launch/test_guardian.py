@@ -1,6 +1,7 @@
 """Whatever happens to a launcher, nothing of its run is left, whatever its processes did to hide; others live."""
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -12,8 +13,11 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ycore.errors import RunError
 from ycore.launch.guardian import RunWatch, guarded, kill_run, remove_leftovers
+from ycore.launch.ownership import groups_of
 from ycore.launch.processes import ManagedProcess
+from ycore.launch.segments import SHARED_MEMORY, born_at
 from ycore.run.claim import Claim
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
@@ -45,8 +49,8 @@ with guarded(folder, held):
 @pytest.fixture
 def folder(tmp_path: Path) -> RunFolder:
     folder = RunFolder(tmp_path / "run")
-    for path in (folder.root, folder.logs, folder.sockets, folder.shared_memory, folder.temporary):
-        path.mkdir(exist_ok=True)  # tests that were killed left it
+    for path in (folder.root, folder.logs):
+        path.mkdir()
     return folder
 
 
@@ -127,16 +131,53 @@ def test_the_folder_stays_claimed_until_the_run_is_cleared_away(folder: RunFolde
 
 
 def test_what_an_earlier_run_left_is_cleared_before_the_next(folder: RunFolder) -> None:
+    Claim(folder).release()
     left = subprocess.Popen(["sleep", "600"], env={**os.environ, RUN_MARKER: folder.run_id})
+    folder.temporary.mkdir()
+    (folder.temporary / "stale").touch()
     held = Claim(folder)
     with guarded(folder, held):
         assert left.wait(WITHIN_S) == -signal.SIGTERM
+        assert list(folder.temporary.iterdir()) == []
+        assert [path.stat().st_mode & 0o777 for path in (folder.sockets, folder.temporary)] == [0o700, 0o700]
         process = ManagedProcess(
             "new", ["sleep", "600"], environment=os.environ, run_id=folder.run_id, log=folder.log("new")
         )
         assert process.exit_code is None
     held.release()
     assert process.wait(timeout_s=WITHIN_S) == -signal.SIGTERM
+
+
+@pytest.mark.parametrize("name", ["select.py", "json.py", "random.py", "psutil.py"])
+def test_files_where_the_user_stands_are_not_imported(
+    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    (tmp_path / name).write_text("raise SystemExit('the local file was imported')")
+    monkeypatch.chdir(tmp_path)
+    held = Claim(folder)
+    try:
+        with guarded(folder, held):
+            code = [sys.executable, "-m", "ycore.trainer"]  # without its argument it says how it is used
+            trainer = ManagedProcess(
+                "trainer", code, environment=os.environ, run_id=folder.run_id, log=folder.log("trainer")
+            )
+            assert trainer.wait(timeout_s=60.0) == 2, trainer.log.read_text()
+    finally:
+        held.release()
+    assert folder.log("guardian").read_text() == ""
+
+
+def test_a_guardian_that_does_not_start_ends_the_run(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder.root / "sitecustomize.py").write_text("raise SystemExit('cannot start')")
+    monkeypatch.setenv("PYTHONPATH", str(folder.root))
+    held = Claim(folder)
+    try:
+        message = r"clears up after a run did not start: .*guardian\.log"
+        with pytest.raises(RunError, match=message), guarded(folder, held):
+            pytest.fail("nothing may be started")
+        assert not folder.temporary.exists()
+    finally:
+        held.release()
 
 
 def pid_in(path: Path) -> int:
@@ -218,29 +259,87 @@ def test_a_daemon_that_left_its_parent_is_remembered(marked: RunFolder, tmp_path
     wait_for(lambda: not hidden.is_running() or hidden.status() == psutil.STATUS_ZOMBIE)
 
 
-SEGMENT = """
+ESCAPES = """
+import os, subprocess, sys
+if os.fork() == 0:
+    os.setsid()
+    command = "echo $$ > $0.new; mv $0.new $0; exec sleep 600"
+    subprocess.Popen(["sh", "-c", command, sys.argv[1]], env={}, start_new_session=True)
+    os._exit(0)
+"""
+
+
+@pytest.mark.parametrize("has_group", [True, False])
+def test_a_daemon_that_nobody_saw_start_is_ended(
+    folder: RunFolder, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, has_group: bool
+) -> None:
+    """A double fork, sessions of its own, an empty environment, and a parent that ends at once."""
+    if not has_group:
+        monkeypatch.setattr("ycore.launch.ownership._places", list)
+    held = Claim(folder)
+    with guarded(folder, held):
+        command = [sys.executable, "-c", ESCAPES, str(tmp_path / "pid")]
+        starter = ManagedProcess(
+            "starter", command, environment=os.environ, run_id=folder.run_id, log=folder.log("starter")
+        )
+        hidden = psutil.Process(pid_in(tmp_path / "pid"))
+        assert starter.wait(timeout_s=WITHIN_S) == 0
+        assert hidden.environ() == {} or "YCORE_RUN" not in hidden.environ()
+        assert starter.pid not in [parent.pid for parent in hidden.parents()]
+        foreign = subprocess.Popen(["sh", "-c", "exec sleep 600"], env={}, start_new_session=True)
+    held.release()
+    try:
+        assert not hidden.is_running() or hidden.status() == psutil.STATUS_ZOMBIE
+        assert foreign.poll() is None
+        assert groups_of(folder.run_id) == []
+    finally:
+        foreign.kill()
+        foreign.wait()
+
+
+SHARED = """
 import os, sys, time
 from multiprocessing import resource_tracker, shared_memory
 resource_tracker.register = lambda *arguments: None  # as if the tracker had been killed too
-segment = shared_memory.SharedMemory(create=True, size=4096)
-print(segment.name, file=open(sys.argv[1], "w"))
+import mmap
+segments = [shared_memory.SharedMemory(create=True, size=4096)]
+for name in sys.argv[2:]:
+    with open(name, "rb") as file:
+        segments.append(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+print(segments[0].name, file=open(sys.argv[1], "w"))
 time.sleep(600)
 """
 
 
-@pytest.mark.skipif(not Path("/dev/shm").is_dir(), reason="no /dev/shm")
-def test_shared_memory_of_killed_processes_is_removed_and_nobody_elses(marked: RunFolder, tmp_path: Path) -> None:
+@pytest.mark.skipif(born_at(Path("/dev/shm")) is None, reason="no /dev/shm, or it has no times of birth")
+def test_only_shared_memory_that_the_run_made_is_removed(folder: RunFolder, tmp_path: Path) -> None:
+    """A user's dataset in /dev/shm is mapped by the run too: from before, made meanwhile, or named like a library's."""
+    random = secrets.token_hex(4)
+    earlier = [SHARED_MEMORY / f"{random}-earlier.jsonl", SHARED_MEMORY / f"psm_{random}"]
+    meanwhile = SHARED_MEMORY / f"{random}-meanwhile.jsonl"
     others = shared_memory.SharedMemory(create=True, size=4096)
+    users = [*earlier, meanwhile]
     try:
-        process = start(marked, SEGMENT, str(tmp_path / "name"))
-        wait_for(lambda: (tmp_path / "name").is_file() and (tmp_path / "name").read_text().endswith("\n"))
-        segment = Path("/dev/shm") / (tmp_path / "name").read_text().strip()
-        assert segment.exists()
-        kill_run(marked.run_id, grace_s=0)
-        process.wait(WITHIN_S)
+        for path in earlier:
+            path.write_bytes(b"{}\n" * 4096)
+        held = Claim(folder)
+        with guarded(folder, held):
+            meanwhile.write_bytes(b"{}\n" * 4096)
+            command = [sys.executable, "-c", SHARED, str(tmp_path / "name"), *map(str, users)]
+            worker = ManagedProcess(
+                "worker", command, environment=os.environ, run_id=folder.run_id, log=folder.log("worker")
+            )
+            wait_for(lambda: (tmp_path / "name").is_file() and (tmp_path / "name").read_text().endswith("\n"))
+            segment = SHARED_MEMORY / (tmp_path / "name").read_text().strip()
+            assert segment.exists()
+        held.release()
+        assert worker.wait(timeout_s=WITHIN_S) is not None
         assert not segment.exists()
-        assert (Path("/dev/shm") / others.name).exists()
+        assert [path.stat().st_size for path in users] == [3 * 4096] * 3
+        assert (SHARED_MEMORY / others.name).exists()
     finally:
+        for path in users:
+            path.unlink(missing_ok=True)
         others.close()
         others.unlink()
 

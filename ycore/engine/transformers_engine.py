@@ -90,7 +90,8 @@ class TransformersEngine:
         ).to(self._model.device)
         sampling = self._sampling
         greedy = batch[0].greedy or sampling.temperature == 0
-        with torch.random.fork_rng(), self._inference():
+        own = [self._model.device] if self._model.device.type == "cuda" else []  # by default every device, on each rank
+        with torch.random.fork_rng(devices=own), self._inference():
             torch.manual_seed(batch[0].seed)  # the batch has one generator, seeded by its first request
             outputs = self._model.generate(
                 **inputs,

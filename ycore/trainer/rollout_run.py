@@ -105,6 +105,8 @@ class RolloutRun(TrainingRun):
     def begin(self, *, resumes: bool) -> None:
         """Wait for the engines, and take the first samples."""
         self.checkpoints.check_room()
+        if self.leads:
+            print(_FORWARD[self.trainer.packed_by], flush=True)
         self._samples: dict[str, list[dict[str, Any]]] = {}
         if self._parts.config.replay is None:
             self._controller.start(timeout_s=self._parts.config.engine.start_timeout_s)
@@ -130,6 +132,13 @@ class RolloutRun(TrainingRun):
     def close(self) -> None:
         self._controller.close()
         super().close()
+
+
+_FORWARD = {
+    "segments": "forward: packed rows, shared prompts once, attention by segments",
+    "varlen": "forward: packed rows, flash attention with variable lengths",
+    None: "forward: padded rows, because this model's attention cannot be packed",
+}
 
 
 def _contents(parts: Assembly) -> dict[str, str]:

@@ -25,8 +25,9 @@ from ycore.trl.advantages import Estimator
 from ycore.trl.base import BaseTrainer
 from ycore.trl.batches import FlatSequence, Place, absolute_gap, deal, flatten, importance_ratio
 from ycore.trl.divergence import stand_in
-from ycore.trl.forward import add_compact_head, attention_cost, can_pack, score_completions
+from ycore.trl.forward import add_compact_head, score_completions
 from ycore.trl.offload import optimizer_away
+from ycore.trl.packing import path_of, use_segments
 from ycore.types import Group
 
 REFERENCE = "reference.safetensors"
@@ -107,11 +108,12 @@ class SeamGRPOTrainer(DurableTrainer):
         self, *args: Any, advantage: Estimator | None = None, divergence: str = "reverse-kl", **kwargs: Any
     ) -> None:
         super().__init__(*args, rollout_func=self._return_round, **kwargs)
-        config = self.bare_model.config
         self._advantage = advantage
         self._divergence = divergence
-        self._cost = attention_cost(config)
-        self._packs = can_pack(config) and not self.aux_loss_enabled
+        models = [one for one in (self.model, self.ref_model) if one is not None]
+        bare_models = [_bare(self.accelerator.unwrap_model(one)) for one in models]
+        self.packed_by = None if self.aux_loss_enabled else path_of(bare_models[0])
+        """How the forward packs sequences: "segments", "varlen", or None where TRL pads them."""
         self._round: list[FlatSequence] = []
         self._rewards = torch.empty(0)
         self._micro_batch: dict[str, Any] | None = None
@@ -120,10 +122,18 @@ class SeamGRPOTrainer(DurableTrainer):
         # On GPUs TRL's Triton kernel does the same.
         is_plain = not self._entropy_bonus_enabled and not self.args.cast_lm_head_to_fp32
         is_whole = not is_deepspeed_zero3_enabled() and not self.is_fsdp_enabled
-        if self._packs and is_plain and is_whole and self.accelerator.device.type not in ("cuda", "xpu"):
-            for model in filter(None, (self.model, self.ref_model)):
-                inner = model.get_base_model() if isinstance(model, PeftModel) else model
-                add_compact_head(inner, temperature=self.temperature)
+        if self.args.bf16 and self.ref_model is not None and not self._moves_or_shards_reference:
+            self.ref_model.to(torch.bfloat16)  # TRL loads it like the policy, whose weights in training are in float32
+        for model in bare_models:
+            if self.packed_by == "segments":
+                use_segments(model)
+            on_cpu = self.accelerator.device.type not in ("cuda", "xpu")
+            if self.packed_by is not None and is_plain and is_whole and on_cpu:
+                add_compact_head(model, temperature=self.temperature)
+
+    @property
+    def _moves_or_shards_reference(self) -> bool:
+        return bool(self.args.sync_ref_model or self.is_deepspeed_enabled or self.is_fsdp_enabled)
 
     def room_for_engines(self) -> AbstractContextManager[None]:
         """Keep the optimizer's state off the device, where engines share it."""
@@ -289,10 +299,10 @@ class SeamGRPOTrainer(DurableTrainer):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """TRL calls it for every forward, on padded rows (B, P + T): ycore packs them, where the model allows it."""
-        if self._packs:
+        if self.packed_by is not None:
             inputs, batch_size = (input_ids, attention_mask, logits_to_keep), kwargs.get("batch_size")
             with self.accelerator.autocast():
-                logps, entropies = score_completions(model, *inputs, cost=self._cost, batch_size=batch_size)
+                logps, entropies = score_completions(model, *inputs, path=self.packed_by, batch_size=batch_size)
             aux_loss = None
         else:
             inherited = super()._get_per_token_logps_and_entropies
@@ -331,6 +341,11 @@ class SeamGRPOTrainer(DurableTrainer):
         gap = absolute_gap(logps, inputs["sampling_per_token_logps"], mask)
         if gap.numel():
             self.record("ycore/logprob_gap", gap.mean().item())
+
+
+def _bare(model: torch.nn.Module) -> Any:
+    """transformers' own model, without adapters around it."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 @contextmanager

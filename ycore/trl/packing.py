@@ -1,0 +1,174 @@
+"""Packed rows: every shared prompt of a micro-batch once, no padding, no mask.
+
+The sequences of a micro-batch are laid end to end in one row. Sequences with equal prompts share a block: the prompt
+without its last token, then for each member that token and its completion. From the prompt's last token a completion
+predicts its first token, so each member needs a copy of its own.
+
+    [ prompt[:-1] | prompt[-1] completion_1[:-1] | prompt[-1] completion_2[:-1] | ... ] [ next block ] ...
+
+Attention is computed segment by segment: a completion sees its block's prompt and itself. A dense mask would hold
+L x L entries for a row of L tokens, and attention would be computed between all of them.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.nn.attention.bias import causal_lower_right
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
+
+IGNORE = -100
+SEGMENTS = "ycore_segments"
+"""The name of `segment_attention` among transformers' attention implementations."""
+
+_FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
+
+
+@dataclass(slots=True)
+class Block:
+    """Sequences that share a prompt. `members`: indices of sequences; `shared`: prompt tokens that are in the row once.
+
+    `lengths`: tokens of each member after those, which are as many as its completion has.
+    """
+
+    members: tuple[int, ...]
+    shared: int
+    lengths: tuple[int, ...]
+
+
+@dataclass(slots=True)
+class Segments:
+    """Where the blocks of a row lie, in order. `num_served` counts the layers that computed attention by it."""
+
+    blocks: list[Block]
+    num_served: int = 0
+
+
+def path_of(model: PreTrainedModel) -> str | None:
+    """How the model's attention can be packed: "segments", "varlen" (flash attention), or None.
+
+    Packing needs full attention in every layer, computed by one of transformers' attention functions.
+    """
+    text = model.config.get_text_config()
+    layer_types = set(text.layer_types) if "layer_types" in text and text.layer_types else {"full_attention"}
+    windowed = "sliding_window" in text and text.sliding_window is not None and layer_types != {"full_attention"}
+    if layer_types != {"full_attention"} or windowed or not model._can_set_attn_implementation():
+        return None
+    attention = model.config._attn_implementation
+    if attention in _FLASH or "flash-attn" in attention:
+        return "varlen"
+    return "segments" if attention in ("sdpa", SEGMENTS) else None
+
+
+def use_segments(model: PreTrainedModel) -> None:
+    """Let the model compute attention by segments in calls with `segments=...`; other calls are as before (sdpa)."""
+    AttentionInterface.register(SEGMENTS, segment_attention)
+    AttentionMaskInterface.register(SEGMENTS, sdpa_mask)
+    model.set_attn_implementation(SEGMENTS)
+
+
+def plan_blocks(
+    prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]], *, share: bool
+) -> list[Block]:
+    """The blocks of a row; sequences without completion tokens, which are masked out, are left out.
+
+    Args:
+        share: False gives every sequence a block of its own.
+    """
+    groups: dict[Any, list[int]] = {}
+    for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        if completion:
+            groups.setdefault(prompt if share else index, []).append(index)
+    return [
+        Block(tuple(members), len(prompts[members[0]]) - 1, tuple(len(completions[index]) for index in members))
+        for members in groups.values()
+    ]
+
+
+def pack(
+    blocks: Sequence[Block],
+    prompts: Sequence[tuple[int, ...]],
+    completions: Sequence[tuple[int, ...]],
+    completion_width: int,
+) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+    """The row of `blocks`, and where each of its labels belongs.
+
+    Returns:
+        `input_ids`, `position_ids` and `shift_labels`, each (1, L), with labels of `IGNORE` where no token is wanted;
+        and the (1, L) flat indices of the labels in (B, `completion_width`). L is 1 where there is nothing to score.
+    """
+    ids: list[int] = []
+    positions: list[int] = []
+    labels: list[int] = []
+    places: list[int] = []
+    for block in blocks:
+        prompt = prompts[block.members[0]]
+        ids += prompt[:-1]
+        positions += range(block.shared)
+        labels += [IGNORE] * block.shared
+        places += [0] * block.shared
+        for index, length in zip(block.members, block.lengths, strict=True):
+            ids += (prompt[-1], *completions[index][:-1])
+            positions += range(block.shared, block.shared + length)
+            labels += completions[index]
+            places += range(index * completion_width, index * completion_width + length)
+    if not ids:
+        ids, positions, labels, places = [0], [0], [IGNORE], [0]
+    rows = {"input_ids": ids, "position_ids": positions, "shift_labels": labels}
+    return {name: torch.tensor([row]) for name, row in rows.items()}, torch.tensor([places])
+
+
+def attention_inputs(path: str, blocks: Sequence[Block], device: torch.device) -> dict[str, Any]:
+    """What the model must be given beside the row, so that no sequence sees another."""
+    if path == "segments":
+        # transformers makes no mask of its own where it is given one of four dimensions; nobody reads this one.
+        return {"attention_mask": torch.ones(1, 1, 1, 1, device=device), "segments": Segments(list(blocks))}
+    lengths = [block.shared + length for block in blocks for length in block.lengths] or [1]
+    bounds = torch.tensor([0, *lengths]).cumsum(0).to(device, torch.int32)
+    longest = max(lengths)
+    return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
+
+
+def segment_attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    segments: Segments | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attention of one packed row: `query` (1, H, L, D), `key` and `value` (1, H_kv, L, D) to (1, L, H, D).
+
+    A block's prompt and its first completion are one causal sequence. Every other completion attends to the prompt's
+    keys and its own, aligned at the last token.
+    """
+    attend: Callable[..., tuple[torch.Tensor, None]] = functools.partial(sdpa_attention_forward, module, **kwargs)
+    if segments is None:
+        return attend(query, key, value, attention_mask)
+    segments.num_served += 1
+    query, key = query.to(value.dtype), key.to(value.dtype)  # as autocast would, which does not see the bias's call
+    outputs, start = [], 0
+    for block in segments.blocks:
+        for number, length in enumerate(block.lengths):
+            if number == 0:
+                held, bias, end = slice(start, start + block.shared + length), None, start + block.shared + length
+                parts = query[:, :, held], key[:, :, held], value[:, :, held]
+                prompt = slice(start, start + block.shared)
+            else:
+                end = start + length
+                own = slice(start, end)
+                keys, values = (torch.cat([one[:, :, prompt], one[:, :, own]], dim=2) for one in (key, value))
+                parts = query[:, :, own], keys, values
+                # One query sees every key, and needs no bias.
+                bias = causal_lower_right(length, block.shared + length) if length > 1 else None
+            outputs.append(attend(*parts, bias)[0])
+            start = end
+    if not outputs:  # nothing to score
+        return attend(query, key, value, None)
+    return torch.cat(outputs, dim=1), None

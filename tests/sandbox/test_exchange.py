@@ -1,0 +1,208 @@
+"""Values between a program and its tests: what crosses as data, what stays behind as a number, and nothing else."""
+
+import socket
+import threading
+import time
+from collections import Counter, OrderedDict, namedtuple
+from collections.abc import Callable, Iterator
+from decimal import Decimal
+from fractions import Fraction
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ycore.sandbox.exchange import Gone, Handle, NoPlainData, Side, Silent
+
+NUMBERS = st.integers() | st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False) | st.fractions()
+TEXTS = st.text() | st.binary()
+PLAIN = st.recursive(
+    st.none()
+    | st.booleans()
+    | NUMBERS
+    | TEXTS
+    | st.decimals(allow_nan=False)
+    | st.frozensets(NUMBERS)
+    | st.sets(TEXTS),
+    lambda inner: st.lists(inner) | st.tuples(inner, inner) | st.dictionaries(TEXTS | NUMBERS, inner),
+    max_leaves=20,
+)
+
+
+class AlwaysEqual:
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = object.__hash__
+
+
+class Loud(int):
+    def __eq__(self, other: object) -> bool:
+        return True
+
+    __hash__ = int.__hash__
+
+
+class Counting:
+    def __init__(self) -> None:
+        self.items: list[int] = []
+
+    def push(self, item: int) -> None:
+        self.items.append(item)
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+def raises() -> None:
+    raise ZeroDivisionError("by hand")
+
+
+def empties(items: list[int]) -> list[int]:
+    items.clear()
+    return []
+
+
+def sorts(items: list[int]) -> None:
+    items.sort()
+
+
+PROGRAM: dict[str, Any] = {
+    "same": lambda value: value,
+    "always": AlwaysEqual,
+    "loud": lambda: Loud(3),
+    "make": Counting,
+    "raises": raises,
+    "leaves": lambda: (_ for _ in ()).throw(SystemExit(0)),
+    "empties": empties,
+    "sorts": sorts,
+    "count": lambda: (number for number in range(3)),
+    "twice": lambda function, value: function(function(value)),
+    "sleep": time.sleep,
+    "point": namedtuple("Point", "x y")(1, 2),
+    "counter": Counter("aab"),
+    "ordered": OrderedDict(a=1),
+    "huge": 7**9000,
+}
+
+
+@pytest.fixture(scope="module")
+def tests() -> Iterator[Side]:
+    """The tests' end; the program answers on a thread."""
+    mine, theirs = socket.socketpair()
+    program = Side(theirs.fileno(), exports_all=True, names=PROGRAM)
+
+    def serve() -> None:
+        try:
+            while True:
+                program.answer(program.receive())
+        except Gone:
+            pass
+
+    thread = threading.Thread(target=serve)
+    thread.start()
+    yield Side(mine.fileno())
+    mine.close()
+    thread.join(5.0)
+    theirs.close()
+
+
+@pytest.fixture
+def call(tests: Side) -> Callable[..., Any]:
+    return lambda name, *args: tests.ask("name", name)(*args)
+
+
+@given(PLAIN)
+def test_plain_data_comes_back_as_it_was(tests: Side, value: Any) -> None:
+    returned = tests.ask("name", "same")(value)
+    assert returned == value and type(returned) is type(value)
+
+
+@pytest.mark.parametrize(
+    "value", [Decimal("1.10"), Fraction(1, 3), range(2, 9, 3), b"\x00\xff", float("inf"), "\ud800"]
+)
+def test_less_common_data_too(call: Callable[..., Any], value: Any) -> None:
+    assert call("same", value) == value
+
+
+def test_an_object_never_equals_a_value_of_the_tests(call: Callable[..., Any]) -> None:
+    assert AlwaysEqual() == 5
+    found = call("always")
+    assert isinstance(found, Handle) and found != 5 and found != 5 and [found] != [5]
+    assert call("loud") == 3 and call("loud") != 4
+
+
+def test_subclasses_of_plain_types_are_these_types(tests: Side) -> None:
+    assert tests.ask("name", "point") == (1, 2)
+    assert tests.ask("name", "counter") == {"a": 2, "b": 1}
+    assert tests.ask("name", "ordered") == {"a": 1}
+    assert tests.ask("name", "huge") == 7**9000
+
+
+def test_objects_can_be_used(call: Callable[..., Any]) -> None:
+    stack = call("make")
+    assert len(stack) == 0 and not stack
+    stack.push(4)
+    assert len(stack) == 1 and stack.items == [4] and bool(stack)
+    assert list(call("count")) == [0, 1, 2] and next(call("count")) == 0
+    with pytest.raises(AttributeError):
+        stack.nothing()
+
+
+def test_exceptions_cross_with_their_kind(call: Callable[..., Any]) -> None:
+    with pytest.raises(ZeroDivisionError, match="by hand"):
+        call("raises")
+    with pytest.raises(Exception, match="SystemExit"):
+        call("leaves")
+
+
+def test_a_function_of_the_tests_can_be_passed(call: Callable[..., Any]) -> None:
+    assert call("twice", lambda value: value + 1, 3) == 5
+
+
+def test_what_is_no_data_and_no_function_cannot_be_passed(call: Callable[..., Any]) -> None:
+    with pytest.raises(NoPlainData, match="a AlwaysEqual"):
+        call("same", AlwaysEqual())
+
+
+def test_an_argument_changes_only_where_the_function_returns_nothing(call: Callable[..., Any]) -> None:
+    items = [3, 1, 2]
+    assert call("sorts", items) is None and items == [1, 2, 3]
+    assert call("empties", items) == [] and items == [1, 2, 3]
+
+
+def test_the_program_may_call_functions_it_was_given_and_ask_for_nothing_else() -> None:
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        tests, program = Side(mine.fileno()), Side(theirs.fileno(), exports_all=True)
+        tests.encode(len)  # given as number 0
+        for operation, of in (("name", "exam"), ("attribute", 0), ("call", 1), ("text", 0)):
+            program.send({"ask": operation, "of": of, "args": ["__globals__"], "kwargs": {}})
+            tests.answer(tests.receive())
+            assert "raised" in program.receive(), operation
+        program.send({"ask": "call", "of": 0, "args": ["four"], "kwargs": {}})
+        tests.answer(tests.receive())
+        assert program.receive() == {"value": 4}
+
+
+@pytest.mark.parametrize(
+    "line", [b"[]\n", b"4\n", b"{\n", b'{"value": {"exec": "1"}}\n', b"[" * 100_000 + b"\n", b"\xff\n"]
+)
+def test_garbage_is_no_value(line: bytes) -> None:
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        threading.Thread(target=lambda: theirs.sendall(line)).start()
+        with pytest.raises((Gone, ValueError)):
+            Side(mine.fileno()).ask("name", "f")
+
+
+def test_silence_ends_at_the_deadline(tests: Side, call: Callable[..., Any]) -> None:
+    mine, theirs = socket.socketpair()
+    with mine, theirs:
+        side = Side(mine.fileno())
+        side.deadline = time.monotonic() + 0.05
+        with pytest.raises(Silent):
+            side.ask("name", "f")
+        with pytest.raises(Gone):
+            side.ask("name", "f")

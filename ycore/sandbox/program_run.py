@@ -1,0 +1,140 @@
+"""A program that a model wrote, in the process that was made and confined for it: as a script, or called by its tests.
+
+Nothing that is written here is believed about itself. A script gives its output; a called program gives values, and
+the tests that judge them run in another process (`examiner`). Standard library only.
+"""
+
+import atexit
+import linecache
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from contextlib import suppress
+from types import ModuleType
+from typing import Any, Literal, NoReturn
+
+from ycore.sandbox.examiner import examine
+from ycore.sandbox.exchange import Gone, Side
+
+Kind = Literal["script", "callee", "examiner"]
+NAME = "program.py"
+_COMPILES_NOT = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowError)
+
+
+def run(kind: Kind, fds: Sequence[int], path: Sequence[str]) -> NoReturn:
+    """Run what the first of the descriptors holds, and end the process as that does.
+
+    Args:
+        fds: the source; for the two other kinds then the link between them, and for the examiner its verdict.
+        path: where modules are found.
+    """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    _forget(path)
+    status = 0
+    try:
+        if kind == "script":
+            run_script(*fds)
+        elif kind == "callee":
+            serve_calls(*fds)
+        else:
+            examine(*fds)
+    except SystemExit as end:
+        status = _status_of(end)
+    except BaseException:  # noqa: BLE001 (the border of a process)
+        traceback.print_exc()
+        status = 1
+    if kind == "script":
+        status = _finish(status)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(BaseException):
+            stream.flush()
+    os._exit(status)
+
+
+def run_script(source: int) -> None:
+    """Run a program as `__main__`."""
+    text = _read(source)
+    exec(compile(text, NAME, "exec"), _module("__main__", text).__dict__)
+
+
+def serve_calls(source: int, link: int) -> None:
+    """Run a program once as a module, say how that went, and answer the questions of the tests until they end."""
+    module = _module("solution", text := _read(source))
+    side = Side(link, exports_all=True, names=module.__dict__)
+    state, why = "ready", ""
+    try:
+        code = compile(text, NAME, "exec")
+    except _COMPILES_NOT as error:
+        state, why = "compile_error", f"{type(error).__name__}: {error}"
+    else:
+        try:
+            exec(code, module.__dict__)
+        except BaseException as error:  # noqa: BLE001 (SystemExit at the end of a module too)
+            state, why = "run_error", f"{type(error).__name__}: {error}"
+    with suppress(Gone):
+        side.send({"state": state, "why": why[:300]})
+        while state == "ready":
+            side.answer(side.receive())
+
+
+def _read(descriptor: int) -> str:
+    with os.fdopen(descriptor, "rb") as file:
+        return file.read().decode("utf-8", errors="replace")
+
+
+def _module(name: str, text: str) -> ModuleType:
+    module = ModuleType(name)
+    module.__file__ = NAME
+    sys.modules[name] = module
+    linecache.cache[NAME] = (len(text), None, text.splitlines(keepends=True), NAME)  # for tracebacks and inspect
+    return module
+
+
+def _forget(path: Sequence[str]) -> None:
+    """Fresh standard streams, and only Python's own modules and the allowed packages to import."""
+    sys.argv[:] = [NAME]
+    sys.path[:] = path
+    for name in ("PYTHONPATH", "YCORE_RUN", "PWD"):
+        os.environ.pop(name, None)
+    for name in [name for name in sys.modules if name == "ycore" or name.startswith("ycore.")]:
+        del sys.modules[name]
+    stdin = open(0, encoding="utf-8", errors="replace", closefd=False)  # noqa: SIM115 (it lasts)
+    for name, stream in (("stdin", stdin), ("stdout", _writer(1)), ("stderr", _writer(2))):
+        setattr(sys, name, stream)
+        setattr(sys, f"__{name}__", stream)
+
+
+def _writer(descriptor: int) -> Any:
+    return open(descriptor, "w", encoding="utf-8", errors="backslashreplace", closefd=False)
+
+
+def _finish(status: int) -> int:
+    """What Python does when a script has ended: wait for its threads, call what it registered."""
+    try:
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
+    except BaseException:  # noqa: BLE001 (the border of a process)
+        traceback.print_exc()
+        return status or 1
+    return status
+
+
+def _status_of(end: SystemExit) -> int:
+    if end.code is None or isinstance(end.code, int):
+        return (end.code or 0) & 0xFF
+    print(end.code, file=sys.stderr)
+    return 1
+
+
+def main(kind: Kind, report: int, *fds: int) -> NoReturn:
+    """In a process that `confine` started for one program: say that it begins, and run it."""
+    os.write(report, b"ready\n")
+    os.close(report)
+    run(kind, fds, [entry for entry in sys.path if entry])
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))  # type: ignore[arg-type]

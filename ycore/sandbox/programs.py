@@ -1,0 +1,299 @@
+"""Programs that a model wrote, each run in a fresh confined process: their outputs, and the verdicts of their tests.
+
+How a program ended is decided on this side alone: by clocks, counters and the kernel's word. A place that fails is made
+again and the program asked for once more; if that fails too, the outcome is `infra_error`, and nobody's fault.
+"""
+
+import asyncio
+import fcntl
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from ycore.errors import RunError
+from ycore.sandbox import MIB, Level, Limits
+from ycore.sandbox.program_alone import AlonePlace
+from ycore.sandbox.program_place import Job, Lost, Place, ServerPlace
+
+Status = Literal["ok", "error", "timeout", "memory", "output", "killed", "infra_error"]
+"""`error`: an exit status that is not 0. `killed`: by a signal that was not ours."""
+
+PROGRAM_LIMITS = Limits(memory=512 * MIB, scratch=64 * MIB, files=2000, processes=64, output=MIB)
+_MAX_VERDICT = MIB
+_MAX_UNITS = 100_000
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """How a script ended. `output` and `errors` are what it printed, `seconds` those of its process."""
+
+    status: Status
+    output: bytes = b""
+    errors: bytes = b""
+    seconds: float = 0.0
+    problem: str | None = None  # of an `infra_error`
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What a program's tests found. `units` are the asserts, in order: passed, failed, or None where one did not run.
+
+    `began` is `ready`, `compile_error`, `run_error` or `gone`, as far as the program itself may be believed.
+    `ended` says whether the tests came to their end. `broken` says why the tests themselves cannot run.
+    """
+
+    status: Status
+    began: str = "gone"
+    why: str = ""
+    units: tuple[bool | None, ...] = ()
+    ended: bool = False
+    broken: str | None = None
+    seconds: float = 0.0
+    problem: str | None = None  # of an `infra_error`
+
+
+@dataclass(frozen=True, slots=True)
+class _Done:
+    ended: Sequence[Mapping[str, Any]]
+    readers: Sequence["_Reader"]
+    seconds: float
+
+
+_Make = Callable[[ExitStack, Callable[[], None]], tuple[Job, list["_Reader"]]]
+
+
+class Programs:
+    """Runs programs, `places` at once. Belongs to one event loop.
+
+    Example: `programs = Programs(Level.NAMESPACES, places=2, log=log, run_id=run_id)`, then
+    `await programs.run("print(1)", deadline_s=2)`, and `await programs.close()` at the end.
+    """
+
+    def __init__(
+        self,
+        level: Level,
+        *,
+        places: int,
+        log: Path,
+        run_id: str,
+        limits: Limits = PROGRAM_LIMITS,
+        packages: Sequence[str] = (),
+    ) -> None:
+        """Start nothing yet.
+
+        Args:
+            packages: names to import once for all; with any, programs see all packages of this environment.
+        """
+        self.restarts = 0
+        self._limits = limits
+        self._places = list[Place]()
+        for number in range(places):
+            if level is Level.NAMESPACES:
+                self._places.append(ServerPlace(number, log, run_id=run_id, limits=limits, packages=packages))
+            else:
+                self._places.append(AlonePlace(level, number, log, run_id=run_id, limits=limits))
+        self._idle: asyncio.Queue[Place] = asyncio.Queue()
+        for place in self._places:
+            self._idle.put_nowait(place)
+
+    async def start(self) -> None:
+        """See an honest program run in every place; RunError where one does not."""
+        honest = [self.run("print(6 * 7)", deadline_s=20.0) for _ in self._places]
+        for outcome in await asyncio.gather(*honest):
+            if outcome.status != "ok" or outcome.output != b"42\n":
+                why = outcome.problem or (outcome.errors or outcome.output).decode(errors="replace").strip()[-300:]
+                raise RunError(f"an honest program does not run in the sandbox: {outcome.status}, {why}")
+
+    async def run(self, source: str, *, stdin: bytes = b"", deadline_s: float) -> Outcome:
+        """Run a program as a script with this standard input."""
+
+        def make(files: ExitStack, too_much: Callable[[], None]) -> tuple[Job, list[_Reader]]:
+            (output, written), (errors, complaints) = _pipe(files), _pipe(files)
+            count = _Count(self._limits.output, too_much)
+            fds = [_sealed(files, stdin), written, complaints, _sealed(files, _bytes(source))]
+            return Job(["script"], [fds], deadline_s), [_Reader(output, count), _Reader(errors, count)]
+
+        done = await self._do(make)
+        if isinstance(done, str):
+            return Outcome("infra_error", problem=done)
+        output, errors = done.readers
+        status = _status(done.ended[0], is_too_much=output.count.is_over)
+        return Outcome(status, bytes(output.data), bytes(errors.data), done.seconds)
+
+    async def examine(self, source: str, exam: Mapping[str, Any], *, deadline_s: float) -> Verdict:
+        """Run a row's tests against a program. `exam` is what `examiner` reads; it never reaches the program."""
+
+        def make(files: ExitStack, too_much: Callable[[], None]) -> tuple[Job, list[_Reader]]:
+            verdict, written = _pipe(files)
+            nothing = [os.open(os.devnull, os.O_RDWR)] * 3
+            files.callback(os.close, nothing[0])
+            one, other = (files.enter_context(end).fileno() for end in socket.socketpair())
+            told = [*nothing, _sealed(files, json.dumps(exam).encode()), one, written]
+            program = [*nothing, _sealed(files, _bytes(source)), other]
+            job = Job(["examiner", "callee"], [told, program], deadline_s)
+            return job, [_Reader(verdict, _Count(_MAX_VERDICT, too_much))]
+
+        done = await self._do(make)
+        if isinstance(done, str):
+            return Verdict("infra_error", problem=done)
+        return read_verdict(bytes(done.readers[0].data), *done.ended, seconds=done.seconds)
+
+    async def close(self) -> None:
+        """Kill every place with all in it; the pool cannot be used again."""
+        for place in self._places:
+            place.close()
+
+    async def _do(self, make: _Make) -> _Done | str:
+        """Do a job in the next idle place, twice where the place fails; else why that cannot be done."""
+        place = await self._idle.get()
+        problem = ""
+        try:
+            for _ in range(2):
+                try:
+                    self.restarts += await place.ready()
+                    done = await self._attempt(place, make)
+                except (Lost, OSError) as error:
+                    problem = str(error)
+                else:
+                    problem = next((one["problem"] for one in done.ended if one["problem"]), "")
+                    if not problem:
+                        return done
+                place.close()
+            return problem
+        except BaseException:
+            place.close()  # given up in the middle of a job: what runs there ends too
+            raise
+        finally:
+            self._idle.put_nowait(place)
+
+    async def _attempt(self, place: Place, make: _Make) -> _Done:
+        readers: list[_Reader] = []
+        began = time.perf_counter()
+        try:
+            with ExitStack() as files:
+                job, readers = make(files, place.kill_job)
+                for reader in readers:
+                    reader.begin()
+                place.send(job)
+            ended = await place.ended(job)
+            for reader in readers:
+                reader.drain()
+            return _Done(ended, readers, time.perf_counter() - began)
+        finally:
+            for reader in readers:
+                reader.close()
+
+
+def read_verdict(data: bytes, examiner: Mapping[str, Any], callee: Mapping[str, Any], *, seconds: float) -> Verdict:
+    """The examiner's lines as a verdict. One that was cut short has not ended, and so has not passed."""
+    began, why, broken, ended, hung = "gone", "", None, False, examiner["reason"] == "deadline"
+    units: list[bool | None] = []
+    for line in data.split(b"\n")[:-1]:
+        told = json.loads(line)
+        if "state" in told:
+            began, why = told["state"], told["why"]
+        elif "units" in told:
+            units = [None] * min(told["units"], _MAX_UNITS)
+        elif "unit" in told:
+            units[told["unit"]] = told["passed"]
+        broken = told.get("broken", broken)
+        ended, hung = told.get("ended", ended), told.get("timed_out", hung)
+    if not data:
+        return Verdict("infra_error", problem="the tests of a program did not begin", seconds=seconds)
+    status: Status = "memory" if "memory" in (examiner["reason"], callee["reason"]) else "ok"
+    status = "timeout" if hung else status
+    return Verdict(status, began, why, tuple(units), ended, broken, seconds)
+
+
+def _status(ended: Mapping[str, Any], *, is_too_much: bool) -> Status:
+    if is_too_much:
+        return "output"
+    if ended["reason"] == "deadline":
+        return "timeout"
+    if ended["reason"] == "memory":
+        return "memory"
+    status = int(ended["status"])
+    return "ok" if status == 0 else "error" if status > 0 else "killed"
+
+
+class _Count:
+    """Bytes read so far from one or more pipes of a program, up to a limit."""
+
+    def __init__(self, limit: int, too_much: Callable[[], None]) -> None:
+        self.left, self.is_over = limit, False
+        self._too_much = too_much
+
+    def take(self, data: bytes) -> bytes:
+        """As much of it as may still come; tells once that there is more."""
+        kept = data[: self.left]
+        self.left -= len(kept)
+        if len(kept) < len(data) and not self.is_over:
+            self.is_over = True
+            self._too_much()
+        return kept
+
+
+class _Reader:
+    """Reads a pipe on the event loop, as it comes."""
+
+    def __init__(self, descriptor: int, count: _Count) -> None:
+        self.data, self.count = bytearray(), count
+        self._descriptor: int | None = descriptor
+        os.set_blocking(descriptor, False)
+
+    def begin(self) -> None:
+        assert self._descriptor is not None
+        asyncio.get_running_loop().add_reader(self._descriptor, self._read)
+
+    def drain(self) -> None:
+        """What is left, once every process that could write is gone."""
+        while self._descriptor is not None and self._read():
+            pass
+
+    def close(self) -> None:
+        if self._descriptor is not None:
+            asyncio.get_running_loop().remove_reader(self._descriptor)
+            os.close(self._descriptor)
+            self._descriptor = None
+
+    def _read(self) -> bool:
+        assert self._descriptor is not None
+        try:
+            data = os.read(self._descriptor, 65536)
+        except BlockingIOError:
+            return False
+        if not data:
+            self.close()
+            return False
+        self.data += self.count.take(data)
+        return True
+
+
+def _pipe(files: ExitStack) -> tuple[int, int]:
+    """A pipe whose end to write is closed with `files`; the other is its reader's."""
+    read, written = os.pipe()
+    files.callback(os.close, written)
+    return read, written
+
+
+def _sealed(files: ExitStack, data: bytes) -> int:
+    """A descriptor to read the data from, which nobody can change or make longer."""
+    descriptor = os.memfd_create("program", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    files.callback(os.close, descriptor)
+    with os.fdopen(os.dup(descriptor), "wb") as file:
+        file.write(data)
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    fcntl.fcntl(
+        descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL
+    )
+    return descriptor
+
+
+def _bytes(source: str) -> bytes:
+    return source.encode("utf-8", errors="replace")

@@ -4,6 +4,8 @@ import csv
 import gzip
 import json
 import string
+import subprocess
+import sys
 from pathlib import Path
 
 import pyarrow
@@ -36,20 +38,20 @@ def jsonl(rows: list[dict[str, str]]) -> str:
     return "".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows)
 
 
-def write(path: Path) -> Path:
+def write(path: Path, rows: list[dict[str, str]] = ROWS) -> Path:
     name = path.name
     if name.endswith(".parquet"):
-        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
     elif ".csv" in name:
         plain = path.with_name("plain.csv")
         with plain.open("w", newline="", encoding="utf-8") as file:
-            writer = csv.DictWriter(file, ["prompt", "answer"])
+            writer = csv.DictWriter(file, list(rows[0]))
             writer.writeheader()
-            writer.writerows(ROWS)
+            writer.writerows(rows)
         data = plain.read_bytes()
         path.write_bytes(gzip.compress(data) if name.endswith(".gz") else data)
     else:
-        text = json.dumps(ROWS, indent=1) if ".json" in name and ".jsonl" not in name else jsonl(ROWS)
+        text = json.dumps(rows, indent=1) if ".json" in name and ".jsonl" not in name else jsonl(rows)
         path.write_bytes(gzip.compress(text.encode()) if name.endswith(".gz") else text.encode())
     return path
 
@@ -62,6 +64,48 @@ def test_every_kind_of_file_reads_the_same(tmp_path: Path, suffix: str) -> None:
     assert [prompt.row for prompt in found.prompts] == [0, 1]
     assert found.columns == ("answer",) and not found.is_chat
     assert found.fingerprint == load(write(tmp_path / "same.jsonl")).fingerprint
+
+
+EDIT_AND_READ = """
+import sys
+from pathlib import Path
+from ycore.data import local_files
+path, change = Path(sys.argv[1]), sys.argv[2]
+local_files._IN_MEMORY_BYTES = int(sys.argv[3])
+rows = local_files.file_table(path).rows
+path.write_text("" if change == "emptied" else path.read_text().replace("row 2", "now 2"))
+try:
+    print([row["prompt"] for row in rows])
+except Exception as error:
+    print(f"{type(error).__name__}: {error}")
+"""
+
+
+@pytest.mark.parametrize(
+    ("suffix", "change"),
+    [(suffix, "emptied") for suffix in ("jsonl", "json", "csv", "parquet", "jsonl.gz")]
+    + [(suffix, "rewritten") for suffix in ("jsonl", "json", "csv")],
+)
+def test_rows_stay_what_they_were_when_the_file_is_edited(tmp_path: Path, suffix: str, change: str) -> None:
+    """In a process of its own: where a file is mapped, reading what is no longer there ends it with SIGBUS."""
+    path = tmp_path / f"data.{suffix}"
+    rows = [{"prompt": f"row {number} " + "x" * 5000} for number in range(4)]
+    write(path, rows)
+    assert edit_and_read(path, change, 2**20) == str([row["prompt"] for row in rows])
+
+
+@pytest.mark.parametrize(("change", "line"), [("emptied", 1), ("rewritten", 3)])
+def test_a_changed_row_of_a_file_too_large_for_memory_is_refused(tmp_path: Path, change: str, line: int) -> None:
+    path = write(tmp_path / "data.jsonl", [{"prompt": f"row {number}"} for number in range(4)])
+    said = f"{path}, line {line}: the file was changed while it was in use; bring back what it was, and resume"
+    assert edit_and_read(path, change, 0) == f"DataError: {said}"
+
+
+def edit_and_read(path: Path, change: str, in_memory_bytes: int) -> str:
+    words = [sys.executable, "-c", EDIT_AND_READ, str(path), change, str(in_memory_bytes)]
+    ended = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert ended.returncode == 0, (ended.returncode, ended.stderr)
+    return ended.stdout.strip()
 
 
 def test_jsonl_under_a_json_suffix(tmp_path: Path) -> None:

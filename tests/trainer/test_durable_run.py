@@ -16,7 +16,8 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from ycore.config.schema import RunConfig
-from ycore.errors import RunError, RunFolderError, TrainerError
+from ycore.data import local_files
+from ycore.errors import DataError, RunError, RunFolderError, TrainerError
 from ycore.models.tiny import write_tiny_model
 from ycore.round.assemble import assemble
 from ycore.run.checkpoints import checkpoint_of, checkpoints_in, problem_of, staging
@@ -164,6 +165,43 @@ def test_a_resume_is_exact_wherever_it_falls(
     die(folder, after=5)
     train(folder)
     assert_same(folder, reference(variant))
+
+
+class Edits(TrainerCallback):
+    """Somebody changes a file after step 2."""
+
+    def __init__(self, path: Path, text: str) -> None:
+        self._path, self._text = path, text
+
+    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        if state.global_step == 2:
+            self._path.write_text(self._text)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "".join('{"prompt": "2 + 2 ="}\n' for _ in range(11))], ids=["emptied", "rewritten"]
+)
+def test_a_run_goes_on_with_its_own_rows_when_the_dataset_is_edited(
+    tmp_path: Path, model: Path, reference: Callable[[str], RunFolder], text: str
+) -> None:
+    folder = make(tmp_path, model, {})
+    train(folder, Edits(tmp_path / "rows.jsonl", text))
+    assert (tmp_path / "rows.jsonl").read_text() == text
+    assert_same(folder, reference("one step a round"))
+
+
+def test_a_dataset_too_large_for_memory_that_is_edited_ends_the_run_which_resumes_once_it_is_back(
+    tmp_path: Path, model: Path, reference: Callable[[str], RunFolder], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(local_files, "_IN_MEMORY_BYTES", 0)
+    folder = make(tmp_path, model, {})
+    path = tmp_path / "rows.jsonl"
+    rows = path.read_text()
+    with pytest.raises(DataError, match=r"rows.jsonl, line \d+: the file was changed while it was in use"):
+        train(folder, Edits(path, rows.replace("+", "-")))
+    path.write_text(rows)
+    train(folder)
+    assert_same(folder, reference("one step a round"))
 
 
 def test_the_curve_depends_on_the_generators(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:

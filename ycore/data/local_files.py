@@ -1,14 +1,16 @@
 """Datasets in local files: JSONL, JSON, CSV and Parquet, by suffix; the first three also compressed with gzip.
 
 Our own reading, and not the datasets library's: it names the line of a damaged row, and starts without a long import.
+Somebody may edit a file while a run reads from it. So no file is mapped: a mapping shows the edit, and reading what is
+no longer there ends the process with SIGBUS.
 """
 
 import codecs
 import csv
 import gzip
+import hashlib
 import io
 import json
-import mmap
 import os
 import zlib
 from array import array
@@ -19,6 +21,7 @@ from typing import Any
 from ycore.data.table import Table, columns_of
 from ycore.errors import DataError, nearest
 
+_IN_MEMORY_BYTES = 16 * 2**20  # largest JSONL file that every process holds; it reads a larger one row by row
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz")
 
 
@@ -49,63 +52,78 @@ def file_table(path: Path) -> Table:
 
 
 def _read_text(path: Path, suffix: str) -> Table:
-    data: bytes | mmap.mmap = b""
-    if suffix.endswith(".gz"):
-        data = gzip.decompress(path.read_bytes())
-    elif os.path.getsize(path):  # an empty file cannot be mapped
-        with open(path, "rb") as file:
-            data = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+    is_zipped = suffix.endswith(".gz")
+    if suffix.startswith(".jsonl") and not is_zipped and path.stat().st_size > _IN_MEMORY_BYTES:
+        return _lines_table(JsonLines(path, open(path, "rb")))
+    data = gzip.decompress(path.read_bytes()) if is_zipped else path.read_bytes()
     is_array = data[:4096].removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     if suffix.startswith(".csv"):
         return _parse_csv(path, _decoded(path, data))
     if suffix.startswith(".jsonl") or not is_array:
-        rows = JsonLines(path, data)
-        return Table(str(path), rows, columns_of(rows), lines=rows.lines)
+        return _lines_table(JsonLines(path, io.BytesIO(data)))
     entries = _parse_json(str(path), _decoded(path, data))
     objects = [_json_object(f"{path}, entry {number}", entry) for number, entry in enumerate(entries)]
     return Table(str(path), objects, columns_of(objects))
 
 
-def _decoded(path: Path, data: bytes | mmap.mmap) -> str:
-    whole = data[:]
+def _lines_table(rows: "JsonLines") -> Table:
+    return Table(str(rows.path), rows, columns_of(rows), lines=rows.lines)
+
+
+def _decoded(path: Path, data: bytes) -> str:
     try:
-        return whole.decode("utf-8-sig")
+        return data.decode("utf-8-sig")
     except UnicodeDecodeError as problem:
-        line = whole.count(b"\n", 0, problem.start) + 1
+        line = data.count(b"\n", 0, problem.start) + 1
         raise DataError(f"{path}, line {line}: not UTF-8 text ({problem.reason}); convert the file to UTF-8") from None
 
 
 class JsonLines(Sequence[Mapping[str, Any]]):
-    """The rows of a JSONL file, parsed when they are read: a process holds the places of the lines, not the lines.
+    """The rows of a JSONL file, parsed when they are read: a process holds the places of the lines, not the rows.
 
-    Blank lines are skipped. Only newlines end a line: Unicode's other separators may be part of a text.
+    Of a file that is too large for memory it holds a digest of each line; DataError where a line is no longer the one
+    that it was. Blank lines are skipped. Only newlines end a line: Unicode's other separators may be part of a text.
     """
 
-    def __init__(self, path: Path, data: bytes | mmap.mmap) -> None:
-        self._path, self._data = path, data
-        self.lines, self._starts = array("Q"), array("Q")
-        number, start = 1, len(codecs.BOM_UTF8) if data[:3] == codecs.BOM_UTF8 else 0
-        while start < len(data):
-            end = self._end(start)
-            if data[start:end].strip():
+    def __init__(self, path: Path, source: io.BytesIO | io.BufferedReader) -> None:
+        self.path, self._source = path, source
+        self._held = source.getbuffer() if isinstance(source, io.BytesIO) else None
+        self.lines, self._starts, self._lengths, self._digests = (array("Q") for _ in range(4))
+        start = 0
+        for number, line in enumerate(source, start=1):
+            mark = len(codecs.BOM_UTF8) if number == 1 and line.startswith(codecs.BOM_UTF8) else 0
+            if line[mark:].strip():
                 self.lines.append(number)
-                self._starts.append(start)
-            number, start = number + 1, end + 1
+                self._starts.append(start + mark)
+                self._lengths.append(len(line) - mark)
+                if self._held is None:
+                    self._digests.append(_digest(line[mark:]))
+            start += len(line)
 
     def __len__(self) -> int:
         return len(self._starts)
 
     def __getitem__(self, index: Any) -> Any:
-        start, place = self._starts[index], f"{self._path}, line {self.lines[index]}"
+        place = f"{self.path}, line {self.lines[index]}"
+        line = self._line(index, place)
         try:
-            text = self._data[start : self._end(start)].decode("utf-8")
+            text = line.decode("utf-8")
         except UnicodeDecodeError as problem:
             raise DataError(f"{place}: not UTF-8 text ({problem.reason}); convert the file to UTF-8") from None
         return _json_object(place, _parse_json(place, text))
 
-    def _end(self, start: int) -> int:
-        end = self._data.find(b"\n", start)
-        return len(self._data) if end < 0 else end
+    def _line(self, index: int, place: str) -> bytes:
+        start, length = self._starts[index], self._lengths[index]
+        if self._held is not None:
+            return bytes(self._held[start : start + length])
+        line = os.pread(self._source.fileno(), length, start)
+        if _digest(line) != self._digests[index]:
+            raise DataError(f"{place}: the file was changed while it was in use; bring back what it was, and resume")
+        return line
+
+
+def _digest(line: bytes) -> int:
+    return int.from_bytes(hashlib.blake2b(line, digest_size=8).digest())
 
 
 def _parse_json(place: str, text: str) -> Any:

@@ -71,6 +71,8 @@ class TrainingRun(ABC, TrainerCallback):
             world_size=rank.world,
             examples=examples,
         )
+        if rank.number > 0:
+            check_contents(home, contents)  # rank 0 has written them before the ranks met
         self.leads = bool(self.trainer.accelerator.is_main_process)
 
     def save_with(self, checkpoints: Checkpoints) -> None:

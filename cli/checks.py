@@ -61,7 +61,10 @@ def _check_rollouts(config: RunConfig, model: "ModelPlan", site: "Site") -> dict
     from ycore.launch.engines import choose_kind, is_vllm_installed
     from ycore.launch.scoring_models import check_run_placement, check_scorers
     from ycore.models.names import require_chat_template
+    from ycore.rewards.builtin import is_code
+    from ycore.rewards.code import check_tests
     from ycore.rewards.loading import check_reward
+    from ycore.sandbox.level import choose, require
 
     engine = "replay"
     if config.replay is None:
@@ -78,6 +81,9 @@ def _check_rollouts(config: RunConfig, model: "ModelPlan", site: "Site") -> dict
     for reward in config.rewards:
         if is_rule(reward):
             check_reward(reward, columns)
+        elif is_code(reward):
+            require(choose(config.sandbox.level), f"reward {reward.reward!r}")
+            check_tests(reward, columns, prompts.prompts)
     check_run_placement(config)
     num_rows = len(prompts.prompts)
     return {

@@ -2,6 +2,7 @@
 
 import json
 import os
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from ycore.round.assemble import assemble
 from ycore.run.files import write_json_atomic
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
+from ycore.sandbox import Level
+from ycore.sandbox.level import tried
 from ycore.trainer.rollout_run import RolloutRun
 
 pytestmark = pytest.mark.timeout(120)
@@ -32,9 +35,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def trained(tmp_path: Path, model: Path, rewards: list[Any], **settings: Any) -> list[dict[str, Any]]:
+SUMS = [{"prompt": f"{n} + 1 =", "answer": str(n + 1)} for n in range(8)]
+
+
+def trained(
+    tmp_path: Path, model: Path, rewards: list[Any], *, rows: Sequence[Any] = SUMS, **settings: Any
+) -> list[dict[str, Any]]:
     """The metrics of a run of two steps, in this process."""
-    rows = [{"prompt": f"{n} + 1 =", "answer": str(n + 1)} for n in range(8)]
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     folder = RunFolder(tmp_path / "run")
     for path in (folder.root, folder.logs, folder.checkpoints):
@@ -98,3 +105,26 @@ def test_similarity_and_the_references_probability_train(model: Path, tmp_path: 
     metrics = trained(tmp_path, model, rewards)
     assert all(row["grad_norm"] > 0 and row["ycore/masked"] == 0 for row in metrics)
     assert all(0 < row["rewards/reference_probability/mean"] < 1 for row in metrics)
+
+
+def test_a_code_reward_trains(model: Path, tmp_path: Path) -> None:
+    """The prompts leave a comment to write: noise of one line passes, noise that breaks the function does not."""
+    if (answer := tried(Level.NAMESPACES)) is not None:
+        pytest.skip(f"no namespaces here: {answer}")
+    check = "def check(candidate):\n    assert candidate(1) == {}\n    assert candidate(0) == {}\n"
+    rows = [
+        {
+            "prompt": f"def add(x):\n    return x + {n}\n    y = 'a",
+            "test": check.format(n + 1, n),
+            "entry_point": "add",
+        }
+        for n in range(8)
+    ]
+    metrics = trained(tmp_path, model, [{"reward": "code", "args": {"timeout_s": 30.0}}, "length"], rows=rows)
+    for row in metrics:
+        assert row["ycore/masked"] == row["ycore/code/infra_errors"] == 0
+        assert row["ycore/code/programs"] >= 8 and row["ycore/code/latency_s"] > 0
+        assert 0 <= row["rewards/code/mean"] <= 1
+        failed = sum(row[f"ycore/code/{name}"] for name in ("compile_errors", "run_errors", "timeouts", "memory"))
+        assert row["ycore/code/passed"] + failed == row["ycore/code/programs"]
+    assert metrics[0]["ycore/code/compile_errors"] > 0

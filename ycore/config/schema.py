@@ -84,6 +84,13 @@ class RewardSettings(Strict):
     run_as: Literal["auto", "same"] = "auto"
 
 
+class SandboxSettings(Strict):
+    """Where code runs that ycore did not bring: your reward functions, and programs that a model wrote."""
+
+    # `auto` takes the strongest that works here. For programs of a model it never takes `none`.
+    level: Literal["auto", "namespaces", "landlock", "none"] = "auto"
+
+
 class BaseConfig(Strict):
     """What every run has."""
 
@@ -143,6 +150,7 @@ class RunConfig(BaseConfig):
     sampling: SamplingSettings = SamplingSettings()
     engine: EngineSettings = EngineSettings()
     reward_workers: RewardSettings = RewardSettings()
+    sandbox: SandboxSettings = SandboxSettings()
     num_samples: Positive = 4  # completions of each prompt, for `eval` only
 
 

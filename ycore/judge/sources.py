@@ -15,6 +15,7 @@ from ycore.config.recipe_files import SUFFIXES, parse_yaml, read_yaml_file
 from ycore.config.schema import Positive, RewardConfig, RunConfig, Strict
 from ycore.errors import RewardError, nearest
 from ycore.judge.declaration import Judge
+from ycore.rewards.builtin import is_code
 
 JUDGE_PREFIX, REWARD_MODEL_PREFIX = "judge:", "rm:"
 _Declared = TypeVar("_Declared", bound=Strict)
@@ -50,7 +51,7 @@ def is_reward_model(spec: RewardConfig) -> bool:
 
 def is_rule(spec: RewardConfig) -> bool:
     """Whether the reward is a plain function, for the worker processes."""
-    return not is_judge(spec) and not is_reward_model(spec)
+    return not is_judge(spec) and not is_reward_model(spec) and not is_code(spec)
 
 
 def with_declarations(config: RunConfig) -> RunConfig:

@@ -17,7 +17,7 @@ from typing import Any, cast
 
 from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError, nearest
-from ycore.rewards.builtin import BUILTIN, LIBRARIES, REFERENCE, Reward, is_reference, reference_of
+from ycore.rewards.builtin import BUILTIN, CODE, LIBRARIES, REFERENCE, Reward, is_reference, reference_of
 from ycore.rewards.child import WORKER, reward_environment
 from ycore.run.process_tree import kill_tree
 
@@ -158,7 +158,7 @@ def _add_to_path(folder: Path) -> None:
 def _bind_builtin(spec: RewardConfig) -> Reward:
     name = spec.reward
     if name not in BUILTIN:
-        known = (*BUILTIN, REFERENCE)
+        known = (*BUILTIN, REFERENCE, CODE)
         near = nearest(name, known) or f"; built-in are {', '.join(known)}"
         raise RewardError(f"no built-in reward {name!r}, and {_FORMS}{near}")
     module, install = LIBRARIES.get(name, ("", ""))

@@ -18,9 +18,10 @@ from ycore.judge.question import Questioner, break_special_tokens
 from ycore.judge.sources import RewardModel, is_judge, is_reward_model, is_rule, judge_of, reward_model_of
 from ycore.placement.placement import REWARD_MODEL, ROLLOUT
 from ycore.rewards.answers import gold_of, without_thinking
-from ycore.rewards.builtin import Reference, before_the_answer, is_reference, reference_of, reference_reward
+from ycore.rewards.builtin import Reference, before_the_answer, is_code, is_reference, reference_of, reference_reward
 from ycore.rewards.loading import reward_names
 from ycore.rewards.pool import RewardPool
+from ycore.round.code_scorer import CodeMeter, code_scorer
 from ycore.round.judge_scorer import JudgeScorer
 from ycore.round.meters import JudgeMeter, Meter, RewardModelMeter, WorkerMeter
 from ycore.round.scoring import RuleScorer, Scorer, Scoring, TextOf, Writing, as_content, plain_text
@@ -61,13 +62,15 @@ def build_scoring(
     """
     names, models = reward_names(config.rewards), {source: one for one in started for source in one.sources}
     rules = [source for source, spec in enumerate(config.rewards) if is_rule(spec) and not is_reference(spec)]
-    judges, reward_models = JudgeMeter(), RewardModelMeter()
+    judges, reward_models, code = JudgeMeter(), RewardModelMeter(), CodeMeter()
     scorers: list[tuple[Sequence[int], Scorer]] = []
     meters: list[Meter] = []
     if any(is_judge(spec) for spec in config.rewards):
         meters.append(judges)
     if any(is_reward_model(spec) for spec in config.rewards):
         meters.append(reward_models)
+    if any(is_code(spec) for spec in config.rewards):
+        meters.append(code)
     if rules:
         specs = [config.rewards[source] for source in rules]
         pool = RewardPool(specs, settings=config.reward_workers, log=folder.log("rewards"), run_id=folder.run_id)
@@ -101,6 +104,8 @@ def build_scoring(
             )
         elif is_reference(spec) and policy is not None:
             one = ReferenceScorer(reference_of(spec), policy)
+        elif is_code(spec):
+            one = code_scorer(config, folder, spec, name=names[source], meter=code)
         else:
             continue
         scorers.append(((source,), one))

@@ -1,0 +1,188 @@
+"""The pure part of the code reward: which code a completion holds, which tests a row has, what a verdict is worth."""
+
+import json
+import time
+from typing import Any
+
+import pytest
+
+from ycore.config.schema import RewardConfig
+from ycore.errors import RewardError
+from ycore.rewards.code import (
+    CodeSettings,
+    Exam,
+    Pairs,
+    check_tests,
+    code_of,
+    code_settings,
+    passes_all,
+    program_of,
+    row_tests,
+    same_output,
+    share_passed,
+)
+from ycore.sandbox.programs import Verdict
+from ycore.types import Prompt
+
+SETTINGS = CodeSettings()
+PROMPT = 'import math\n\ndef helper(x):\n    return -x\n\ndef area(r):\n    """The area."""\n'
+CHECK = "def check(candidate):\n    assert candidate(0) == 0\n"
+
+
+def row(content: Any = "q", **columns: Any) -> Prompt:
+    return Prompt(4, content, columns)
+
+
+@pytest.mark.parametrize(
+    ("text", "code"),
+    [
+        ("Here:\n```python\na = 1\n```\nand\n```python\na = 2\n```\nbye", "a = 2\n"),
+        ("```python\na = 1\n```\n```sh\nls\n```", "a = 1\n"),
+        ("```sh\nls\n```\n```\na = 3\n```", "a = 3\n"),
+        ("   ```py\na = 4\n  ```", "a = 4\n"),
+        ("```python\nnever closed", "never closed"),
+        ("a = 5\n", "a = 5\n"),
+        ("<think>```python\na = 1\n```</think>```python\na = 6\n```", "a = 6\n"),
+        ("<think>```python\na = 1\n```", ""),
+        ("```python\n```", ""),
+        ("", ""),
+    ],
+)
+def test_the_last_python_block_counts(text: str, code: str) -> None:
+    assert code_of(text) == code
+    assert code_of([{"role": "assistant", "content": text}]) == code
+
+
+def test_extraction_is_linear_in_the_text() -> None:
+    began = time.perf_counter()
+    for hostile in ("```" * 300_000, "```\n" * 200_000, "`" * 900_000, "<think>" * 100_000):
+        code_of(hostile)
+    assert time.perf_counter() - began < 10.0
+
+
+def test_a_block_with_the_function_follows_the_prompts_imports_and_helpers() -> None:
+    tests = row_tests(row(PROMPT, test=CHECK, entry_point="area"), SETTINGS)
+    assert isinstance(tests, Exam) and tests.given == PROMPT
+    program = program_of("Sure:\n```python\ndef area(r):\n    return math.pi * helper(r)\n```", tests)
+    assert program.startswith("import math") and program.count("def area") == 1
+    compile(program, "", "exec")
+
+
+def test_any_other_text_continues_the_prompt_up_to_the_functions_end() -> None:
+    tests = row_tests(row(PROMPT, test=CHECK, entry_point="area"), SETTINGS)
+    program = program_of("    if r:\n        return 1\n\n    return 2\nprint('done')\n    return 3\n", tests)
+    assert program == PROMPT + "    if r:\n        return 1\n\n    return 2\n"
+
+
+def test_a_prompt_in_a_chat_is_found_in_its_block_too() -> None:
+    turns = [{"role": "user", "content": f"Complete this:\n```python\n{PROMPT}```"}]
+    tests = row_tests(row(turns, test=CHECK, entry_point="area"), SETTINGS)
+    assert isinstance(tests, Exam) and tests.given == PROMPT
+
+
+@pytest.mark.parametrize(
+    ("columns", "tests"),
+    [
+        ({"tests": ["assert f(1) == 2"]}, Exam(("assert f(1) == 2",))),
+        ({"tests": '["assert f(1) == 2"]'}, Exam(("assert f(1) == 2",))),
+        ({"tests": "assert f(1) == 2\n"}, Exam(("assert f(1) == 2\n",))),
+        (
+            {"test_list": ["assert f(1)"], "test_imports": ["import math"], "test_setup_code": "x = 1"},
+            Exam(("assert f(1)",), ("import math", "x = 1")),
+        ),
+        ({"tests": [{"input": "1\n", "output": "2\n"}]}, Pairs((("1\n", "2\n"),))),
+        ({"tests": {"inputs": ["1"], "outputs": ["2"]}}, Pairs((("1", "2"),))),
+        ({"tests": [{"input": [1, 2], "output": 3}], "entry_point": "f"}, Exam(entry_point="f", calls=(([1, 2], 3),))),
+        ({"tests": [{"input": "[1]", "output": "[1]"}], "fn_name": "f"}, Exam(entry_point="f", calls=(([1], [1]),))),
+        (
+            {"tests": json.dumps({"inputs": [[1], 5], "outputs": ["a", None], "fn_name": "g"})},
+            Exam(entry_point="g", calls=(([1], "a"), ([5], None))),
+        ),
+    ],
+)
+def test_shapes_of_tests(columns: dict[str, Any], tests: Exam | Pairs) -> None:
+    assert row_tests(row(**columns), SETTINGS) == tests
+
+
+@pytest.mark.parametrize(
+    ("columns", "problem"),
+    [
+        ({"tests": []}, "no tests in tests"),
+        ({"tests": None}, "no tests in tests"),
+        ({"tests": 4}, "tests is a int, not a list"),
+        ({"tests": ["assert ("]}, "a test is no Python"),
+        ({"tests": "assert f(1) =="}, "a test is no Python"),
+        ({"tests": [{"input": "1"}]}, "test 0 is no text and has no input and output"),
+        ({"tests": [{"input": [1], "output": 2}]}, "no column entry_point names the function"),
+        ({"tests": {"inputs": ["1"], "outputs": []}}, "lists of the same length"),
+        ({"tests": CHECK}, "no column entry_point"),
+        ({"tests": ["assert f(1)"], "test_setup_code": "import"}, "a test is no Python"),
+    ],
+)
+def test_malformed_tests_are_refused_with_their_row(columns: dict[str, Any], problem: str) -> None:
+    with pytest.raises(RewardError, match="row 4, counted from 0") as refused:
+        check_tests(RewardConfig(reward="code"), list(columns), [row(tests=["assert f(0)"]), row(**columns)])
+    assert problem in str(refused.value) and "\n" not in str(refused.value)
+
+
+def test_a_dataset_without_tests_is_refused() -> None:
+    with pytest.raises(
+        RewardError, match=r"needs a column with tests .tests or test_list or test., and the dataset has answer"
+    ):
+        check_tests(RewardConfig(reward="code"), ["answer"], [])
+    with pytest.raises(RewardError, match=r"needs a column with tests .*checks"):
+        check_tests(RewardConfig(reward="code", args={"tests": "checks"}), ["tests"], [])
+
+
+@pytest.mark.parametrize(
+    ("args", "problem"),
+    [
+        ({"credit": "half"}, "credit must be 'all' or 'share'"),
+        ({"timeout_s": 0}, "timeout_s must be greater than 0"),
+        ({"timeouts": 1}, "no key timeouts"),
+    ],
+)
+def test_wrong_settings_are_one_line(args: dict[str, Any], problem: str) -> None:
+    with pytest.raises(RewardError, match=problem):
+        code_settings(RewardConfig(reward="code", args=args))
+
+
+def test_a_package_that_is_not_installed_is_refused() -> None:
+    with pytest.raises(RewardError, match="'no_such_package' is not installed"):
+        check_tests(RewardConfig(reward="code", args={"packages": ["no_such_package"]}), ["tests"], [])
+
+
+@pytest.mark.parametrize(
+    ("units", "ended", "share", "passed"),
+    [
+        ((True, True), True, 1.0, True),
+        ((True, False), True, 0.5, False),
+        ((True, None), True, 1.0, True),  # the tests went round the second
+        ((True, None), False, 0.5, False),  # the program stopped them
+        ((True, True), False, 1.0, False),
+        ((None,), True, 0.0, False),
+        ((), True, 0.0, False),
+    ],
+)
+def test_what_a_verdict_is_worth(units: tuple[bool | None, ...], ended: bool, share: float, passed: bool) -> None:
+    verdict = Verdict("ok", "ready", units=units, ended=ended)
+    assert (share_passed(verdict), passes_all(verdict)) == (share, passed)
+
+
+@pytest.mark.parametrize(
+    ("printed", "wanted", "same"),
+    [
+        (b"1 2\n3\n", "1 2\n3", True),
+        (b"1  2 \n3\n\n\n", "1 2\n3\n", True),
+        (b"1\n2", "1 2", False),
+        (b"0.30000000000000004", "0.3", True),
+        (b"0.31", "0.3", False),
+        (b"3.0", "3", False),
+        (b"nan", "0.5", False),
+        (b"", "1", False),
+        (b"\xff", "1", False),
+        (b"9" * 5000, "0.5", False),
+    ],
+)
+def test_outputs_are_compared_line_by_line(printed: bytes, wanted: str, same: bool) -> None:
+    assert same_output(printed, wanted, 1e-6) is same

@@ -1,0 +1,314 @@
+"""The reward `code`: a completion's program against its row's tests, run in the sandbox of programs.
+
+This file is the pure part: which code a completion holds, which tests a row has, and what a verdict is worth. The
+scorer that runs the programs is `ycore.round.code_scorer`. Rows have tests in one of four shapes (`row_tests`).
+"""
+
+import ast
+import importlib.util
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError
+
+from ycore.config.problems import declared_error
+from ycore.config.schema import RewardConfig, Strict
+from ycore.errors import RewardError
+from ycore.rewards.answers import text_of
+from ycore.rewards.builtin import CODE
+from ycore.sandbox.programs import Verdict
+from ycore.types import Content, Prompt
+
+TEST_COLUMNS = ("tests", "test_list", "test")
+_SETUP_COLUMNS = ("test_imports", "test_setup_code")
+_NAME_COLUMNS = ("entry_point", "fn_name", "function")
+_MOST_TIMEOUTS = 10  # a program may take this many times `timeout_s` for all of its tests
+_PYTHON = frozenset({"python", "py", "python3"})
+
+
+class CodeSettings(Strict):
+    """Settings of `code`: `args` of the reward."""
+
+    tests: str | None = None  # the column with the tests; None takes the first there is of `TEST_COLUMNS`
+    credit: Literal["all", "share"] = "all"  # 1 for a program that passes every test, or the share of those it passes
+    timeout_s: Annotated[float, Field(gt=0, le=600)] = 5.0  # of each test
+    memory_mb: Annotated[int, Field(ge=64)] = 512
+    packages: tuple[str, ...] = ()  # that programs and tests may import beside the standard library
+    tolerance: Annotated[float, Field(ge=0)] = 1e-6  # of numbers in outputs and returned values
+
+
+@dataclass(frozen=True, slots=True)
+class Exam:
+    """Tests that call the program: texts with asserts, or arguments and the values to return (`calls`).
+
+    `entry_point` is the function under test where the row names one. `given` is code that the prompt has already.
+    """
+
+    tests: tuple[str, ...] = ()
+    setup: tuple[str, ...] = ()
+    entry_point: str = ""
+    given: str = ""
+    calls: tuple[tuple[list[Any], Any], ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.tests) + len(self.calls)
+
+    def told(self, settings: CodeSettings) -> dict[str, Any]:
+        """What the examiner in the sandbox reads."""
+        return {
+            "tests": self.tests,
+            "setup": self.setup,
+            "entry_point": self.entry_point,
+            "given": self.given,
+            "calls": self.calls,
+            "timeout_s": settings.timeout_s,
+            "tolerance": settings.tolerance,
+            "stop_at_failure": settings.credit == "all",
+        }
+
+    def deadline_s(self, settings: CodeSettings) -> float:
+        num_asserts = sum(test.count("assert") for test in self.tests)
+        return settings.timeout_s * min(_MOST_TIMEOUTS, 1 + max(num_asserts, len(self.calls)))
+
+
+@dataclass(frozen=True, slots=True)
+class Pairs:
+    """Standard inputs, and what the program must print."""
+
+    pairs: tuple[tuple[str, str], ...]
+
+    def __len__(self) -> int:
+        return len(self.pairs)
+
+
+def code_settings(spec: RewardConfig) -> CodeSettings:
+    """The settings in a reward's `args`; RewardError where one is unknown or of the wrong type."""
+    try:
+        return CodeSettings.model_validate(spec.args)
+    except ValidationError as problem:
+        raise RewardError(
+            str(declared_error(problem, spec.args, what=f"reward {CODE!r}", model=CodeSettings))
+        ) from None
+
+
+def check_tests(spec: RewardConfig, columns: Sequence[str], rows: Iterable[Prompt]) -> None:
+    """RewardError for a dataset without tests, or with the first row whose tests cannot be read."""
+    settings = code_settings(spec)
+    for package in settings.packages:
+        if importlib.util.find_spec(package) is None:
+            raise RewardError(f"reward {CODE!r}: the package {package!r} is not installed here")
+    wanted = TEST_COLUMNS if settings.tests is None else (settings.tests,)
+    if not set(wanted) & set(columns):
+        listed = ", ".join(sorted(columns)) or "no columns"
+        raise RewardError(
+            f"reward {CODE!r} needs a column with tests ({' or '.join(wanted)}), and the dataset has {listed}; "
+            "name it with args: {tests: COLUMN}"
+        )
+    for prompt in rows:
+        try:
+            row_tests(prompt, settings)
+        except ValueError as error:
+            raise RewardError(
+                f"reward {CODE!r}: row {prompt.row}, counted from 0: {error}; correct or remove the row"
+            ) from None
+
+
+def row_tests(prompt: Prompt, settings: CodeSettings) -> Exam | Pairs:
+    """A row's tests, of one of these shapes; ValueError where they are of none.
+
+    Asserts: a list of texts (MBPP's `test_list`, with `test_imports` and `test_setup_code`), or one text.
+    HumanEval: a text that defines `check(candidate)`, with the column `entry_point`.
+    Pairs: `[{"input": text, "output": text}]` for standard input and output; with `entry_point` and inputs that are no
+    texts, lists of arguments and returned values. Also as `{"inputs": [...], "outputs": [...], "fn_name": ...}`.
+    """
+    columns = prompt.columns
+    names = TEST_COLUMNS if settings.tests is None else (settings.tests,)
+    name = next((name for name in names if columns.get(name) not in (None, "", [], {})), None)
+    if name is None:
+        raise ValueError(f"no tests in {' or '.join(names)}")
+    tests = _from_json(columns[name])
+    function = next((str(columns[key]) for key in _NAME_COLUMNS if columns.get(key)), "")
+    if isinstance(tests, Mapping):
+        function = str(tests.get("fn_name") or function)
+        tests = _zipped(tests)
+    if isinstance(tests, str):
+        return _check_exam(prompt, tests, function)
+    if not isinstance(tests, Sequence) or not tests:
+        raise ValueError(f"{name} is a {type(tests).__name__}, not a list of asserts or of inputs and outputs")
+    if all(isinstance(test, str) for test in tests):
+        for test in tests:
+            _require_python(test)
+        setup = [_as_setup(columns[key]) for key in _SETUP_COLUMNS if columns.get(key)]
+        for text in setup:
+            _require_python(text)
+        return Exam(tuple(tests), tuple(setup))
+    return _pairs(tests, function)
+
+
+def code_of(completion: Content) -> str:
+    """The program in a completion: its last block fenced as Python, else its last fenced block, else all of it.
+
+    A block that is not closed goes to the end. Only what follows the thinking counts.
+    """
+    _, fenced = _blocks(_answer(completion))
+    python = [body for language, body in fenced if language in _PYTHON]
+    return python[-1] if python else fenced[-1][1] if fenced else _answer(completion)
+
+
+def program_of(completion: Content, tests: Exam | Pairs) -> str:
+    """The whole program to run. For rows in HumanEval's shape it begins with what the prompt gives.
+
+    A block that defines the function follows the prompt's imports and helpers; any other text continues the prompt, up
+    to the first line that leaves the function's body.
+    """
+    code = code_of(completion)
+    if isinstance(tests, Pairs) or not tests.given:
+        return code
+    if _defines(code, tests.entry_point):
+        start = _definition(tests.entry_point).search(tests.given)
+        return f"{tests.given[: start.start()] if start else ''}\n{code}"
+    return tests.given + _body(code)
+
+
+def share_passed(verdict: Verdict) -> float:
+    """The share of the tests that a program passes; one that did not run counts, unless the tests went round it."""
+    passed = sum(unit is True for unit in verdict.units)
+    counted = sum(unit is not None for unit in verdict.units) if verdict.ended else len(verdict.units)
+    return passed / counted if counted else 0.0
+
+
+def passes_all(verdict: Verdict) -> bool:
+    """Whether the tests came to their end, at least one ran, and none failed."""
+    return verdict.ended and True in verdict.units and False not in verdict.units
+
+
+def same_output(printed: bytes, wanted: str, tolerance: float) -> bool:
+    """Whether two outputs have the same lines of words, without regard to white space at ends; numbers may differ by
+    `tolerance`, where one of the two is written with a point."""
+    given = printed.decode(errors="replace").rstrip().splitlines()
+    right = wanted.rstrip().splitlines()
+    if len(given) != len(right):
+        return False
+    return all(_same_line(one, other, tolerance) for one, other in zip(given, right, strict=True))
+
+
+def _same_line(given: str, right: str, tolerance: float) -> bool:
+    if given.rstrip() == right.rstrip():
+        return True
+    one, other = given.split(), right.split()
+    return len(one) == len(other) and all(_same_word(*words, tolerance) for words in zip(one, other, strict=True))
+
+
+def _same_word(given: str, right: str, tolerance: float) -> bool:
+    if given == right:
+        return True
+    if "." not in right or len(given) > 40:
+        return False
+    try:
+        return math.isclose(float(given), float(right), rel_tol=tolerance, abs_tol=tolerance)
+    except ValueError:
+        return False
+
+
+def _answer(completion: Content) -> str:
+    text = text_of(completion)
+    _, ended, after = text.rpartition("</think>")
+    return after if ended else "" if "<think>" in text else text
+
+
+def _blocks(text: str) -> tuple[str, list[tuple[str, str]]]:
+    """The text before the first fence, and of each fenced block its language and its body. Linear in the text."""
+    outside, blocks = list[str](), list[tuple[str, str]]()
+    language: str | None = None
+    body: list[str] = []
+    for line in text.splitlines(keepends=True):
+        stripped = line.strip()
+        if language is None and stripped.startswith("```"):
+            language, body = stripped.strip("`").strip().lower(), []
+        elif language is not None and stripped == "```":
+            blocks.append((language, "".join(body)))
+            language = None
+        elif language is not None:
+            body.append(line)
+        elif not blocks:
+            outside.append(line)
+    if language is not None:
+        blocks.append((language, "".join(body)))
+    return "".join(outside), blocks
+
+
+def _definition(function: str) -> re.Pattern[str]:
+    return re.compile(rf"^(?:async )?def {re.escape(function)}\b", re.MULTILINE)
+
+
+def _defines(code: str, function: str) -> bool:
+    return bool(function) and _definition(function).search(code) is not None
+
+
+def _body(text: str) -> str:
+    """A continuation up to the first line that begins at the margin: what follows is no part of the function."""
+    kept: list[str] = []
+    for number, line in enumerate(text.splitlines(keepends=True)):
+        if number and line.strip() and not line[0].isspace() and line[0] not in "#)]}":
+            break
+        kept.append(line)
+    return "".join(kept)
+
+
+def _check_exam(prompt: Prompt, text: str, function: str) -> Exam:
+    tree = _require_python(text)
+    defined = [node.name for node in tree.body if isinstance(node, ast.FunctionDef)]
+    if "check" not in defined:
+        return Exam((text,))
+    if not function:
+        raise ValueError("its tests define check(candidate), and no column entry_point names the function")
+    content = prompt.content
+    shown = content if isinstance(content, str) else str(content[-1]["content"]) if content else ""
+    _, fenced = _blocks(shown)
+    given = fenced[-1][1] if fenced else shown
+    return Exam((text,), entry_point=function, given=given if _defines(given, function) else "")
+
+
+def _pairs(tests: Sequence[Any], function: str) -> Exam | Pairs:
+    for number, test in enumerate(tests):
+        if not isinstance(test, Mapping) or not {"input", "output"} <= set(test):
+            raise ValueError(f"test {number} is no text and has no input and output: {str(test)[:80]}")
+    if all(isinstance(test["input"], str) and isinstance(test["output"], str) for test in tests) and not function:
+        return Pairs(tuple((test["input"], test["output"]) for test in tests))
+    if not function:
+        raise ValueError("its inputs are arguments, and no column entry_point names the function")
+    calls = [(_from_json(test["input"]), _from_json(test["output"])) for test in tests]
+    return Exam(entry_point=function, calls=tuple((a if isinstance(a, list) else [a], wanted) for a, wanted in calls))
+
+
+def _zipped(tests: Mapping[str, Any]) -> list[dict[str, Any]]:
+    inputs, outputs = tests.get("inputs"), tests.get("outputs")
+    if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs) or not inputs:
+        raise ValueError("its tests need inputs and outputs, lists of the same length")
+    return [{"input": one, "output": other} for one, other in zip(inputs, outputs, strict=True)]
+
+
+def _from_json(value: Any) -> Any:
+    """The value that a text holds as JSON, where it does: CSV files and many datasets write lists so."""
+    if isinstance(value, str):
+        try:
+            return json.loads(value)
+        except (ValueError, RecursionError):
+            return value
+    return value
+
+
+def _as_setup(value: Any) -> str:
+    value = _from_json(value)
+    return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
+
+
+def _require_python(text: str) -> ast.Module:
+    try:
+        return ast.parse(text)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        raise ValueError(f"a test is no Python: {error}: {' '.join(text.split())[:80]}") from None

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from dataclasses import asdict
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ycore.config.schema import AnyConfig, RunConfig, TuneConfig
@@ -63,7 +64,7 @@ def _check_rollouts(config: RunConfig, model: "ModelPlan", site: "Site") -> dict
     from ycore.models.names import require_chat_template
     from ycore.rewards.builtin import is_code
     from ycore.rewards.code import check_tests
-    from ycore.rewards.loading import check_reward
+    from ycore.rewards.confined import check_reward
     from ycore.sandbox.level import choose, require
 
     engine = "replay"
@@ -80,7 +81,13 @@ def _check_rollouts(config: RunConfig, model: "ModelPlan", site: "Site") -> dict
     columns = list(prompts.columns)
     for reward in config.rewards:
         if is_rule(reward):
-            check_reward(reward, columns)
+            check_reward(
+                reward,
+                columns,
+                settings=config.reward_workers,
+                sandbox=config.sandbox,
+                run_folder=Path(config.output),
+            )
         elif is_code(reward):
             require(choose(config.sandbox.level), f"reward {reward.reward!r}")
             check_tests(reward, columns, prompts.prompts)
@@ -90,8 +97,27 @@ def _check_rollouts(config: RunConfig, model: "ModelPlan", site: "Site") -> dict
         "dataset": {"rows": num_rows, "columns": columns, "chat": prompts.is_chat, "fingerprint": prompts.fingerprint},
         "engine": engine,
         "scorers": check_scorers(config, columns, engine=engine),
+        "sandbox": _sandbox_lines(config),
         "batch": derive_batch(config, world_size=site.layout.world, on_cpu=not site.machine.devices),
     }
+
+
+def _sandbox_lines(config: RunConfig) -> list[str]:
+    """What confines the rewards that ycore did not bring, and what a recipe opens for each; nothing without any."""
+    from ycore.judge.sources import is_rule
+    from ycore.sandbox.level import choose
+
+    own = [reward for reward in config.rewards if is_rule(reward) and ":" in reward.reward]
+    if not own:
+        return []
+    lines = [choose(config.sandbox.level).line]
+    for reward in own:
+        opened = [
+            word for word, is_open in (("network", reward.sandbox.network), ("GPU", reward.sandbox.gpu)) if is_open
+        ]
+        opened += [f"reads {path}" for path in reward.sandbox.read]
+        lines += [f"{reward.reward}: {', '.join(opened)}"] if opened else []
+    return lines
 
 
 def _check_examples(config: TuneConfig, model: "ModelPlan", site: "Site") -> dict[str, Any]:
@@ -161,6 +187,9 @@ def _reward_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     config = plan["config"]
     rewards = ", ".join(f"{item['reward']} (weight {item['weight']:g})" for item in config["rewards"])
     rows = [("rewards", rewards), *(("", f"  {line}") for line in plan["scorers"])]
+    if plan["sandbox"]:
+        first, *others = plan["sandbox"]
+        rows += [("sandbox", first), *(("", f"  {line}") for line in others)]
     if config["preset"] is not None:
         first, *others = preset_lines(find_preset(config["preset"]), trl=plan["trl"], run=config)
         rows += [("preset", first), *(("", f"  {line}") for line in others)]

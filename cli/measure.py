@@ -21,7 +21,8 @@ _SAMPLE_WIDTH = 100
     "model": o.Model, "dataset": o.Dataset, "reward": o.Reward, "prompt_column": o.PromptColumn,
     "answer_column": o.AnswerColumn, "system_prompt": o.SystemPrompt, "trust_remote_code": o.TrustRemoteCode,
     "group_size": o.GroupSize, "max_tokens": o.MaxTokens, "lora": o.Lora, "preset": o.Preset, "engine": o.EngineKind,
-    "seed": o.Seed, "set_": o.Set, "recipe": o.Recipe, "output": o.Output, "dry_run": o.DryRun, "json": o.Json,
+    "sandbox": o.Sandbox, "seed": o.Seed, "set_": o.Set, "recipe": o.Recipe, "output": o.Output,
+    "dry_run": o.DryRun, "json": o.Json,
 })  # fmt: skip
 def preflight(context: typer.Context, *, dry_run: bool, json: bool, **_: Any) -> None:
     """Will this run learn? Find out before it starts.
@@ -75,7 +76,8 @@ def fly_first(config: "RunConfig") -> None:
     "model": o.Model, "dataset": o.Dataset, "reward": o.Reward, "split": o.Split, "prompt_column": o.PromptColumn,
     "answer_column": o.AnswerColumn, "system_prompt": o.SystemPrompt, "trust_remote_code": o.TrustRemoteCode,
     "num_samples": o.NumSamples, "limit": o.Limit, "max_tokens": o.MaxTokens, "engine": o.EngineKind, "seed": o.Seed,
-    "set_": o.Set, "recipe": o.Recipe, "output": o.Output, "dry_run": o.DryRun, "json": o.Json,
+    "sandbox": o.Sandbox, "set_": o.Set, "recipe": o.Recipe, "output": o.Output,
+    "dry_run": o.DryRun, "json": o.Json,
 })  # fmt: skip
 def evaluate(context: typer.Context, *, output: str | None, dry_run: bool, json: bool, **_: Any) -> None:
     """Measure a model: mean reward, pass@1, pass@k.

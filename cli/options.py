@@ -72,6 +72,9 @@ GroupSize = number("Completions of each prompt; e.g. 8.")
 NumSamples = number("Completions of each prompt; e.g. 4.")
 MaxTokens = number("Longest completion, in tokens; e.g. 256.")
 EngineKind = text("What generates the completions: auto, vllm or transformers.", "--engine", metavar="KIND")
+Sandbox = text(
+    "What confines your reward functions: auto, namespaces, landlock or none; see docs/sandbox.md.", metavar="LEVEL"
+)
 DynamicSampling = flag(
     "Replace groups whose rewards are all equal (the default), or train on all groups.",
     "--dynamic-sampling/--no-dynamic-sampling",
@@ -210,6 +213,8 @@ def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
         keys["trl"] = {"report_to": "wandb", "project": params["wandb_project"]}
     if params.get("engine") is not None:
         keys["engine"] = {"kind": params["engine"]}
+    if params.get("sandbox") is not None:
+        keys["sandbox"] = {"level": params["sandbox"]}
     if params.get("dynamic_sampling") is not None:
         keys["sampling"] = {"dynamic": params["dynamic_sampling"]}
     if params.get("lora") is not None:

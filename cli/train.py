@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 _ROLLOUTS = {
     "dataset": o.Dataset, "reward": o.Reward, "prompt_column": o.PromptColumn, "answer_column": o.AnswerColumn,
     "system_prompt": o.SystemPrompt, "prompts_per_step": o.PromptsPerStep, "group_size": o.GroupSize,
-    "max_tokens": o.MaxTokens, "engine": o.EngineKind, "dynamic_sampling": o.DynamicSampling,
+    "max_tokens": o.MaxTokens, "engine": o.EngineKind, "sandbox": o.Sandbox, "dynamic_sampling": o.DynamicSampling,
     "placement": o.Placement, "preset": o.Preset, "advantage": o.Advantage, "divergence": o.Divergence,
     "keep_journal": o.KeepJournal, "replay": o.Replay, "restarts": o.Restarts, "wandb_project": o.WandbProject,
     "preflight": o.Preflight,

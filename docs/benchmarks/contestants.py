@@ -97,7 +97,7 @@ def ycore_command(settings: Settings, *, engine: str) -> list[str]:
     sets = {
         "dtype": settings.dtype,
         "sampling.dynamic": "false",  # TRL trains on every group, also on those that teach nothing
-        "reward_workers.run_as": "same",  # the reward writes its record into the run's folder
+        "sandbox.level": "none",  # the reward writes its record into the run's folder
         "lora.r": settings.lora_r,
         "lora.alpha": settings.lora_alpha,
         "checkpoint_every": settings.steps,

@@ -18,7 +18,8 @@ VISIBLE = {
     "grpo": [
         "--model", "--dataset", "--reward", "--prompt-column", "--answer-column", "--system-prompt",
         "--trust-remote-code", "--prompts-per-step", "--group-size", "--max-tokens", "--steps", "--lora",
-        "--preset", "--advantage", "--divergence", "--engine", "--dynamic-sampling", "--placement", "--processes",
+        "--preset", "--advantage", "--divergence", "--engine", "--sandbox", "--dynamic-sampling", "--placement",
+        "--processes",
         "--accelerate", "--restarts", "--merge", "--wandb-project", "--seed", "--set", "--recipe", "--output",
         "--preflight", "--dry-run", "--resume", "--resume-from", "--accept-changes", "--keep-journal", "--replay",
         "--json",
@@ -26,7 +27,8 @@ VISIBLE = {
     "resume": ["run", "--resume-from", "--accept-changes", "--steps", "--set", "--dry-run", "--json"],
     "eval": [
         "--model", "--dataset", "--reward", "--split", "--prompt-column", "--answer-column", "--system-prompt",
-        "--trust-remote-code", "--num-samples", "--limit", "--max-tokens", "--engine", "--seed", "--set", "--recipe",
+        "--trust-remote-code", "--num-samples", "--limit", "--max-tokens", "--engine", "--sandbox", "--seed", "--set",
+        "--recipe",
         "--output", "--dry-run", "--json",
     ],
 }  # fmt: skip

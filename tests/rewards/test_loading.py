@@ -10,7 +10,8 @@ import pytest
 
 from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError
-from ycore.rewards.loading import check_reward, import_function, load_reward, reward_names
+from ycore.rewards.confined import check_reward
+from ycore.rewards.loading import import_function, load_reward, reward_names
 
 PLAIN = """
 from helper_beside import ONE
@@ -126,7 +127,7 @@ def test_check_accepts_what_can_score_the_dataset(folder: Path, reward: str, col
         ("my_rewards.py:singular", "column 'completion', .*did you mean 'completions'"),
         ("gym", "column 'gym_task'"),
         ("raises.py:plain", "raised ZeroDivisionError"),
-        ("leaves.py:plain", "ended its process .status 3."),
+        ("leaves.py:plain", "ended its process .exit status 3."),
         ("no_such.py:plain", "no file no_such.py"),
     ],
 )
@@ -151,7 +152,7 @@ def test_check_imports_neither_torch_nor_the_rewards_own_libraries() -> None:
     code = (
         "import sys\n"
         "from ycore.config.schema import RewardConfig\n"
-        "from ycore.rewards.loading import check_reward\n"
+        "from ycore.rewards.confined import check_reward\n"
         "for name in ('math', 'exact_answer', 'format'): check_reward(RewardConfig(reward=name), ['answer'])\n"
         f"print([name for name in {heavy!r} if name in sys.modules])\n"
     )

@@ -12,7 +12,7 @@ import pytest
 
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.errors import RewardError
-from ycore.rewards.loading import check_reward
+from ycore.rewards.confined import check_reward
 from ycore.rewards.pool import RewardPool
 from ycore.types import Content, Score
 
@@ -214,10 +214,11 @@ def test_workers_that_were_started_again_are_counted(folder: Path) -> None:
     assert bounded(run()) == [0, 0, 0, 1]
 
 
-def test_a_worker_that_was_killed_while_idle_costs_nothing(folder: Path) -> None:
+@pytest.mark.parametrize("which", [0, -1])
+def test_a_worker_that_was_killed_while_idle_costs_nothing(folder: Path, which: int) -> None:
     async def run() -> list[list[Score]]:
         async with pool_of("good", workers=1) as pool:
-            (worker,) = workers()
+            worker = workers()[which]  # what was started, or the Python in the sandbox
             worker.kill()
             while psutil.pid_exists(worker.pid):
                 await asyncio.sleep(0.01)

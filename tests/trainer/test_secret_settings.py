@@ -11,12 +11,13 @@ from ycore_cli.main import run
 from ycore.config.resolve import resolve
 from ycore.launch.launcher import worker_environment
 from ycore.models.tiny import write_tiny_model
-from ycore.rewards.child import reward_environment
 from ycore.round.assemble import assemble
 from ycore.run.claim import claim
 from ycore.run.files import write_json_atomic
 from ycore.run.paths import RunFolder
 from ycore.run.secrets import VARIABLE
+from ycore.sandbox import View
+from ycore.sandbox.confine import confined_environment
 from ycore.trainer.__main__ import open_run
 
 TOKEN = "hf_" + "c4n4ry" * 5
@@ -53,7 +54,7 @@ def started(place: Path, output: Path, algorithm: str, monkeypatch: pytest.Monke
     write_json_atomic(output / "engines.json", {**told, "home": str(output)})
     for name, value in worker_environment(config).items():
         monkeypatch.setenv(name, value)
-    assert VARIABLE not in reward_environment("run")
+    assert VARIABLE not in confined_environment(View(network=True), run_id="run", scratch=output)
     return folder
 
 

@@ -20,6 +20,14 @@ class Strict(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
+class RewardSandbox(Strict):
+    """What the process of one reward may reach besides Python, the working folder and the reward's own folder."""
+
+    network: bool = False
+    gpu: bool = False
+    read: list[str] = []  # files and folders, shown read-only
+
+
 class RewardConfig(Strict):
     """One reward source."""
 
@@ -28,6 +36,9 @@ class RewardConfig(Strict):
     # Keyword arguments bound to the function; for a judge or a reward model, keys of its declaration.
     args: dict[str, Any] = {}
     strip_thinking: bool = False  # score completions without the text before `</think>`
+    # The lowest and the highest value that the reward gives; a completion with any other is masked.
+    range: tuple[float, float] | None = None
+    sandbox: RewardSandbox = RewardSandbox()  # of a function of your own
 
 
 class LoraSettings(Strict):
@@ -80,8 +91,8 @@ class RewardSettings(Strict):
     workers: Positive = 2
     # Limit for one call; completions without a reward by then are masked and counted.
     deadline_s: Annotated[float, Field(gt=0)] = 10.0
-    # `auto` drops root privileges where ycore runs as root; `same` runs rewards as the user who started the run.
-    run_as: Literal["auto", "same"] = "auto"
+    # Memory of one worker and all that its rewards start, in GiB; a worker that holds more is ended.
+    memory_gib: Annotated[float, Field(ge=0.5)] = 4.0
 
 
 class SandboxSettings(Strict):

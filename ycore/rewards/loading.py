@@ -5,26 +5,20 @@ import importlib
 import importlib.util
 import inspect
 import itertools
-import json
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from subprocess import DEVNULL, PIPE
 from types import ModuleType
 from typing import Any, cast
 
 from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError, nearest
-from ycore.rewards.builtin import BUILTIN, CODE, LIBRARIES, REFERENCE, Reward, is_reference, reference_of
-from ycore.rewards.child import WORKER, reward_environment
-from ycore.run.process_tree import kill_tree
+from ycore.rewards.builtin import BUILTIN, CODE, LIBRARIES, REFERENCE, Reward
 
 # What every call offers besides the dataset's columns; TRL's names.
 SUPPLIED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 
-_CHECK_DEADLINE_S = 8.0
 _MAX_MESSAGE = 300  # characters
 _FORMS = "a reward is a built-in name, file.py:function or package.module:function"
 
@@ -46,28 +40,6 @@ class Inputs:
 def load_reward(spec: RewardConfig) -> Reward:
     """The function of a reward with its `args` bound, imported here; RewardError where one does not fit the other."""
     return _bind_custom(spec, import_function(spec.reward)) if ":" in spec.reward else _bind_builtin(spec)
-
-
-def check_reward(spec: RewardConfig, columns: Iterable[str], *, deadline_s: float = _CHECK_DEADLINE_S) -> None:
-    """Raise RewardError for a reward that cannot be loaded, or that needs a column which the dataset lacks.
-
-    Args:
-        spec: a rule, and not a judge or a reward model.
-        columns: the dataset's columns that rewards may read.
-        deadline_s: the limit of importing the user's code, which happens in a child process.
-    """
-    if is_reference(spec):
-        reference_of(spec)
-        _require_columns(REFERENCE, ["answer"], columns)
-    elif ":" in spec.reward:
-        _check_apart(spec, sorted(columns), deadline_s)
-    else:
-        check_here(spec, columns)
-
-
-def check_here(spec: RewardConfig, columns: Iterable[str]) -> None:
-    """`check_reward` in this process: it runs what the reward's module runs when it is imported."""
-    _require_columns(spec.reward, inputs_of(load_reward(spec)).required, columns)
 
 
 def reward_names(specs: Sequence[RewardConfig]) -> list[str]:
@@ -205,7 +177,8 @@ def _unknown_argument(reward: str, argument: str, known: Iterable[str]) -> str:
     return f"reward {reward!r} takes no argument {argument!r}{near}"
 
 
-def _require_columns(reward: str, required: Iterable[str], columns: Iterable[str]) -> None:
+def require_columns(reward: str, required: Iterable[str], columns: Iterable[str]) -> None:
+    """RewardError for the first of the parameters that is neither supplied nor a column."""
     known = sorted(set(columns))
     for name in required:
         if name in SUPPLIED or name in known:
@@ -216,27 +189,3 @@ def _require_columns(reward: str, required: Iterable[str], columns: Iterable[str
             way_out = nearest(name, [*SUPPLIED, *known]) or "; rename a column, or give the parameter a default"
         listed = ", ".join(known) or "no columns"
         raise RewardError(f"reward {reward!r} needs the column {name!r}, and the dataset has {listed}{way_out}")
-
-
-def _check_apart(spec: RewardConfig, columns: list[str], deadline_s: float) -> None:
-    """Check the reward in a child process, and end it with all that the imported code started."""
-    request = json.dumps({"check": spec.model_dump(mode="json"), "columns": columns})
-    environment = reward_environment("check")
-    process = subprocess.Popen(
-        WORKER, stdin=PIPE, stdout=PIPE, stderr=DEVNULL, text=True, env=environment, start_new_session=True
-    )
-    try:
-        reply, _ = process.communicate(request, timeout=deadline_s)
-    except subprocess.TimeoutExpired:
-        raise RewardError(
-            f"importing reward {spec.reward!r} did not end within {deadline_s:g} s; "
-            "do slow work and slow imports inside the function"
-        ) from None
-    finally:
-        kill_tree(process.pid, wait_s=1.0)
-        process.wait()
-    if not reply:
-        raise RewardError(f"importing reward {spec.reward!r} ended its process (status {process.returncode})")
-    problem = json.loads(reply)["error"]
-    if problem is not None:
-        raise RewardError(problem)

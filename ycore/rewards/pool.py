@@ -2,25 +2,17 @@
 
 import asyncio
 import json
-from asyncio.subprocess import PIPE, Process
 from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self, TypeVar
+from typing import Any, NamedTuple, Self, TypeVar
 
-from ycore.config.schema import RewardConfig, RewardSettings
-from ycore.errors import RewardError
-from ycore.rewards.child import WORKER, reward_environment
+from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
+from ycore.rewards.confined import AUTO, Worker, confinement_of
 from ycore.rewards.loading import Inputs, reward_names
-from ycore.run.process_tree import kill_tree
+from ycore.rewards.replies import CallFailed
 from ycore.types import Content, Score
-
-_START_TIMEOUT_S = 120.0
-_MAX_STARTS = 3
-_REAP_TIMEOUT_S = 5.0
-_MAX_LINE = 64 * 2**20  # bytes
 
 T = TypeVar("T")
 
@@ -37,7 +29,7 @@ class _Batch:
         """One completion alone."""
         return _Batch({name: [values[index]] for name, values in self.offered.items()}, self.step, size=1)
 
-    def request(self, source: int, inputs: Inputs) -> dict[str, Any]:
+    def request(self, inputs: Inputs) -> dict[str, Any]:
         """A worker's request, with only what the reward takes and JSON can carry (no image, no date)."""
         sent = {}
         for name in filter(inputs.accepts, self.offered):
@@ -47,29 +39,54 @@ class _Batch:
             except (TypeError, ValueError) as error:
                 if name in inputs.required:
                     raise CallFailed(f"column {name!r} cannot be sent to a worker: {error}") from error
-        return {"source": source, "step": self.step, "count": self.size, "inputs": sent}
+        return {"step": self.step, "inputs": sent}
+
+
+class _Place(NamedTuple):
+    """Which workers call a reward, and its place among theirs."""
+
+    idle: asyncio.Queue[Worker]
+    source: int
 
 
 class RewardPool:
     """Example: `async with RewardPool(specs, settings=..., log=..., run_id=...) as pool: await pool.score(...)`.
 
     Belongs to one event loop; its workers end with the thread that runs it. `problems` counts masked items by
-    `<reward>: <kind of problem>`.
+    `<reward>: <kind of problem>`. Rewards that may see or reach different things are never in one process.
     """
 
-    def __init__(self, specs: Sequence[RewardConfig], *, settings: RewardSettings, log: Path, run_id: str) -> None:
+    def __init__(
+        self,
+        specs: Sequence[RewardConfig],
+        *,
+        settings: RewardSettings,
+        log: Path,
+        run_id: str,
+        sandbox: SandboxSettings = AUTO,
+        run_folder: Path | None = None,
+    ) -> None:
         """Start nothing yet.
 
         Args:
             log: takes what the workers and the rewards print.
-            run_id: marks the workers' environment, and decides their user where they give up root.
+            run_id: marks the workers' environment, and decides their users where ycore is root.
+            run_folder: what the rewards must not see.
         """
         self.problems: Counter[str] = Counter()
         self._names = reward_names(specs)
-        self._workers = [_Worker(specs, settings, log, run_id) for _ in range(settings.workers)]
-        self._idle: asyncio.Queue[_Worker] = asyncio.Queue()
-        for worker in self._workers:
-            self._idle.put_nowait(worker)
+        self._deadline_s = settings.deadline_s
+        self._workers: list[Worker] = []
+        places: dict[int, _Place] = {}
+        for number, together in enumerate(_by_sandbox(specs)):
+            group, idle = [specs[source] for source in together], asyncio.Queue[Worker]()
+            held = confinement_of(group, settings=settings, sandbox=sandbox, run_folder=run_folder, run_id=run_id)
+            for slot in range(settings.workers):
+                worker = Worker(group, held, log=log, name=f"{number}.{slot}")
+                self._workers.append(worker)
+                idle.put_nowait(worker)
+            places |= {source: _Place(idle, index) for index, source in enumerate(together)}
+        self._places = [places[source] for source in range(len(specs))]
 
     @property
     def restarts(self) -> int:
@@ -124,132 +141,27 @@ class RewardPool:
         await self.close()
 
     async def _score(self, source: int, batch: _Batch) -> list[Score]:
-        worker = await self._idle.get()
+        place = self._places[source]
+        worker = await place.idle.get()
         try:
             inputs = await worker.ready()
-            reply = await worker.ask(batch.request(source, inputs[source]))
-            return [Score(*pair) for pair in zip(reply["values"], reply["problems"], strict=True)]
+            request = batch.request(inputs[place.source])
+            return await worker.ask(place.source, request, count=batch.size, deadline_s=self._deadline_s)
         except CallFailed as failure:
             if batch.size == 1:
                 return [Score(None, problem=str(failure))]
         finally:
-            self._idle.put_nowait(worker)
+            place.idle.put_nowait(worker)
         scores = await _together([self._score(source, batch.item(index)) for index in range(batch.size)])
         return [score for (score,) in scores]
 
 
-class CallFailed(Exception):
-    """One call gave no list of rewards; the message is the problem that its items will carry."""
-
-
-class _Worker:
-    """One `ycore.rewards.worker` seen from its parent. It has no process until `ready`, and none after `close`."""
-
-    def __init__(self, specs: Sequence[RewardConfig], settings: RewardSettings, log: Path, run_id: str) -> None:
-        self._first = {"specs": [spec.model_dump(mode="json") for spec in specs], "run_as": settings.run_as, "id": None}
-        self._deadline_s, self._log, self._run_id = settings.deadline_s, log, run_id
-        self._process: Process | None = None
-        self._killed: Process | None = None
-        self._inputs: list[Inputs] = []
-        self._is_closed = False
-        self._num_calls = self.restarts = 0
-
-    async def ready(self) -> list[Inputs]:
-        """The parameters of each reward, once a process has loaded them; RewardError after 3 failed starts in a row."""
-        if self._process is not None and self._process.returncode is None:
-            return self._inputs
-        self._kill()
-        reason = ""
-        for attempt in range(_MAX_STARTS):
-            try:
-                await asyncio.sleep(0.2 * attempt)
-                was_ready = bool(self._inputs)
-                self._inputs = await self._launch()
-                self.restarts += was_ready
-                return self._inputs
-            except CallFailed as failure:
-                reason = str(failure)
-        raise RewardError(
-            f"a reward worker did not start in {_MAX_STARTS} attempts: {reason}; its output is in {self._log}"
-        )
-
-    async def ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """One call's answer; CallFailed where it raised, or hung or ended the process (which is then gone)."""
-        assert self._process is not None, "ask a reward worker only when it is ready"
-        self._num_calls += 1
-        reply = await self._exchange(self._process, {**request, "id": self._num_calls}, self._deadline_s)
-        if "failed" in reply:
-            raise CallFailed(reply["failed"])
-        return reply
-
-    async def close(self) -> None:
-        """Kill the process and all that it started, and wait until it is gone."""
-        self._is_closed = True
-        self._kill()
-        await self._reap()
-
-    async def _launch(self) -> list[Inputs]:
-        await self._reap()
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        environment = reward_environment(self._run_id)
-        with self._log.open("ab") as log:
-            self._require_open()
-            process = self._process = await asyncio.create_subprocess_exec(
-                *WORKER, stdin=PIPE, stdout=PIPE, stderr=log, env=environment, start_new_session=True, limit=_MAX_LINE
-            )
-        self._require_open()  # it may have been closed while the process was being made
-        reply = await self._exchange(process, self._first, _START_TIMEOUT_S)
-        if "error" in reply:
-            self._kill()
-            raise CallFailed(reply["error"])
-        return [Inputs(**inputs) for inputs in reply["ready"]]
-
-    def _require_open(self) -> None:
-        if self._is_closed:
-            self._kill()
-            raise RuntimeError("this reward worker is closed")
-
-    async def _exchange(self, process: Process, message: dict[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Send one line, read the line that answers it. A process that did not answer is never asked again."""
-        assert process.stdin is not None and process.stdout is not None
-        reply: dict[str, Any] | None = None
-        try:
-            async with asyncio.timeout(timeout_s):
-                process.stdin.write(json.dumps(message).encode() + b"\n")
-                await process.stdin.drain()
-                while reply is None:
-                    line = json.loads(await process.stdout.readuntil(b"\n"))
-                    if isinstance(line, dict) and line.get("id") == message["id"]:
-                        reply = line
-            return reply
-        except TimeoutError:
-            raise CallFailed(f"timeout after {timeout_s:g} s") from None
-        except (ConnectionError, asyncio.IncompleteReadError):
-            raise CallFailed(f"worker died ({await self._how_it_ended(process)})") from None
-        except (ValueError, asyncio.LimitOverrunError) as error:
-            raise CallFailed(f"no answer of a worker: {error}") from None
-        finally:
-            if reply is None:
-                self._kill()
-
-    async def _how_it_ended(self, process: Process) -> str:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(process.wait(), 1.0)
-        if process.returncode is None:
-            return "it closed its output"
-        return f"signal {-process.returncode}" if process.returncode < 0 else f"exit status {process.returncode}"
-
-    def _kill(self) -> None:
-        if self._process is not None:
-            kill_tree(self._process.pid)
-            self._process, self._killed = None, self._process
-
-    async def _reap(self) -> None:
-        if self._killed is not None:
-            # Bounded: what a reward detached from its group may hold the pipes that `wait` also waits for.
-            with suppress(TimeoutError):
-                await asyncio.wait_for(self._killed.wait(), _REAP_TIMEOUT_S)
-            self._killed = None
+def _by_sandbox(specs: Sequence[RewardConfig]) -> list[list[int]]:
+    """The rewards in groups that may share a process, because the recipe allows each of a group the same."""
+    groups: dict[str, list[int]] = {}
+    for source, spec in enumerate(specs):
+        groups.setdefault(spec.sandbox.model_dump_json(), []).append(source)
+    return list(groups.values())
 
 
 async def _together(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:

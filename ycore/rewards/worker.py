@@ -1,34 +1,33 @@
-"""`python -m ycore.rewards.worker`: a process that loads reward functions and calls them on request, or checks one.
+"""`python -m ycore.rewards.worker DESCRIPTOR`: a confined process that loads reward functions and calls them.
 
-JSON lines on standard input and output. To serve, the first line is `{"specs": [...], "run_as": "auto" or "same"}`,
-answered by `{"ready": [inputs of each]}` or `{"error": line}`. Then each `{"id", "source", "step", "count", "inputs":
-{parameter: one value per completion}}` is answered by `{"id", "values", "problems"}`, one of each per completion, or by
-`{"id", "failed": line}` where the call gave no such list. To check, the one line is `{"check": spec, "columns"}`,
-answered by `{"error": None or a line}`. Deadlines and restarts are the parent's (`pool`, `loading`).
+JSON lines come on standard input; answers go to the descriptor. The first line is `{"nonce", "specs": [...]}`, answered
+by `{"nonce", "ready": [parameters of each]}` or `{"nonce", "error": line}`. Then each `{"nonce", "source", "step",
+"count", "inputs": {parameter: one value per completion}}` is answered by `{"nonce", "values", "problems"}`, one of each
+per completion, or by `{"nonce", "failed": line}` where the call gave no such list. Deadlines, restarts and doubts about
+what is answered are the parent's (`confined`, `replies`).
 """
 
 import asyncio
 import faulthandler
 import importlib
 import inspect
+import json
 import math
 import os
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable, Iterable, Mapping
+from collections.abc import Awaitable, Iterable, Iterator, Mapping
 from dataclasses import asdict
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple, SupportsFloat
+from typing import Any, BinaryIO, NamedTuple, SupportsFloat
 
 from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError
 from ycore.rewards.answers import without_thinking
 from ycore.rewards.builtin import LIBRARIES, Reward
-from ycore.rewards.child import Channel, drop_root, end_with_parent, python_files
-from ycore.rewards.loading import Inputs, check_here, inputs_of, load_reward, one_line
-from ycore.run.process_tree import kill_descendants
+from ycore.rewards.loading import Inputs, inputs_of, load_reward, one_line
+from ycore.rewards.replies import BYTES_A_VALUE, MOST_BYTES
 
 
 class Source(NamedTuple):
@@ -39,44 +38,49 @@ class Source(NamedTuple):
     strips_thinking: bool = False
 
 
+class Channel:
+    """The two pipes to the parent, moved away from the descriptors that Python, C and child processes use.
+
+    Afterwards descriptor 0 is empty, and 1 and 2 are what the process prints, which is no message.
+    """
+
+    def __init__(self, answers: int) -> None:
+        os.set_inheritable(answers, False)
+        self._requests: BinaryIO = os.fdopen(os.dup(0), "rb")
+        self._replies: BinaryIO = os.fdopen(answers, "wb")
+        nothing = os.open(os.devnull, os.O_RDONLY)
+        os.dup2(nothing, 0)
+        os.close(nothing)
+        sys.stdout = sys.stderr
+
+    def __iter__(self) -> Iterator[Any]:
+        return map(json.loads, self._requests)
+
+    def reply(self, answer: dict[str, Any]) -> None:
+        self._replies.write(json.dumps(answer).encode() + b"\n")
+        self._replies.flush()
+
+
 def main() -> None:
-    channel = Channel()
+    channel = Channel(int(sys.argv[1]))
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # with this signal, the launcher asks for stacks
-    end_with_parent()
     requests = iter(channel)
     first = next(requests)
     try:
-        if "check" in first:
-            check_here(RewardConfig.model_validate(first["check"]), first["columns"])
-            channel.reply({"error": None})
-            return
-        sources = _load_sources(first)
+        sources = [_load(RewardConfig.model_validate(spec)) for spec in first["specs"]]
     except RewardError as error:
-        channel.reply({"error": str(error)})
+        channel.reply({"nonce": first["nonce"], "error": str(error)})
         return
-    finally:
-        if "check" in first:
-            kill_descendants(os.getpid())  # what the reward's module started
-    channel.reply({"ready": [asdict(source.inputs) for source in sources]})
+    channel.reply({"nonce": first["nonce"], "ready": [asdict(source.inputs) for source in sources]})
     for request in requests:
-        channel.reply({"id": request["id"], **answer(sources[request["source"]], request)})
+        channel.reply({"nonce": request["nonce"], **answer(sources[request["source"]], request)})
 
 
-def _load_sources(first: dict[str, Any]) -> list[Source]:
-    """Load the rewards; before their first statement runs, the process gives up root."""
-    specs = [RewardConfig.model_validate(spec) for spec in first["specs"]]
-    if first.get("run_as") == "auto":
-        files = [Path(spec.reward.rpartition(":")[0]) for spec in specs if ".py:" in spec.reward]
-        outcome = drop_root(os.environ.get("YCORE_RUN", ""), [*files, *python_files()])
-        print(f"reward worker {os.getpid()} {outcome}", file=sys.stderr, flush=True)
-        end_with_parent()  # the kernel forgets this with a change of user
-    sources = []
-    for spec in specs:
-        function = load_reward(spec)
-        if spec.reward in LIBRARIES:  # now, so that no call's deadline pays for the import
-            importlib.import_module(LIBRARIES[spec.reward][0])
-        sources.append(Source(function, inputs_of(function), spec.strip_thinking))
-    return sources
+def _load(spec: RewardConfig) -> Source:
+    function = load_reward(spec)
+    if spec.reward in LIBRARIES:  # now, so that no call's deadline pays for the import
+        importlib.import_module(LIBRARIES[spec.reward][0])
+    return Source(function, inputs_of(function), spec.strip_thinking)
 
 
 def answer(source: Source, request: Mapping[str, Any]) -> dict[str, Any]:
@@ -97,7 +101,10 @@ def answer(source: Source, request: Mapping[str, Any]) -> dict[str, Any]:
             os._exit(0)
     if len(scores) != request["count"]:
         return {"failed": f"wrong length: {len(scores)} values for {request['count']} completions"}
-    return {"values": [value for value, _ in scores], "problems": [problem for _, problem in scores]}
+    values, problems = [value for value, _ in scores], [problem for _, problem in scores]
+    if len(json.dumps([values, problems])) > BYTES_A_VALUE * len(scores) + MOST_BYTES // 2:
+        problems = [None if problem is None else problem.partition(":")[0] for problem in problems]
+    return {"values": values, "problems": problems}
 
 
 def number(value: object) -> tuple[float | None, str | None]:

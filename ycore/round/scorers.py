@@ -73,7 +73,14 @@ def build_scoring(
         meters.append(code)
     if rules:
         specs = [config.rewards[source] for source in rules]
-        pool = RewardPool(specs, settings=config.reward_workers, log=folder.log("rewards"), run_id=folder.run_id)
+        pool = RewardPool(
+            specs,
+            settings=config.reward_workers,
+            log=folder.log("rewards"),
+            run_id=folder.run_id,
+            sandbox=config.sandbox,
+            run_folder=folder.root,
+        )
         scorers.append((rules, RuleScorer(pool)))
         meters.append(WorkerMeter(lambda: pool.restarts))
     for source, spec in enumerate(config.rewards):

@@ -19,9 +19,9 @@ from pathlib import Path
 from ycore.errors import RunError
 from ycore.run.reports import RUN_MARKER
 from ycore.sandbox import MIB, Level, Limits, View
-from ycore.sandbox.inside import CAP_DAC_READ_SEARCH, CAP_SETGID, CAP_SETUID, Steps, capabilities
-from ycore.sandbox.landlock import confinement
-from ycore.sandbox.namespaces import SCRATCH, bwrap_command, find_bwrap, python_folders
+from ycore.sandbox.inside import CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SETGID, CAP_SETUID, Steps, capabilities
+from ycore.sandbox.landlock import LEAST_ABI, abi, confinement
+from ycore.sandbox.namespaces import SCRATCH, bwrap_command, find_bwrap, python_paths
 from ycore.sandbox.syscall_filter import filter_bytes
 
 _FIRST_UID, _NUM_UIDS = 61184, 4336  # the range that systemd sets apart for users that exist only while they run
@@ -81,7 +81,8 @@ def launch_of(
     if uid is not None:
         os.chown(scratch, uid, uid)
     if level is Level.LANDLOCK:
-        told = confinement(view, limits, scratch=scratch, python=python_folders(), uid=uid)
+        keep = None if uid is None or closed_path(view.read) is None else _reading_right()
+        told = confinement(view, limits, scratch=scratch, python=python_paths(), uid=uid, keep=keep)
         stage = ["ycore.sandbox.landlock", json.dumps(asdict(told))]
         return Launch([*python, *stage, module, *arguments], environment, scratch, scratch, "confined by Landlock")
     steps, words = _unconfined(view, limits, uid)
@@ -95,7 +96,7 @@ def _in_namespaces(
     bwrap = find_bwrap()
     if bwrap is None:
         raise RunError("no bwrap is installed; install the package bubblewrap, or --sandbox landlock")
-    python = python_folders()
+    python = python_paths()
     closed = uid is not None and closed_path((*python, *_interpreter(), *view.read), roots=(*python, *view.read))
     steps = Steps(
         tmpfs={str(SCRATCH): (limits.scratch, limits.files), "/dev/shm": (_SHARED_MEMORY, limits.files)},
@@ -116,7 +117,7 @@ def _unconfined(view: View, limits: Limits, uid: int | None) -> tuple[Steps, str
     """Nothing confines here. Root still becomes a user of its own, wherever it then can read what it needs."""
     keep, words = None, f"not confined: runs as the user who started the run (uid {os.geteuid()})"
     if uid is not None:
-        closed = closed_path((*python_folders(), *_interpreter(), *view.read))
+        closed = closed_path((*python_paths(), *_interpreter(), *view.read))
         keep = CAP_DAC_READ_SEARCH if closed else None
         missing = [
             number
@@ -177,6 +178,17 @@ def closed_path(paths: Iterable[Path], *, roots: Sequence[Path] = ()) -> Path | 
                 if mode & wanted != wanted:
                     return step
     return None
+
+
+def _reading_right() -> int | None:
+    """A capability that reads the files of a closed folder under Landlock's rules, which it does not lift.
+
+    Containers leave root CAP_DAC_OVERRIDE of the two. It would also let an older Landlock's gaps be used for emptying
+    files (`landlock.LEAST_ABI`).
+    """
+    if capabilities() >> CAP_DAC_READ_SEARCH & 1:
+        return CAP_DAC_READ_SEARCH
+    return CAP_DAC_OVERRIDE if capabilities() >> CAP_DAC_OVERRIDE & 1 and abi() >= LEAST_ABI else None
 
 
 def _interpreter() -> list[Path]:

@@ -59,6 +59,7 @@ class Confinement:
 
     `files`: files and folders to read and execute; of a folder with a slash at its end, names can be listed, and no
     more. `scratch`: the one folder to write in. `working`: where it starts. `uid`: whom root becomes; None for a user.
+    `keep`: a capability that root keeps, to read what is closed to others.
     `program`: the filter's instructions, as hexadecimal digits.
     """
 
@@ -66,6 +67,7 @@ class Confinement:
     scratch: str
     working: str
     uid: int | None
+    keep: int | None
     program: str
     limits: dict[str, int]
 
@@ -76,7 +78,9 @@ class Confinement:
         return Bounds(limits.memory, limits.processes, limits.scratch, limits.files)
 
 
-def confinement(view: View, limits: Limits, *, scratch: Path, python: Iterable[Path], uid: int | None) -> Confinement:
+def confinement(
+    view: View, limits: Limits, *, scratch: Path, python: Iterable[Path], uid: int | None, keep: int | None = None
+) -> Confinement:
     """What a process is told that shall see `view` and Python, and write in `scratch` alone.
 
     Landlock has no rule that takes back what another gives. So a folder with something hidden in it is given by its
@@ -88,7 +92,7 @@ def confinement(view: View, limits: Limits, *, scratch: Path, python: Iterable[P
     shown = [path.resolve() for path in (*_SYSTEM, *python, *view.read) if path.exists()]
     files = sorted({name for path in shown for name in _around(path, hidden)})
     working = str(view.working or scratch)
-    return Confinement(files, str(scratch), working, uid, program.hex(), asdict(limits))
+    return Confinement(files, str(scratch), working, uid, keep, program.hex(), asdict(limits))
 
 
 def _around(path: Path, hidden: frozenset[Path]) -> Iterator[str]:
@@ -163,10 +167,10 @@ def _search_paths() -> list[list[str]]:
 
 def confine(this: Confinement, reach: Reach) -> None:
     """Confine the calling process, which has one thread, and all that it will start. It cannot be undone."""
-    others = _tasks_of(os.getuid()) if this.uid is None else 2  # the kernel counts by user; our own count is by tree
     _restrict_files(this, reach)
     reach.reroute()
     limits = Limits(**this.limits)
+    others = _tasks_of(os.getuid()) if this.uid is None else 2  # the kernel counts by user; our own count is by tree
     limit_resources(memory=limits.memory, processes=limits.processes + others, file_bytes=limits.scratch)
     install_filter(bytes.fromhex(this.program))
 
@@ -182,7 +186,7 @@ def main(arguments: list[str]) -> NoReturn:
     parent = os.getppid()
     reach = Reach(this)
     if this.uid is not None:
-        become(this.uid)
+        become(this.uid, keep=this.keep)
     _prctl(_PR_SET_NO_NEW_PRIVS, 1)
     _prctl(_PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, _end)

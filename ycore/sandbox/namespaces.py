@@ -44,6 +44,15 @@ def find_bwrap() -> Path | None:
 
 
 def python_folders(paths: Iterable[str] | None = None) -> tuple[Path, ...]:
+    """`python_paths` without those that lie in another of them."""
+    kept: list[Path] = []
+    for path in sorted(python_paths(paths), key=lambda path: (len(path.parts), path)):
+        if not any(path.is_relative_to(other) for other in kept):
+            kept.append(path)
+    return tuple(kept)
+
+
+def python_paths(paths: Iterable[str] | None = None) -> tuple[Path, ...]:
     """What this Python needs to be read to start and import: its installation, its environment, its module path.
 
     Args:
@@ -58,16 +67,8 @@ def python_folders(paths: Iterable[str] | None = None) -> tuple[Path, ...]:
         asked = os.environ.get("PYTHONPATH", "").split(os.pathsep)
         paths = [entry for entry in sys.path if entry not in own or entry in asked]
     entries = [entry for entry in paths if os.path.isabs(entry)]
-    return outermost(Path(name) for name in (*prefixes, *entries, *files) if os.path.exists(name))
-
-
-def outermost(paths: Iterable[Path]) -> tuple[Path, ...]:
-    """The paths without those that lie in another of them, and without what the system's own folders hold."""
-    kept: list[Path] = []
-    for path in sorted({path.absolute() for path in paths}, key=lambda path: (len(path.parts), path)):
-        if not any(path.is_relative_to(other) for other in (*kept, Path("/usr"))):
-            kept.append(path)
-    return tuple(kept)
+    found = dict.fromkeys(Path(name).absolute() for name in (*prefixes, *entries, *files) if os.path.exists(name))
+    return tuple(path for path in found if not path.is_relative_to("/usr"))
 
 
 def bwrap_command(

@@ -1,0 +1,376 @@
+"""What a person's reward can do in its worker: honest work of every kind, and nothing to the run, files or machine.
+
+Every attempt is also made outside (`outside`), where it succeeds: one that fails everywhere shows nothing.
+"""
+
+import asyncio
+import json
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ycore.config.schema import RewardConfig, RewardSandbox, RewardSettings, SandboxSettings
+from ycore.errors import RewardError
+from ycore.rewards.confined import check_reward
+from ycore.rewards.pool import RewardPool
+from ycore.types import Score
+
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux confines processes")
+
+ATTEMPTS = """
+import ctypes, json, os, signal, socket, sqlite3, subprocess, sys, tempfile, threading, time
+from pathlib import Path
+
+here = Path(__file__).resolve().parent
+RUN, PORT, PARENT = here / "runs" / "one", int((here / "port").read_text()), int((here / "parent").read_text())
+
+def reads(path):
+    return Path(path).read_text() != ""
+
+def lists_run():
+    return "run.json" in os.listdir(RUN)
+
+def reads_tokens_of_the_parent():
+    return b"PATH=" in Path(f"/proc/{PARENT}/environ").read_bytes()
+
+def has_tokens():
+    return "HF_TOKEN" in os.environ
+
+def connects():
+    with socket.create_connection(("127.0.0.1", PORT), timeout=2) as one:
+        return one.recv(5) == b"hello"
+
+def connects_by_name():
+    with socket.socket(socket.AF_UNIX) as one:
+        os.chdir(here)  # a socket's whole path may be too long
+        one.connect("inner/engine.sock")
+        return one.recv(5) == b"hello"
+
+def signals():
+    os.kill(PARENT, 0)
+    return True
+
+def writes_beside_itself():
+    (here / "written").write_text("mine")
+    return (here / "written").exists()
+
+def sees_others():
+    return len([name for name in os.listdir("/proc") if name.isdigit()]) > 3
+
+ATTEMPTED = {
+    "lists the run": lists_run,
+    "reads the run": lambda: reads(RUN / "metrics.jsonl"),
+    "reads dot files": lambda: reads(here / ".env"),
+    "reads inner dot files": lambda: reads(here / "inner" / ".netrc"),
+    "reads elsewhere": lambda: reads(here.parent / "elsewhere" / "secret"),
+    "reads the parent's tokens": reads_tokens_of_the_parent,
+    "has tokens": has_tokens,
+    "connects": connects,
+    "connects to a socket file": connects_by_name,
+    "signals": signals,
+    "writes beside itself": writes_beside_itself,
+    "sees other processes": sees_others,
+}
+
+def threads():
+    done = []
+    for thread in [threading.Thread(target=done.append, args=(n,)) for n in range(8)]:
+        thread.start()
+        thread.join()
+    return sorted(done) == list(range(8))
+
+def multiprocessing_pool():
+    import multiprocessing
+    with multiprocessing.get_context("fork").Pool(2) as pool:
+        return pool.map(abs, [-1, -2]) == [1, 2]
+
+def numpy_multiplies():
+    import numpy
+    return float((numpy.eye(300) @ numpy.eye(300)).sum()) == 300
+
+def asyncio_and_a_child():
+    import asyncio
+    async def echo():
+        child = await asyncio.create_subprocess_exec("echo", "hi", stdout=-1)
+        return (await child.communicate())[0]
+    return asyncio.run(echo()) == b"hi\\n"
+
+def sqlite():
+    with tempfile.TemporaryDirectory() as folder:
+        base = sqlite3.connect(Path(folder) / "a.db")
+        base.execute("create table t (a)")
+        base.execute("insert into t values (7)")
+        base.commit()
+        return base.execute("select a from t").fetchall() == [(7,)]
+
+def copies():
+    import shutil
+    with tempfile.TemporaryDirectory() as folder:
+        shutil.copy(here / "words.txt", folder)
+        return os.listdir(folder) == ["words.txt"]
+
+HONEST = {
+    "reads a file beside it": lambda: reads(here / "words.txt"),
+    "reads from the working folder": lambda: reads("words.txt"),
+    "writes a temporary file": lambda: Path(tempfile.mkdtemp(), "a").write_text("x") == 1,
+    "writes at home": lambda: Path("~/cache").expanduser().write_text("x") == 1,
+    "threads": threads,
+    "numpy": numpy_multiplies,
+    "asyncio, subprocess": asyncio_and_a_child,
+    "sqlite": sqlite,
+    "shutil.copy": copies,
+    "another Python": lambda: subprocess.run([sys.executable, "-c", "import json"]).returncode == 0,
+    "multiprocessing": multiprocessing_pool,
+}
+
+def tried(names):
+    outcomes = {}
+    for name, attempt in names.items():
+        try:
+            outcomes[name] = bool(attempt())
+        except Exception as error:
+            outcomes[name] = f"{type(error).__name__}: {error}"
+    return outcomes
+
+def attempts(completions, **columns):
+    raise RuntimeError("|" + "".join("1" if found is True else "0" for found in tried(ATTEMPTED).values()))
+
+def honest(completions, **columns):
+    print(json.dumps(tried(HONEST)), flush=True)
+    return [float(all(found is True for found in tried(HONEST).values())) for _ in completions]
+
+def connected(completions, **columns):
+    return [float(connects()) for _ in completions]
+
+if __name__ == "__main__":
+    print(json.dumps(tried(ATTEMPTED if sys.argv[1] == "attempts" else HONEST)))
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working folder with a run, rewards, secrets and a server; a token in this process's environment."""
+    place = tmp_path / "work"
+    (place / "runs" / "one").mkdir(parents=True)
+    (place / "inner").mkdir()
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere" / "secret").write_text("s")
+    for name in ("runs/one/run.json", "runs/one/metrics.jsonl", ".env", "inner/.netrc", "words.txt"):
+        (place / name).write_text("some\n")
+    (place / "theirs.py").write_text(ATTEMPTS)
+    (place / "parent").write_text(str(os.getpid()))
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    monkeypatch.setenv("PYTHONPATH", "")
+    server, local = socket.create_server(("127.0.0.1", 0)), socket.socket(socket.AF_UNIX)
+    local.bind("inner/engine.sock")
+    local.listen()
+    (place / "port").write_text(str(server.getsockname()[1]))
+    with server, local:
+        for one in (server, local):
+            _greet_forever(one)
+        yield place
+
+
+def _greet_forever(server: socket.socket) -> None:
+    import threading
+
+    def greet() -> None:
+        try:
+            while True:
+                one, _ = server.accept()
+                with one:
+                    one.sendall(b"hello")
+        except OSError:
+            return
+
+    threading.Thread(target=greet, daemon=True).start()
+
+
+def outside(folder: Path, what: str) -> dict[str, Any]:
+    told = os.environ | {"HF_TOKEN": "x"}
+    command = [sys.executable, str(folder / "theirs.py"), what]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, env=told, cwd=folder)
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
+
+
+def pool_of(
+    *specs: RewardConfig, level: str = "auto", workers: int = 1, deadline_s: float = 30.0, memory_gib: float = 4.0
+) -> RewardPool:
+    return RewardPool(
+        specs,
+        settings=RewardSettings(workers=workers, deadline_s=deadline_s, memory_gib=memory_gib),
+        sandbox=SandboxSettings.model_validate({"level": level}),
+        run_folder=Path("runs/one"),
+        log=Path("runs/one/rewards.log"),
+        run_id="test-confined",
+    )
+
+
+def asked(pool: RewardPool, *groups: list[str]) -> list[list[list[Score]]]:
+    async def run() -> list[list[list[Score]]]:
+        async with asyncio.timeout(120), pool:
+            return [
+                await pool.score(["?"] * len(group), list(group), [[1]] * len(group), {}, step=1) for group in groups
+            ]
+
+    return asyncio.run(run())
+
+
+LEVELS = ["namespaces", "landlock"]
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_what_a_reward_must_not_do_it_cannot(folder: Path, level: str) -> None:
+    control = outside(folder, "attempts")
+    assert all(found is True for found in control.values()), control
+    (folder / "written").unlink()
+    ((score,),) = asked(pool_of(RewardConfig(reward="theirs.py:attempts"), level=level), ["a"])[0]
+    assert score.problem is not None
+    got = score.problem.rpartition("|")[2]
+    through = [name for name, result in zip(control, got, strict=True) if result != "0"]
+    assert through == (["lists the run"] if level == "landlock" else [])  # names are what that level does not hide
+    assert not (folder / "written").exists()
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_honest_rewards_work(folder: Path, level: str) -> None:
+    text = ATTEMPTS
+    if level == "landlock":  # which has no /dev/shm, where multiprocessing keeps its locks
+        text = text.replace('    "multiprocessing": multiprocessing_pool,\n', "")
+    (folder / "theirs.py").write_text(text)
+    assert all(found is True for found in outside(folder, "honest").values())
+    scores = asked(pool_of(RewardConfig(reward="theirs.py:honest"), level=level), ["a"])
+    assert scores == [[[Score(1.0)]]], (folder / "runs/one/rewards.log").read_text()
+
+
+def test_the_check_before_a_run_is_confined_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tail = "got = ''.join(str(int(found is True)) for found in tried(ATTEMPTED).values())\n"
+    tail += "raise RuntimeError(f'uid {os.getuid()} |{got}')\n"
+    (folder / "eager.py").write_text(ATTEMPTS.partition("if __name__")[0] + tail)
+    with pytest.raises(RewardError, match="RuntimeError: uid") as caught:
+        check_reward(RewardConfig(reward="eager.py:attempts"), [], run_folder=Path("runs/one"))
+    assert set(str(caught.value).rpartition("|")[2]) == {"0"}
+    if os.geteuid() == 0:
+        assert "uid 0 " not in str(caught.value)
+
+
+def test_a_reward_sees_the_network_or_more_files_where_the_recipe_says_so(folder: Path) -> None:
+    opened = RewardConfig(reward="theirs.py:connected", sandbox=RewardSandbox(network=True))
+    closed = RewardConfig(reward="theirs.py:connected")
+    elsewhere = folder.parent / "elsewhere"
+    (folder / "more.py").write_text(
+        "from pathlib import Path\n"
+        "def more(completions, **columns):\n"
+        f"    return [float(Path({str(elsewhere / 'secret')!r}).read_text() == 's')]\n"
+    )
+    shown = RewardConfig(reward="more.py:more", sandbox=RewardSandbox(read=[str(elsewhere)]))
+    hidden = RewardConfig(reward="more.py:more")
+    ((scores,),) = asked(pool_of(opened, closed, shown, hidden), ["a"])
+    assert [score.value for score in scores] == [1.0, None, 1.0, None]
+
+
+FORGERS = """
+import json, os
+
+def _write(text):
+    for number in range(3, 64):
+        try:
+            os.write(number, text)
+        except OSError:
+            pass
+
+def forger(completions, how, **columns):
+    if how[0] == "ids":
+        _write(b'{"id": 1, "values": [9.0, 9.0], "problems": [null, null]}\\n')
+    if how[0] == "nan":
+        _write(b'{"nonce": "0", "values": [NaN, 9.0], "problems": [null, null]}\\n')
+    if how[0] == "strings":
+        _write(b'{"nonce": "0", "values": ["9", "9"], "problems": [null, null]}\\n')
+    if how[0] == "flood":
+        for _ in range(1000):
+            _write(b"9" * 100_000)
+    if how[0] == "after":
+        if os.fork() == 0:
+            import time
+            time.sleep(0.3)
+            _write(b'{"nonce": "0", "values": [9.0], "problems": [null]}\\n' * 2)
+            os._exit(0)
+    return [1.0 for _ in completions]
+"""
+
+
+def test_a_reward_that_writes_answers_of_its_own_masks_its_items_and_the_next_call_scores(folder: Path) -> None:
+    (folder / "forgers.py").write_text(FORGERS)
+
+    async def run() -> None:
+        pool = pool_of(RewardConfig(reward="forgers.py:forger"), deadline_s=20.0)
+        async with asyncio.timeout(120), pool:
+            for how in ("ids", "nan", "strings", "flood", "after"):
+                columns = {"how": [how, how]}
+                scores = await pool.score(["?"] * 2, ["a", "b"], [[1]] * 2, columns, step=1)
+                expected = 1.0 if how == "after" else None
+                assert [score.value for (score,) in scores] == [expected] * 2, how
+                if how == "after":
+                    await asyncio.sleep(1.0)  # what comes unasked must not answer the next call
+                scores = await pool.score(["?"], ["a"], [[1]], {"how": ["no"]}, step=1)
+                assert [score.value for (score,) in scores] == [1.0], how
+
+    asyncio.run(run())
+
+
+HOGS = """
+import os, sys, tempfile
+
+def hog(completions, how, **columns):
+    if how[0] == "log":
+        for number in (1, 2):
+            try:
+                os.ftruncate(number, 0)
+            except OSError:
+                pass
+        for _ in range(200):
+            os.write(1, b"x" * 200_000)
+    if how[0] == "memory":
+        held = [bytearray(os.urandom(1)) * (64 << 20) for _ in range(40)]
+    if how[0] == "shared":
+        import mmap
+        held = [mmap.mmap(-1, 64 << 20) for _ in range(40)]
+        for one in held:
+            one.write(b"x" * (64 << 20))
+    if how[0] == "disk":
+        with open(tempfile.mktemp(), "wb") as file:
+            for _ in range(100):
+                file.write(b"x" * (8 << 20))
+                file.flush()
+    if how[0] == "files":
+        folder = tempfile.mkdtemp()
+        for number in range(30_000):
+            open(os.path.join(folder, str(number)), "w").close()
+    return [1.0 for _ in completions]
+"""
+
+
+@pytest.mark.parametrize("level", LEVELS)
+def test_memory_disk_files_and_output_are_bounded(folder: Path, level: str) -> None:
+    (folder / "hogs.py").write_text(HOGS)
+    log = folder / "runs/one/rewards.log"
+    log.write_text("before\n")
+
+    async def run() -> None:
+        pool = pool_of(RewardConfig(reward="hogs.py:hog"), level=level, memory_gib=0.5)
+        async with asyncio.timeout(200), pool:
+            for how in ("memory", "shared", "disk", "files", "log"):
+                scores = await pool.score(["?"], ["a"], [[1]], {"how": [how]}, step=1)
+                assert (scores[0][0].value is None) == (how != "log"), how
+
+    asyncio.run(run())
+    assert log.read_text().startswith("before\n") and log.stat().st_size < 20 * 2**20
+    assert "dropped" in log.read_text()[-200:]

@@ -72,15 +72,7 @@ def build_scoring(
     if any(is_code(spec) for spec in config.rewards):
         meters.append(code)
     if rules:
-        specs = [config.rewards[source] for source in rules]
-        pool = RewardPool(
-            specs,
-            settings=config.reward_workers,
-            log=folder.log("rewards"),
-            run_id=folder.run_id,
-            sandbox=config.sandbox,
-            run_folder=folder.root,
-        )
+        pool = _pool_of(config, folder, [config.rewards[source] for source in rules])
         scorers.append((rules, RuleScorer(pool)))
         meters.append(WorkerMeter(lambda: pool.restarts))
     for source, spec in enumerate(config.rewards):
@@ -117,6 +109,17 @@ def build_scoring(
             continue
         scorers.append(((source,), one))
     return Scoring(scorers, meters)
+
+
+def _pool_of(config: RunConfig, folder: RunFolder, specs: Sequence[RewardConfig]) -> RewardPool:
+    return RewardPool(
+        specs,
+        settings=config.reward_workers,
+        log=folder.log("rewards"),
+        run_id=folder.run_id,
+        sandbox=config.sandbox,
+        run_folder=folder.root,
+    )
 
 
 def scorer_servers(config: RunConfig, folder: RunFolder, model: ScorerEngines, kind: type[S]) -> list[S]:

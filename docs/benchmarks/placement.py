@@ -137,11 +137,11 @@ class Contestant:
         self._controller.draws.cursor = number * APART
         self._controller.meter.begin()
         division, manner = dict(self.allocator.division), self.allocator.mode
-        self._slots.begin_round()
-        began = time.perf_counter()
-        finished = await self._controller.fill(need=self._job.need, ready=0, step=number)
-        seconds = time.perf_counter() - began
-        metrics = self._slots.end_round(list, step=number)
+        async with self._slots.round():
+            began = time.perf_counter()
+            finished = await self._controller.fill(need=self._job.need, ready=0, step=number)
+            seconds = time.perf_counter() - began
+        metrics = await self._slots.end_round(list, step=number)
         tokens = sum(item.group.num_tokens for item in finished)
         row = {"seconds": seconds, "drawn": self._controller.meter.drawn, "tokens": tokens}
         row |= {"division": division, "manner": manner}

@@ -135,12 +135,12 @@ def test_the_trace_of_live_slots_is_read_back(tmp_path: Path) -> None:
         slots = Slots(
             2, allocator=Allocator(SlotPool(2, ROLES), parse_placement("split:1:1")), trace=TraceWriter(trace)
         )
-        slots.begin_round()
-        for role, tokens in ((ROLLOUT, 5), (JUDGE, 0)):
-            async with slots.turn(role) as slot:
-                slot.num_tokens = tokens
-                await asyncio.sleep(0.01)
-        slots.end_round(list)
+        async with slots.round():
+            for role, tokens in ((ROLLOUT, 5), (JUDGE, 0)):
+                async with slots.turn(role) as slot:
+                    slot.num_tokens = tokens
+                    await asyncio.sleep(0.01)
+        await slots.end_round(list)
 
     asyncio.run(play())
     ((rollout, verdict),) = requests_of(read_trace(trace))

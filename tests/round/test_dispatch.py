@@ -84,26 +84,30 @@ def test_a_split_keeps_roles_apart_and_slots_within_their_capacity() -> None:
 @pytest.mark.parametrize("words", ["dynamic", "colocated"])
 def test_all_roles_get_through_with_engines_that_sleep(words: str) -> None:
     calls: list[str] = []
+    changed: list[str] = []
 
     async def work() -> dict[str, float]:
-        sleepers = {role: [SlowSleeper(calls, f"{role} {slot}") for slot in range(2)] for role in ROLES}
+        sleepers = {role: {slot: SlowSleeper(calls, f"{role} {slot}") for slot in range(2)} for role in ROLES}
         slots = Slots(2, allocator=placed(words, exclusive=True), sleepers=sleepers)
         log = Log(slots)
-        slots.begin_round()
-        await asyncio.gather(*(log.turn(ROLLOUT) for _ in range(6)))
-        await asyncio.gather(*(log.turn(JUDGE) for _ in range(6)))
+        async with slots.round():
+            await asyncio.gather(*(log.turn(ROLLOUT) for _ in range(6)))
+            await asyncio.gather(*(log.turn(JUDGE) for _ in range(6)))
+            changed.extend(calls)
         assert {role for role, _ in log.seen} == set(ROLES)
-        return slots.end_round(list)
+        return await slots.end_round(list)
 
     metrics = run(work())
-    assert calls[0].startswith("sleep rollout") and any(call.startswith("wake judge") for call in calls)
-    assert metrics["ycore/swaps"] == len([call for call in calls if call.startswith("wake")]) >= 1
+    assert changed[:2] == ["wake rollout 0", "wake rollout 1"]
+    changed = changed[2:]
+    assert changed[0].startswith("sleep rollout") and any(call.startswith("wake judge") for call in changed)
+    assert metrics["ycore/swaps"] == len([call for call in changed if call.startswith("wake")]) >= 1
     assert metrics["ycore/swap_s"] > 0.015 * metrics["ycore/swaps"]
 
 
 def test_a_swap_that_fails_fails_those_who_wait() -> None:
     async def work() -> None:
-        sleepers = {role: [BrokenSleeper([], role)] for role in ROLES}
+        sleepers = {role: {0: BrokenSleeper([], role)} for role in ROLES}
         slots = Slots(1, allocator=placed("dynamic", num_slots=1, exclusive=True), sleepers=sleepers)
         with pytest.raises(EngineError, match="judge: gone"):
             await Log(slots).turn(JUDGE)
@@ -125,7 +129,7 @@ class Sleeper:
 
 
 def sleeping(log: list[str], words: str) -> Slots:
-    sleepers = {role: [Sleeper(log, f"{role} {slot}") for slot in range(2)] for role in ROLES}
+    sleepers = {role: {slot: Sleeper(log, f"{role} {slot}") for slot in range(2)} for role in ROLES}
     return Slots(2, allocator=placed(words, exclusive=True), sleepers=sleepers)
 
 
@@ -136,7 +140,7 @@ def test_around_a_round_one_engine_of_a_slot_is_awake_and_then_none() -> None:
     async def work() -> list[str]:
         log: list[str] = []
         slots = sleeping(log, "split:1:1")
-        async with slots.awake():
+        async with slots.round():
             log.append("round")
         async with slots.awake(ROLLOUT):
             log.append("samples")
@@ -154,7 +158,7 @@ def test_a_round_that_is_given_up_ends_asleep_and_one_that_failed_asks_nothing_m
         failed: list[str] = []
 
         async def wait() -> None:
-            async with sleeping(given_up, "dynamic").awake():
+            async with sleeping(given_up, "dynamic").round():
                 await asyncio.Event().wait()
 
         task = asyncio.create_task(wait())
@@ -163,7 +167,7 @@ def test_a_round_that_is_given_up_ends_asleep_and_one_that_failed_asks_nothing_m
         with pytest.raises(asyncio.CancelledError):
             await task
         with pytest.raises(EngineError, match="lost"):
-            async with sleeping(failed, "dynamic").awake():
+            async with sleeping(failed, "dynamic").round():
                 raise EngineError("lost")
         return given_up, failed
 
@@ -175,7 +179,7 @@ def test_a_round_that_is_given_up_ends_asleep_and_one_that_failed_asks_nothing_m
 def test_engines_that_stay_up_are_neither_woken_nor_put_to_sleep() -> None:
     async def work() -> None:
         slots = Slots(2, allocator=placed("dynamic"))
-        async with slots.awake():
+        async with slots.round():
             await slots.sleep()
 
     run(work())
@@ -183,8 +187,8 @@ def test_engines_that_stay_up_are_neither_woken_nor_put_to_sleep() -> None:
 
 def test_who_is_cancelled_frees_the_place() -> None:
     async def work() -> int:
-        slots = Slots(1, allocator=placed("dynamic", num_slots=1, capacity=1))
-        log = Log(slots)
+        allocator = placed("dynamic", num_slots=1, capacity=1)
+        log = Log(Slots(1, allocator=allocator))
         running = asyncio.create_task(log.turn(ROLLOUT, 30))
         waiting = asyncio.create_task(log.turn(ROLLOUT, 30))
         await asyncio.sleep(0.02)
@@ -192,7 +196,7 @@ def test_who_is_cancelled_frees_the_place() -> None:
             task.cancel()
         await asyncio.gather(running, waiting, return_exceptions=True)
         log.now.clear()
-        assert slots.allocator.is_idle
+        assert allocator.is_idle
         return await log.turn(JUDGE)
 
     assert run(work()) == 0
@@ -203,9 +207,9 @@ def test_a_round_is_recorded_and_measured(tmp_path: Path) -> None:
         slots = Slots(2, allocator=placed("dynamic"), trace=TraceWriter(tmp_path / "trace.json"), rank=3)
         log = Log(slots)
         for step in range(2):
-            slots.begin_round()
-            await asyncio.gather(*(log.turn(role) for role in ROLES for _ in range(4)))
-            metrics = slots.end_round(list, step=step)
+            async with slots.round():
+                await asyncio.gather(*(log.turn(role) for role in ROLES for _ in range(4)))
+            metrics = await slots.end_round(list, step=step)
         return metrics
 
     metrics = run(work())
@@ -221,7 +225,7 @@ def test_a_round_is_recorded_and_measured(tmp_path: Path) -> None:
 
 def test_queue_depths_are_told_while_the_round_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Soon after they change, and once more at the round's end, when nothing is left."""
-    monkeypatch.setattr("ycore.round.slots._DEPTHS_EVERY_S", 0.02)
+    monkeypatch.setattr("ycore.round.line._DEPTHS_EVERY_S", 0.02)
     path = tmp_path / "trace.json"
 
     def told() -> list[Levels | Mark]:
@@ -231,13 +235,14 @@ def test_queue_depths_are_told_while_the_round_goes_on(tmp_path: Path, monkeypat
     async def work() -> list[Levels | Mark]:
         slots = Slots(2, allocator=placed("split:1:1"), trace=TraceWriter(path), rank=3)
         slots.begin_phase(SYNC)
-        slots.begin_round()
-        turns = [asyncio.create_task(Log(slots).turn(ROLLOUT, 0.3)) for _ in range(5)]
-        while len(told()) < 4:
-            await asyncio.sleep(0.01)
-        meanwhile = told()
-        await asyncio.gather(*turns)
-        slots.end_round(list)
+        async with slots.round():
+            turns = [asyncio.create_task(Log(slots).turn(ROLLOUT, 0.3)) for _ in range(5)]
+            await asyncio.sleep(0)
+            while len(told()) < 4:
+                await asyncio.sleep(0.01)
+            meanwhile = told()
+            await asyncio.gather(*turns)
+        await slots.end_round(list)
         return meanwhile
 
     sync, begun, waiting, flying = run(work())
@@ -247,15 +252,6 @@ def test_queue_depths_are_told_while_the_round_goes_on(tmp_path: Path, monkeypat
     assert set(flying.oldest_s) == {"rollout 0"} and flying.rank == 3
     last = told()[-1]
     assert isinstance(last, Levels) and set(last.values.values()) == {0} and not last.oldest_s
-
-
-def test_without_a_trace_nothing_is_looked_at() -> None:
-    async def work() -> None:
-        slots = Slots(1)
-        async with slots.turn(ROLLOUT):
-            assert slots._depths._due is None
-
-    run(work())
 
 
 def test_metrics_of_all_ranks_are_sums() -> None:

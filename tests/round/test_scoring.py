@@ -145,8 +145,10 @@ def test_where_slots_are_shared_a_judge_is_asked_once_the_whole_group_is_written
         allocator.restore({**allocator.state(), "manner": mode, "division": {"rollout": 1, "judge": 0}})
         allocator.begin_round(0.0)
         tasks = [asyncio.create_task(write(text, seconds)) for text, seconds in (("short", 0.0), ("long", 0.05))]
-        writing = Writing(Draw(0, Prompt(0, "What?"), (1,)), tasks, 0, Slots(1, allocator=allocator))
-        scores = await make_scorer(make_judge(), [ScriptedJudge("judge-0", verdict)]).score(writing)
+        slots = Slots(1, allocator=allocator)
+        writing = Writing(Draw(0, Prompt(0, "What?"), (1,)), tasks, 0, slots)
+        async with slots.round():
+            scores = await make_scorer(make_judge(), [ScriptedJudge("judge-0", verdict)]).score(writing)
         written.clear()
         return scores
 

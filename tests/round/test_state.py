@@ -1,7 +1,9 @@
 """The controller's state in a checkpoint."""
 
+import asyncio
 import json
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -41,21 +43,38 @@ def make() -> Iterator[Callable[[], Controller]]:
         one.close()
 
 
-def play(allocator: Allocator) -> None:
+def learned() -> dict[str, Any]:
+    """What an allocator knows after a round with as much to judge as to write."""
+    allocator = Allocator(SlotPool(4, ROLES, dict.fromkeys(ROLES, 64)))
     speeds = dict.fromkeys(ROLES, Speed(0.01, 0.001))
     work = Workload(Lengths(200, 0.8, 1000), {JUDGE: 150.0})
     SimulatedRound(allocator, Machine(speeds, {}), work.group_at, Demand(8)).run()
     allocator.learn(allocator.numbers())
+    return allocator.state()
 
 
 def test_the_division_of_slots_is_part_of_it(make: Callable[[], Controller]) -> None:
-    first, second = make(), make()
-    play(first.slots.allocator)
+    first, second, state = make(), make(), learned()
+    assert state["division"][JUDGE] >= 1, "learned, not what a run begins with"
+    first.restore({**first.state(), "placement": state})
     first.draws.cursor, first.yields = 7, Yield(3.5, 5.25)
     second.restore(json.loads(json.dumps(first.state())))
-    assert second.state() == first.state()
-    assert second.slots.allocator.division == first.slots.allocator.division
-    assert second.slots.allocator.division[JUDGE] >= 1, "learned, not what a run begins with"
+    assert second.state() == first.state() and second.state()["placement"] == state
+
+
+def test_a_round_begins_with_what_was_restored_and_learns_from_there() -> None:
+    async def work() -> Any:
+        allocator = Allocator(SlotPool(4, ROLES, dict.fromkeys(ROLES, 64)))
+        slots = Slots(4, allocator=allocator)
+        slots.restore(learned())
+        async with slots.round(), slots.turn(JUDGE):
+            assert allocator.division == learned()["division"]
+        await slots.end_round(list)
+        return slots.state
+
+    after, before = asyncio.run(work()), learned()
+    num = after["sums"][JUDGE][1]
+    assert num == pytest.approx(0.7 * before["sums"][JUDGE][1] + 1), "earlier rounds and the one verdict"
 
 
 def test_a_checkpoint_from_before_placement_was_in_it_is_taken(make: Callable[[], Controller]) -> None:

@@ -63,7 +63,7 @@ class Server:
         restart_timeout_s: How much longer a request waits where its process was lost.
 
     Attributes:
-        restarts: How often a new process has replaced the one before.
+        restarts: How often a new process has replaced the one before, each counted by one rank's client.
     """
 
     def __init__(self, name: str, socket: Path, *, request_timeout_s: float, restart_timeout_s: float = 900.0) -> None:
@@ -132,8 +132,12 @@ class Server:
         except ValueError:
             raise EngineError(f"{self.name}: {path} answered {response.text[:300]!r}, which is not JSON") from None
 
-    async def prepare(self) -> None:
-        """What a new process needs before its first request; it may use `request_once`. Nothing, unless overridden."""
+    async def prepare(self) -> bool:
+        """What a new process needs before its first request; it may use `request_once`. Nothing, unless overridden.
+
+        Returns whether this client prepared it, and not another rank's.
+        """
+        return True
 
     def prepare_again(self) -> None:
         self._prepared = None
@@ -170,11 +174,9 @@ class Server:
             process = self._process()
             if process is None:
                 raise NoAnswer(f"{self.name}: gone again; see logs/{self.name}.log")
-            self.restarts += int(self._last_seen not in (None, process))
-            self._last_seen = process
-            if process != self._prepared:
-                await self.prepare()
-                self._prepared = process
+            was_mine = await self.prepare() if process != self._prepared else True
+            self.restarts += int(was_mine and self._last_seen not in (None, process))
+            self._last_seen = self._prepared = process
             self._is_suspect = False
             return process
 

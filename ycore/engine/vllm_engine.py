@@ -1,7 +1,11 @@
 """Clients of vLLM servers over token ids: the policy as an `Engine`, and a reward model."""
 
+import asyncio
+import fcntl
 import math
-from collections.abc import Sequence
+import os
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,16 +13,21 @@ from typing import Any
 from ycore.engine import Sampling
 from ycore.engine.server import Server
 from ycore.engine.sleeping import SleepingEngine, reload_from_disk
-from ycore.engine.weight_proof import TensorSums, check_read_back, read_manifest
+from ycore.engine.weight_proof import check_read_back, read_manifest
 from ycore.errors import EngineError, SyncError
 from ycore.placement.placement import REWARD_MODEL, ROLLOUT
 from ycore.types import Completion
+
+_WEIGHT_INFO = "/weight_info"
+_LOCK_LOOK_S = 0.02
 
 
 class VllmEngine(Server):
     """Example: `VllmEngine("rollout-0", folder.socket("rollout-0"), sampling, request_timeout_s=600)`.
 
-    A restarted process gets the weights that the last one had before its first request.
+    A restarted process gets the weights that the last one had before its first request. Each rank of a machine has
+    clients of all engines. One of them, at the engine's home, sends the weights of a new version. The others check that
+    the engine has them. A process that has lost them gets them from whichever client comes first.
 
     Attributes:
         version: The policy version that the engine holds.
@@ -36,14 +45,16 @@ class VllmEngine(Server):
         restart_timeout_s: float = 900.0,
         sleeps: bool = False,
         min_verified: float = 1.0,
+        is_home: bool = True,
     ) -> None:
         super().__init__(name, socket, request_timeout_s=request_timeout_s, restart_timeout_s=restart_timeout_s)
         self.version = 0
         self.verified_share = 0.0
         self.sleeper = SleepingEngine(self, refill=self._refill) if sleeps else None
+        self.is_home = is_home
         self._sampling = sampling
         self._min_verified = min_verified
-        self._weights: tuple[Path, int, dict[str, TensorSums]] | None = None  # folder, version, sums of each tensor
+        self._weights: tuple[Path, int] | None = None  # folder, version
 
     async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
         version = self.version
@@ -74,8 +85,12 @@ class VllmEngine(Server):
         return tuple(found[str(token)]["logprob"] for found, token in zip(by_place, target_ids, strict=True))
 
     async def load_weights(self, folder: Path, version: int) -> None:
-        self._weights = folder, version, read_manifest(folder, version=version)
-        if self._can_take_weights:
+        read_manifest(folder, version=version)
+        self._weights = folder, version
+        if not self.is_home:  # its home sends them; the next request's preparation checks that it has
+            self.prepare_again()
+            self.version = version
+        elif self._can_take_weights:
             await self._sync(version)
 
     @property
@@ -92,16 +107,27 @@ class VllmEngine(Server):
     async def _sync(self, version: int) -> None:
         """Have the weights sent by the next request's preparation, and check the version by that request."""
         self.prepare_again()
-        held = (await self.request("GET", "/weight_info"))["weight_version"]
+        held = (await self.request("GET", _WEIGHT_INFO))["weight_version"]
         if held != str(version):
             raise SyncError(f"{self.name}: holds policy version {held}, not {version}, after the weights were sent")
         self.version = version
 
-    async def prepare(self) -> None:
-        """Have the process load the weights, and compare each tensor's sums with those read back from the model."""
+    async def prepare(self) -> bool:
+        """Have the process load the weights; away from its home, unless it has them."""
         if self._weights is None or not self._can_take_weights:
-            return
-        folder, version, sums = self._weights
+            return True
+        folder, version = self._weights
+        async with locked(self.socket.with_suffix(".loading")):
+            if not self.is_home:
+                held = (await self.request_once("GET", _WEIGHT_INFO))["weight_version"]
+                if held == str(version):
+                    return False
+            await self._send(folder, version)
+        return True
+
+    async def _send(self, folder: Path, version: int) -> None:
+        """Have the process load the weights, and compare each tensor's sums with those read back from the model."""
+        sums = read_manifest(folder, version=version)
         load = {"method": "load_policy", "kwargs": {"weights_path": str(folder)}}
         workers = (await self.request_once("POST", "/collective_rpc", load))["results"]
         pieces = [piece for worker in workers for piece in worker or ()]
@@ -111,6 +137,22 @@ class VllmEngine(Server):
             raise SyncError(f"{self.name}: policy version {version}: {error}") from None
         await self.request_once("POST", "/reset_prefix_cache")
         await self.request_once("POST", "/update_weight_version", {"new_version": str(version)})
+
+
+@asynccontextmanager
+async def locked(file: Path) -> AsyncIterator[None]:
+    """A lock between processes; the kernel gives back one whose holder has died."""
+    descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        while True:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                await asyncio.sleep(_LOCK_LOOK_S)
+        yield
+    finally:
+        os.close(descriptor)
 
 
 class VllmRewardModel(Server):

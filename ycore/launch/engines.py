@@ -140,7 +140,7 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch, sleeps: bool = 
             )
         return EnginePlan(kind, length, how)
     slots = _slots(config.engine.count, site.machine, least=site.layout.local)
-    check_run_placement(config, num_slots=len(slots) // site.layout.local)
+    check_run_placement(config, num_slots=len(slots))
     num_engines = len(slots) * site.layout.num_machines  # all completions of a round run at once
     round_size = config.prompts_per_step * (config.num_samples if config.algorithm == "eval" else config.group_size)
     spec = EngineSpec(

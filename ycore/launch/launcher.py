@@ -6,6 +6,7 @@ The trainer and the engines are started by module name, never imported.
 import os
 import sys
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -24,6 +25,7 @@ from ycore.launch.processes import ManagedProcess, RankedTrainer
 from ycore.launch.supervise import Limits, StopRequests, Supervisor
 from ycore.models.fetch import fetch_model
 from ycore.models.names import resolve_model
+from ycore.placement.slot_pool import ALLOCATOR
 from ycore.run.claim import claim
 from ycore.run.files import read_json, write_json_atomic
 from ycore.run.metrics import Status, read_metrics, summarise
@@ -179,7 +181,24 @@ class _Run:
             run_id=folder.run_id,
             log=folder.log(worker.name),
         )
-        return process if layout.accelerate is None else RankedTrainer(process, folder, num_ranks=layout.local)
+        if layout.accelerate is None:
+            return process
+        return RankedTrainer(process, folder, num_ranks=layout.local, allocator=self._start_allocator(environment))
+
+    def _start_allocator(self, environment: Mapping[str, str]) -> ManagedProcess | None:
+        """Of the slots that several ranks share. It lives as long as they do."""
+        folder, num_ranks = self.site.folder, self.site.layout.local
+        if num_ranks == 1 or read_json(folder.engines)["kind"] != "vllm":
+            return None
+        socket = folder.socket(ALLOCATOR)
+        socket.unlink(missing_ok=True)  # of an earlier one, which was killed
+        return ManagedProcess(
+            ALLOCATOR,
+            [sys.executable, "-m", "ycore.round.service", str(socket), str(num_ranks)],
+            environment=environment,
+            run_id=folder.run_id,
+            log=folder.log(ALLOCATOR),
+        )
 
     def sum_up(self, status: Status, *, error: BaseException | None = None) -> dict[str, Any]:
         """Write summary.json and draw the curve. Only the first machine has the metrics of a run."""

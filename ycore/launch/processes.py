@@ -175,8 +175,16 @@ class RankedTrainer:
     torchrun turns every end into its own exit status 1 and a page of text, so each rank reports its end in a file.
     """
 
-    def __init__(self, launcher: ManagedProcess, folder: RunFolder, *, num_ranks: int) -> None:
+    def __init__(
+        self,
+        launcher: ManagedProcess,
+        folder: RunFolder,
+        *,
+        num_ranks: int,
+        allocator: ManagedProcess | None = None,
+    ) -> None:
         self._launcher = launcher
+        self._allocator = allocator  # its ranks notice its end; who stops it must be noticed too
         self._folder = folder
         self._num_ranks = num_ranks
         self._ranks: dict[int, psutil.Process | None] = {}  # by process id; None when it had ended at the first look
@@ -220,9 +228,10 @@ class RankedTrainer:
             self._launcher.send(number)
 
     def members(self) -> dict[str, int]:
-        """Process ids of the ranks that work, by name."""
+        """Process ids of the ranks that work, and of their allocator, by name."""
         working = [report for report in self._reports() if report.exit_code is None]
-        return {f"{self._launcher.name} rank {report.number}": report.pid for report in working}
+        allocator = self._allocator.members() if self._allocator is not None else {}
+        return {f"{self._launcher.name} rank {report.number}": report.pid for report in working} | allocator
 
     def tree(self) -> list[psutil.Process]:
         return self._launcher.tree()

@@ -1,12 +1,11 @@
 """The allocator decides which slot serves which request, and when a slot changes its role: events in, actions out.
 
-It has no clock, process or wait. The live run (`round.slots`, asyncio) and the simulator (`plan.simulation`, a virtual
-clock) report the same events to it and carry out the same actions.
+It has no clock, process or wait. The live run (`placement.slot_pool`, for all ranks of a machine) and the simulator
+(`plan.simulation`, a virtual clock) report the same events to it and carry out the same actions.
 """
 
 import heapq
 import math
-from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -27,6 +26,35 @@ class _Running:
     before: Reading  # its engine's totals when it began
 
 
+class Queue:
+    """The waiting requests of one role. Ranks take turns, and each rank's own requests are served in their order."""
+
+    def __init__(self) -> None:
+        self._of_rank: dict[int, dict[int, None]] = {}  # the rank whose turn it is first
+        self._num = 0
+
+    def __len__(self) -> int:
+        return self._num
+
+    def put(self, request: int, rank: int) -> None:
+        self._of_rank.setdefault(rank, {})[request] = None
+        self._num += 1
+
+    def take(self) -> int:
+        rank, requests = next(iter(self._of_rank.items()))
+        request = next(iter(requests))
+        self.remove(request, rank)
+        if requests:  # behind the other ranks that wait
+            self._of_rank[rank] = self._of_rank.pop(rank)
+        return request
+
+    def remove(self, request: int, rank: int) -> None:
+        del self._of_rank[rank][request]
+        self._num -= 1
+        if not self._of_rank[rank]:
+            del self._of_rank[rank]
+
+
 class Allocator:
     """Example: `allocator.ask(7, "judge")`, then carry out `allocator.decide(now)`; `now`: seconds of any clock."""
 
@@ -35,7 +63,7 @@ class Allocator:
         self._learned = Learning(pool, placement)
         self._measured_swap_s: float | None = None
         self._running: dict[int, _Running] = {}
-        self._waiting: dict[str, deque[int]] = {role: deque() for role in pool.roles}
+        self._waiting = {role: Queue() for role in pool.roles}
         self.begin_round(0.0)
 
     def begin_round(self, now: float) -> None:
@@ -58,20 +86,20 @@ class Allocator:
         for slot in range(self.pool.num_slots):
             self._note(slot)
 
-    def ask(self, request: int, role: str) -> None:
-        """Add a request, by a number that no other of the run has; a later `Start` of `decide` names the slot."""
-        self._waiting[role].append(request)
+    def ask(self, request: int, role: str, rank: int = 0) -> None:
+        """Add a rank's request, by a number that no other has; a later `Start` of `decide` names the slot."""
+        self._waiting[role].put(request, rank)
         self._requested[role] += 1
         if role == ROLLOUT and self._has_verdict:
             verdicts = sum(self._sums[other].num for other in self.pool.roles[1:]) / (len(self.pool.roles) - 1)
             self._sums[ROLLOUT].observe_late(verdicts / self._requested[ROLLOUT], is_first=self._has_news)
             self._has_news = False
 
-    def withdraw(self, request: int, role: str, now: float) -> None:
+    def withdraw(self, request: int, role: str, now: float, rank: int = 0) -> None:
         """Remove a request that was given up, whether it waits or runs."""
         running = self._running.pop(request, None)
         if running is None:
-            self._waiting[role].remove(request)
+            self._waiting[role].remove(request, rank)
         else:
             self._leave(running, now)
 
@@ -104,13 +132,13 @@ class Allocator:
         return Usage(self._seconds, busy_s, swap_s, self._swaps)
 
     def numbers(self) -> list[float]:
-        """What this controller measured in the round, to be added to the other controllers' numbers."""
+        """What was measured in the round, to be added to the numbers of the other machines' allocators."""
         return [*as_numbers(self._sums, self.pool.roles), self.swap_s, self._seconds, 1.0]
 
     def learn(self, added: Sequence[float]) -> None:
-        """Choose the next schedule from the element-wise sum of all controllers' `numbers`: the same on each."""
-        *numbers, swap_s, seconds, controllers = added
-        self._learned.learn(numbers, swap_s=swap_s / controllers, round_s=seconds / controllers)
+        """Choose the next schedule from the element-wise sum of all allocators' `numbers`: the same on each."""
+        *numbers, swap_s, seconds, machines = added
+        self._learned.learn(numbers, swap_s=swap_s / machines, round_s=seconds / machines)
 
     def state(self) -> dict[str, Any]:
         """What was learned so far, as plain JSON values, for a checkpoint between rounds."""
@@ -154,7 +182,9 @@ class Allocator:
 
     @property
     def is_idle(self) -> bool:
-        return not self._running and not any(self._waiting.values())
+        """Whether no request waits or runs, and no swap is under way."""
+        is_swapping = any(clock.swap_began is not None for clock in self._clocks)
+        return not (self._running or is_swapping or any(self._waiting.values()))
 
     def waiting(self) -> dict[str, int]:
         return {role: len(requests) for role, requests in self._waiting.items()}
@@ -175,7 +205,7 @@ class Allocator:
         for role in self.pool.roles:
             waiting = self._waiting[role]
             while waiting and (slot := self._pick(role)) is not None:
-                request = waiting.popleft()
+                request = waiting.take()
                 self._running[request] = _Running(role, slot, now, self._clocks[slot].change(role, 1, now))
                 self._note(slot)
                 actions.append(Start(request, slot))

@@ -18,7 +18,9 @@ from ycore.engine.vllm_engine import VllmEngine
 from ycore.placement.allocator import Allocator
 from ycore.placement.learning import SleepLevels
 from ycore.placement.placement import ROLLOUT, SlotPool, in_order, parse_placement
+from ycore.placement.slot_pool import ALLOCATOR, home_of
 from ycore.round.journal import Journal
+from ycore.round.line import Line, OwnLine, SocketLine
 from ycore.round.loop import ShareWeights
 from ycore.round.peers import Peers
 from ycore.round.sampling import WHOLE, DrawSource, Rules, Shard
@@ -27,6 +29,7 @@ from ycore.round.slots import Sleeper, Slots
 from ycore.round.step import Controller
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
+from ycore.run.reports import this_rank
 from ycore.run.secrets import load_config
 from ycore.run.trace import TraceWriter
 from ycore.types import Prompt
@@ -73,14 +76,15 @@ class Assembly:
         rules: Rules | None = None,
         slots: Slots | None = None,
     ) -> Controller:
-        """A controller over `engines`, one a slot of this rank; what is not given follows from the run's config."""
+        """A controller over `engines`, one a slot; what is not given follows from the run's config."""
         peers = peers or Peers()
         policy = Policy(engines, self.tokenizer, self.started.max_model_len)
         return Controller(
             engines=engines,
             scoring=build_scoring(self.config, self.folder, self.started.scorers, policy=policy),
             draws=draws or self.draws(Shard(peers.rank, peers.world)),
-            rules=rules or self.rules(num_engines=len(engines)),
+            rules=rules
+            or self.rules(num_engines=len(engines) / (this_rank().local_world if self._shares_slots else 1)),
             peers=peers,
             share_weights=share_weights,
             journal=journal,
@@ -134,8 +138,8 @@ class Assembly:
             shard=shard,
         )
 
-    def rules(self, *, num_engines: int = 1) -> Rules:
-        """How a round samples on a rank with this many engines. An evaluation takes every group as it comes."""
+    def rules(self, *, num_engines: float = 1) -> Rules:
+        """How a round samples on a rank with this share of the engines. An evaluation takes every group as it comes."""
         config, evaluates = self.config, self.config.algorithm == "eval"
         group_size = config.num_samples if evaluates else config.group_size
         at_once = self.started.max_num_seqs
@@ -150,9 +154,14 @@ class Assembly:
             max_in_flight=None if at_once is None else math.ceil(at_once * num_engines / group_size) + 1,
         )
 
+    @property
+    def _shares_slots(self) -> bool:
+        """Whether all ranks of the machine use all of its slots; otherwise a rank generates by itself."""
+        return self.started.kind == "vllm"
+
     def vllm_engines(self) -> list[Engine]:
-        """The clients of all rollout engines of this machine."""
-        settings = self.config.engine
+        """This rank's clients of all rollout engines of the machine. It sends weights to those of its own slots."""
+        settings, homes = self.config.engine, self._homes(len(self.started.engines))
         return [
             VllmEngine(
                 name,
@@ -160,42 +169,54 @@ class Assembly:
                 self.sampling(),
                 request_timeout_s=settings.request_timeout_s,
                 restart_timeout_s=restart_timeout_s(settings),
-                sleeps=self.started.sleeps,
                 min_verified=settings.min_verified,
+                sleeps=self.started.sleeps and slot in homes,
+                is_home=slot in homes,
             )
-            for name in self.started.engines
+            for slot, name in enumerate(self.started.engines)
         ]
 
-    def slots(self, engines: Sequence[Engine], *, rank: int = 0) -> Slots:
-        """This rank's slots under the run's placement.
+    def slots(self, engines: Sequence[Engine]) -> Slots:
+        """The slots of the machine under the run's placement; of a rank that generates by itself, its own.
 
         Where engines stay awake, a change of role only changes who gets requests. Where they sleep, one role of a slot
         is awake at a time, and a change of role is a sleep and a wake.
         """
-        roles = in_order([ROLLOUT, *(scorer.role for scorer in self.started.scorers)])
+        roles, rank = in_order([ROLLOUT, *(scorer.role for scorer in self.started.scorers)]), this_rank()
         capacity = None if len(roles) == 1 else dict.fromkeys(roles, self.started.max_num_seqs or _AT_ONCE)
+        pool = SlotPool(len(engines), roles, capacity, exclusive=self.started.sleeps)
+        placement, trace = parse_placement(self.config.placement), TraceWriter(self.folder.trace)
+        line: Line = OwnLine(Allocator(pool, placement), shows_depths=True)
+        if self._shares_slots and rank.local_world > 1:
+            socket = self.folder.socket(ALLOCATOR)
+            line = SocketLine(socket, pool, placement, rank=rank.local, num_ranks=rank.local_world)
         sleepers = self._sleepers(engines) if self.started.sleeps else None
-        pool = SlotPool(len(engines), roles, capacity, exclusive=sleepers is not None)
-        allocator = Allocator(pool, parse_placement(self.config.placement))
-        trace = TraceWriter(self.folder.trace)
-        return Slots(len(engines), allocator=allocator, sleepers=sleepers, trace=trace, rank=rank)
+        return Slots(len(engines), line=line, sleepers=sleepers, trace=trace, rank=rank.number)
 
-    def _sleepers(self, engines: Sequence[Engine]) -> Mapping[str, Sequence[Sleeper]]:
-        """The engines that sleep on this rank's slots, by role and slot.
+    def _sleepers(self, engines: Sequence[Engine]) -> Mapping[str, Mapping[int, Sleeper]]:
+        """The engines that sleep on this rank's own slots, by role and slot.
 
         The policy's weights are sent again before use, so its engines drop them. For a model with frozen weights the
-        level of sleep is learned, for all slots at once.
+        level of sleep is learned, for all slots of the rank at once.
         """
+        homes = self._homes(len(engines))
         frozen: dict[str, list[list[SleepingEngine]]] = {}
         for scorer in self.started.scorers:
             levels = SleepLevels()
             servers = scorer_servers(self.config, self.folder, scorer, Server)
-            frozen.setdefault(scorer.role, []).append([SleepingEngine(server, levels=levels) for server in servers])
+            engines_of_model = [SleepingEngine(servers[slot], levels=levels) for slot in homes]
+            frozen.setdefault(scorer.role, []).append(engines_of_model)
         policy = [engine.sleeper for engine in engines if isinstance(engine, VllmEngine) and engine.sleeper is not None]
-        sleepers: dict[str, Sequence[Sleeper]] = {ROLLOUT: policy}
+        sleepers: dict[str, Mapping[int, Sleeper]] = {ROLLOUT: dict(zip(homes, policy, strict=True))}
         for role, models in frozen.items():
-            sleepers[role] = [SleepTogether(on_slot) for on_slot in zip(*models, strict=True)]
+            together = [SleepTogether(on_slot) for on_slot in zip(*models, strict=True)]
+            sleepers[role] = dict(zip(homes, together, strict=True))
         return sleepers
+
+    def _homes(self, num_slots: int) -> list[int]:
+        """The slots whose engines this rank wakes, puts to sleep and sends weights; each slot is of one rank."""
+        rank = this_rank()
+        return [slot for slot in range(num_slots) if home_of(slot, rank.local_world) == rank.local]
 
 
 def assemble(root: Path) -> Assembly:

@@ -76,7 +76,8 @@ class RankLoop:
 
         async def wait() -> None:
             ready = (engine.wait_ready(timeout_s=timeout_s) for engine in self.engines)
-            await asyncio.gather(self.scoring.start(timeout_s=timeout_s), *ready)
+            opened = self.slots.open(timeout_s=timeout_s)
+            await asyncio.gather(self.scoring.start(timeout_s=timeout_s), opened, *ready)
             await self.slots.sleep()  # a trainer that ran before this one may have left some awake
 
         self.run(wait())
@@ -112,6 +113,7 @@ class RankLoop:
     def close(self) -> None:
 
         async def end() -> None:
+            self.slots.close()
             await asyncio.gather(self.scoring.close(), *(engine.close() for engine in self.engines))
 
         self._runner.run(end())
@@ -121,14 +123,13 @@ class RankLoop:
         """Run a round's work with awake engines, and note what it took on all ranks."""
 
         async def with_engines_awake() -> T:
-            async with self.slots.awake():
+            async with self.slots.round():
                 return await work
 
         self.meter.begin()
-        self.slots.begin_round()
         result = self.run(with_engines_awake())
         self.meter.end()
-        self.note_all(self.slots.end_round(self.peers.add_up, step=step))
+        self.note_all(self._runner.run(self.slots.end_round(self.peers.add_up, step=step)))
         return result
 
     @contextmanager
@@ -184,15 +185,14 @@ class RankLoop:
             "cursor": self.draws.cursor,
             "yield": asdict(self.yields),
             "surplus": [finished_to_json(item) for item in self.surplus.waiting],
-            "placement": self.slots.allocator.state(),
+            "placement": self.slots.state,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.draws.cursor = state["cursor"]
         self.yields = Yield(**state["yield"])
         self.surplus.waiting = [finished_from_json(item) for item in state["surplus"]]
-        if "placement" in state:  # absent from checkpoints of early versions
-            self.slots.allocator.restore(state["placement"])
+        self.slots.restore(state.get("placement"))  # absent from checkpoints of early versions
 
     def should_stop(self) -> bool:
         """Whether any rank was asked to stop. All ranks call this together and get the same answer."""

@@ -89,8 +89,9 @@ class RoundMeter:
     def own_metrics(self, *, rate: float, syncs: bool) -> dict[str, float]:
         """Those of this rank alone. `rate` is the expected yield, `syncs` whether engines are sent weights."""
         metrics = {"ycore/time/generate": self.generate_s, "ycore/sampling/yield": rate}
-        if syncs and self._vllm:
-            metrics["ycore/sync_proved"] = self._vllm[-1].verified_share
+        home = [engine for engine in self._vllm if engine.is_home]
+        if syncs and home:
+            metrics["ycore/sync_proved"] = home[-1].verified_share
         return metrics
 
 

@@ -27,7 +27,6 @@ from ycore.round.meters import JudgeMeter, Meter, RewardModelMeter, WorkerMeter
 from ycore.round.scoring import RuleScorer, Scorer, Scoring, TextOf, Writing, as_content, plain_text
 from ycore.round.tasks import together
 from ycore.run.paths import RunFolder
-from ycore.run.reports import this_rank
 from ycore.types import Prompt, Score
 
 S = TypeVar("S", bound=Server)
@@ -46,7 +45,7 @@ class ScorerEngines:
 
 @dataclass(frozen=True, slots=True)
 class Policy:
-    """The policy as a scorer sees it: its engines on this rank's slots, its tokenizer, its context in tokens."""
+    """The policy as a scorer sees it: its engines, its tokenizer, its context in tokens."""
 
     engines: Sequence[Engine]
     tokenizer: PreTrainedTokenizerBase
@@ -56,7 +55,7 @@ class Policy:
 def build_scoring(
     config: RunConfig, folder: RunFolder, started: Sequence[ScorerEngines], *, policy: Policy | None = None
 ) -> Scoring:
-    """Every reward source of the run, with clients for the engines on this rank's slots. Call `start` before use.
+    """Every reward source of the run, with clients for the machine's engines. Call `start` before use.
 
     `started` are the engines of judges and reward models. `policy` is what `reference_probability` asks.
     """
@@ -123,8 +122,8 @@ def _pool_of(config: RunConfig, folder: RunFolder, specs: Sequence[RewardConfig]
 
 
 def scorer_servers(config: RunConfig, folder: RunFolder, model: ScorerEngines, kind: type[S]) -> list[S]:
-    """Clients of one model's servers on this rank's slots: every `local_world`-th of the machine's."""
-    rank, settings = this_rank(), config.engine
+    """Clients of one model's servers, one a slot."""
+    settings = config.engine
     return [
         kind(
             name,
@@ -132,7 +131,7 @@ def scorer_servers(config: RunConfig, folder: RunFolder, model: ScorerEngines, k
             request_timeout_s=settings.request_timeout_s,
             restart_timeout_s=restart_timeout_s(settings),
         )
-        for name in model.engines[rank.local :: rank.local_world]
+        for name in model.engines
     ]
 
 

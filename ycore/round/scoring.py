@@ -40,7 +40,7 @@ class Writing:
     @asynccontextmanager
     async def turn(self, role: str) -> AsyncIterator[Turn]:
         """A scorer's turn on a slot. Where slots are shared in time, it waits until the whole group is written."""
-        if self.slots.allocator.gathers:
+        if self.slots.gathers:
             await self.all()
         async with self.slots.turn(role) as turn:
             yield turn

@@ -1,22 +1,24 @@
 """Slots in a live run: each request to an engine is one turn of a role on a slot.
 
-A slot has one engine per role. The allocator (`placement.allocator`) decides whose turn it is and which role is awake;
-it has no clock and does no I/O. This file carries its decisions out in asyncio, and writes them to the trace.
+A slot has one engine per role. The allocator of the machine decides whose turn it is and which role is awake
+(`placement.allocator`); it has no clock and does no I/O. This file is what a rank does about it, in asyncio: it asks
+for turns, wakes the engines of its own slots and puts them to sleep, and writes the trace.
 """
 
 import asyncio
 import itertools
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import asynccontextmanager
-from typing import Protocol
+from contextlib import asynccontextmanager, suppress
+from typing import Any, Protocol
 
+from ycore.errors import RunError
 from ycore.placement.allocator import Allocator
-from ycore.placement.placement import ROLLOUT, SlotPool, Start, Swap
+from ycore.placement.placement import ROLLOUT, SlotPool
+from ycore.placement.slot_pool import Message
+from ycore.round.line import Line, OwnLine
 from ycore.round.peers import AddUp
 from ycore.run.trace import IN_FLIGHT, ROUND, SWAP, WAITING, Levels, Mark, Span, TraceWriter
-
-_DEPTHS_EVERY_S = 1.0
 
 
 class Sleeper(Protocol):
@@ -36,9 +38,10 @@ class Turn(int):
 
 
 class Slots:
-    """The slots of one rank: `async with slots.turn(ROLLOUT) as slot: await engines[slot].complete(...)`.
+    """A machine's slots, as one of its ranks has them: `async with slots.turn(ROLLOUT) as slot: await engines[slot]...`
 
-    Without an allocator there are no roles to place: a request goes to the slot with the fewest in flight.
+    Without roles to place, a request goes to the slot with the fewest in flight. `gathers`: see `Allocator.gathers`.
+    `state`: what the allocator has learned, for a checkpoint; None on ranks but the first of the machine.
     """
 
     def __init__(
@@ -46,86 +49,120 @@ class Slots:
         num_slots: int,
         *,
         allocator: Allocator | None = None,
-        sleepers: Mapping[str, Sequence[Sleeper]] | None = None,
+        line: Line | None = None,
+        sleepers: Mapping[str, Mapping[int, Sleeper]] | None = None,
         trace: TraceWriter | None = None,
         rank: int = 0,
     ) -> None:
-        """`sleepers[role][slot]`: the engines that share a device in time. Without them all engines stay awake."""
-        self.allocator = allocator or Allocator(SlotPool(num_slots))
-        self._roles = self.allocator.pool.roles
-        self._sleepers, self._rank = sleepers, rank
+        """
+        Args:
+            allocator: of slots that are this rank's alone.
+            line: to the allocator of slots that several ranks share; `rank` is this one's number in the run.
+            sleepers: by role and slot, the engines that share a device in time, of the slots whose home this rank is.
+                Without them all engines stay awake.
+        """
         self._trace = trace or TraceWriter(None)
-        self._depths = Depths(self.allocator, self._trace, rank)
-        self._numbers = itertools.count()
+        allocator = allocator or Allocator(SlotPool(num_slots))
+        self._line = line or OwnLine(allocator, shows_depths=self._trace.path is not None)
+        self._line.listen(self._receive, self._fail)
+        self._roles = self._line.pool.roles
+        self._sleepers, self._rank, self._lanes = sleepers, rank, rank - self._line.rank
+        self._numbers = itertools.count(self._line.rank, self._line.num_ranks)
         self._granted: dict[int, asyncio.Future[int]] = {}
+        self._answers: dict[str, asyncio.Future[Message]] = {}  # by the kind of letter that is waited for
         self._swaps: set[asyncio.Task[None]] = set()
-        self._is_due = False
+        self._error: BaseException | None = None
+        self._awake: Sequence[str] = ()
+        self._over: tuple[list[float], list[float]] | None = None
+        self._restored: dict[str, Any] | None = None
         self._began = time.perf_counter()
         self._since_epoch = time.time() - time.perf_counter()
-        assert self.allocator.pool.num_slots == num_slots
+        self.gathers = False
+        self.state: dict[str, Any] | None = None
+        assert self._line.pool.num_slots == num_slots
+
+    async def open(self, *, timeout_s: float) -> None:
+        """Reach the allocator; RunError where it is not there in time."""
+        await self._line.open(timeout_s=timeout_s)
+
+    def close(self) -> None:
+        self._line.close()
 
     @asynccontextmanager
     async def turn(self, role: str) -> AsyncIterator[Turn]:
         """A turn on the slot that the placement gives this request; waits until a slot has room."""
         request, placed = next(self._numbers), role if role in self._roles else ROLLOUT
-        granted = self._granted[request] = asyncio.get_running_loop().create_future()
         asked = time.perf_counter()
-        self.allocator.ask(request, placed)
-        self._decide_soon()
+        self._tell(["ask", request, placed])
+        granted = self._granted[request] = asyncio.get_running_loop().create_future()
         try:
             turn = Turn(await granted)
             began = time.perf_counter()
             yield turn
         except BaseException:
-            self.allocator.withdraw(request, placed, time.perf_counter())
+            with suppress(RunError):  # without an allocator there is nobody to give it back to
+                self._tell(["withdraw", request])
             raise
-        else:
-            now = time.perf_counter()
-            self.allocator.ended(request, now, size=float(turn.num_tokens or 1))
-            waited_s = round(began - asked, 6)
-            self._record(role, turn, began, now, request=request, tokens=turn.num_tokens, waited_s=waited_s)
         finally:
             self._granted.pop(request, None)
-            self._decide_soon()
+        now = time.perf_counter()
+        self._tell(["ended", request, float(turn.num_tokens or 1)])
+        details = {"request": request, "tokens": turn.num_tokens, "waited_s": round(began - asked, 6)}
+        self._record(role, turn, began, now, **details, asked_by=self._rank)
 
     def begin_phase(self, name: str) -> None:
         self._trace.add(Mark(name, self._rank, time.time()))
         self._trace.flush()
 
-    def begin_round(self) -> None:
-        """Apply the starting division. Requests of an earlier round that are still in flight keep their places."""
+    @asynccontextmanager
+    async def round(self) -> AsyncIterator[None]:
+        """A round, on all ranks of the machine: it begins when all have come, and is over when all have ended.
+
+        In between, one engine of each slot is awake where they sleep. They sleep after a cancellation too, since a
+        trainer that was asked to stop needs room to save. After an error they are left as they are.
+        """
         self.begin_phase(ROUND)
         self._began = time.perf_counter()
         self._since_epoch = time.time() - self._began  # measured anew: over days the two clocks drift apart
-        if self.allocator.is_idle and not self._swaps:
-            self.allocator.begin_round(self._began)
+        restored, self._restored = self._restored, None
+        _, self._awake, self.gathers = await self._ask(["begin", restored], "begun")
+        async with self.awake():
+            self._tell(["awake"])
+            yield
+            _, numbers, spent = await self._ask(["end"], "over")
+            self._over = numbers, spent
 
-    def end_round(self, add_up: AddUp, *, step: int = 0) -> dict[str, float]:
-        """The round's metrics over all ranks. What all ranks learned decides how the next round starts on each.
+    async def end_round(self, add_up: AddUp, *, step: int = 0) -> dict[str, float]:
+        """The round's metrics over all machines. What all of them learned decides how the next round starts on each.
 
         Every rank calls this once a round, since `add_up` is a collective.
         """
         now = time.perf_counter()
-        usage = self.allocator.end_round(now)
-        own = self.allocator.numbers()
-        spent = [usage.seconds * len(usage.busy_s), sum(usage.busy_s), sum(usage.swap_s), float(usage.swaps)]
-        sums = add_up([*own, *spent])
-        self.allocator.learn(sums[: len(own)])
-        self._record(ROUND, -1, self._began, now, step=step, idle_share=round(usage.idle_share, 4))
-        self._depths.write()
-        return usage_metrics(sums[len(own) :])
+        assert self._over is not None, "the round is over"
+        numbers, spent = self._over
+        slot_s, busy_s, swap_s, _ = spent
+        leads = self._line.rank == 0  # a machine's numbers are added once
+        sums = add_up([*numbers, *spent] if leads else [0.0] * (len(numbers) + len(spent)))
+        if leads:
+            _, self.state = await self._ask(["learn", sums[: len(numbers)]], "learned")
+        idle_share = max(0.0, 1 - (busy_s + swap_s) / slot_s) if slot_s > 0 else 0.0
+        self._trace.add(self._span(ROUND, self._rank, -1, self._began, now, step=step, idle_share=round(idle_share, 4)))
+        self._trace.flush()
+        return usage_metrics(sums[len(numbers) :])
+
+    def restore(self, state: dict[str, Any] | None) -> None:
+        """Take what `state` was; it counts from the next round on."""
+        if state is not None and self._line.rank == 0:
+            self.state = self._restored = state
 
     @asynccontextmanager
     async def awake(self, role: str | None = None) -> AsyncIterator[None]:
-        """Wake the engines of the placement, or of `role`, and put all engines to sleep afterwards.
-
-        They sleep after a cancellation too, since a trainer that was asked to stop needs room to save. After an error
-        they are left as they are. Without sleepers nothing happens.
-        """
+        """Wake the engines of the placement on this rank's own slots, or those of `role`; let all sleep afterwards."""
         try:
             if self._sleepers is not None:
-                awake = enumerate(self.allocator.awake)
-                await asyncio.gather(*(self._sleepers[role or placed][slot].wake() for slot, placed in awake))
+                slots = self._sleepers[ROLLOUT]
+                awake = {slot: self._awake[slot] if role is None else role for slot in slots}
+                await asyncio.gather(*(self._sleepers[placed][slot].wake() for slot, placed in awake.items()))
             yield
         except asyncio.CancelledError:
             await self.sleep()
@@ -133,84 +170,69 @@ class Slots:
         await self.sleep()
 
     async def sleep(self) -> None:
-        """Put all engines of all slots to sleep, once no swap is under way."""
+        """Put all engines of this rank's own slots to sleep, once no swap is under way."""
         await asyncio.gather(*self._swaps, return_exceptions=True)
         sleepers = (self._sleepers or {}).values()
-        await asyncio.gather(*(engine.sleep() for engines in sleepers for engine in engines))
+        await asyncio.gather(*(engine.sleep() for engines in sleepers for engine in engines.values()))
 
-    def _decide_soon(self) -> None:
-        """Decide at once with one role; with several, after everything that happens at this moment."""
-        self._depths.write_soon()
-        if len(self._roles) == 1:
-            self._decide()
-        elif not self._is_due:
-            self._is_due = True
-            asyncio.get_running_loop().call_soon(self._decide)
+    def _tell(self, message: Message) -> None:
+        if self._error is not None:
+            raise self._error
+        self._line.send(message)
 
-    def _decide(self) -> None:
-        self._is_due = False
-        for action in self.allocator.decide(time.perf_counter()):
-            if isinstance(action, Start):
-                granted = self._granted.get(action.request)
+    async def _ask(self, message: Message, answer: str) -> Message:
+        """Send a message, and wait for the letter of this kind."""
+        waited_for: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
+        self._answers[answer] = waited_for
+        self._tell(message)
+        return await waited_for
+
+    def _receive(self, letter: Message) -> None:
+        match letter:
+            case ["start", request, slot]:
+                granted = self._granted.get(request)
                 if granted is not None and not granted.done():
-                    granted.set_result(action.slot)
-            elif self._sleepers is None:
-                self._end_swap(action, time.perf_counter())
-            else:
-                task = asyncio.get_running_loop().create_task(self._swap(action, self._sleepers))
+                    granted.set_result(slot)
+            case ["swap", slot, asleep, awake]:
+                task = asyncio.get_running_loop().create_task(self._swap(slot, asleep, awake))
                 self._swaps.add(task)
                 task.add_done_callback(self._swap_done)
+            case ["depths", waiting, in_flight, oldest_s]:
+                now = time.time()
+                self._trace.add(Levels(WAITING, self._lanes, now, waiting))
+                self._trace.add(Levels(IN_FLIGHT, self._lanes, now, in_flight, oldest_s))
+                self._trace.flush()
+            case [kind, *_] if kind in self._answers and not self._answers[kind].done():
+                self._answers[kind].set_result(letter)
 
-    async def _swap(self, swap: Swap, sleepers: Mapping[str, Sequence[Sleeper]]) -> None:
+    async def _swap(self, slot: int, asleep: str, awake: str) -> None:
         began = time.perf_counter()
-        await sleepers[swap.asleep][swap.slot].sleep()
-        await sleepers[swap.awake][swap.slot].wake()
-        self._end_swap(swap, began)
-
-    def _end_swap(self, swap: Swap, began: float) -> None:
-        now = time.perf_counter()
-        self.allocator.swapped(swap.slot, now)
-        self._record(SWAP, swap.slot, began, now, asleep=swap.asleep, awake=swap.awake)
-        self._decide_soon()
+        if self._sleepers is not None:
+            await self._sleepers[asleep][slot].sleep()
+            await self._sleepers[awake][slot].wake()
+        self._tell(["swapped", slot])
+        self._record(SWAP, slot, began, time.perf_counter(), asleep=asleep, awake=awake)
 
     def _swap_done(self, task: asyncio.Task[None]) -> None:
-        """A swap that failed fails every waiting turn: none of them can count on its slot."""
         self._swaps.discard(task)
         error = None if task.cancelled() else task.exception()
         if error is not None:
-            for granted in self._granted.values():
-                if not granted.done():
-                    granted.set_exception(error)
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        """A swap failed, or the allocator is gone: nothing that waits can count on its slot, now or later."""
+        self._error = error
+        waiting: list[asyncio.Future[Any]] = [*self._granted.values(), *self._answers.values()]
+        for future in waiting:
+            if not future.done():
+                future.set_exception(error)
 
     def _record(self, name: str, slot: int, began: float, ended: float, **details: object) -> None:
-        self._trace.add(Span(name, self._rank, int(slot), began + self._since_epoch, ended - began, details))
+        """What happened on a slot; all slots of a machine are lanes of its first rank."""
+        self._trace.add(self._span(name, self._lanes, slot, began, ended, **details))
 
-
-class Depths:
-    """Queue depths in the trace: requests that wait, by role, and requests in flight, by role and slot."""
-
-    def __init__(self, allocator: Allocator, trace: TraceWriter, rank: int) -> None:
-        self._allocator, self._trace, self._rank = allocator, trace, rank
-        self._due: asyncio.TimerHandle | None = None
-
-    def write_soon(self) -> None:
-        """Something has changed: write within a second, together with what else changes until then."""
-        if self._due is None and self._trace.path is not None:
-            self._due = asyncio.get_running_loop().call_later(_DEPTHS_EVERY_S, self.write)
-
-    def write(self) -> None:
-        if self._due is not None:
-            self._due.cancel()
-            self._due = None
-        now, moment = time.time(), time.perf_counter()
-        in_flight = {f"{role} {slot}": depth for (role, slot), depth in self._allocator.in_flight().items()}
-        pool = self._allocator.pool
-        counts = {f"{role} {slot}": 0 for role in pool.roles for slot in range(pool.num_slots)}
-        counts |= {name: count for name, (count, _) in in_flight.items()}
-        oldest = {name: round(moment - began, 3) for name, (_, began) in in_flight.items()}
-        self._trace.add(Levels(WAITING, self._rank, now, self._allocator.waiting()))
-        self._trace.add(Levels(IN_FLIGHT, self._rank, now, counts, oldest))
-        self._trace.flush()
+    def _span(self, name: str, rank: int, slot: int, began: float, ended: float, **details: object) -> Span:
+        return Span(name, rank, int(slot), began + self._since_epoch, ended - began, details)
 
 
 def usage_metrics(sums: Sequence[float]) -> dict[str, float]:

@@ -14,7 +14,6 @@ from ycore.round.step import Controller
 from ycore.round.torch_peers import TorchPeers
 from ycore.run.claim import files_fingerprint, model_fingerprint
 from ycore.run.files import write_json_atomic
-from ycore.run.reports import this_rank
 from ycore.trainer.callbacks import TrackerPage
 from ycore.trainer.saved_state import Checkpoints, RoundState
 from ycore.trainer.training_run import TrainingRun
@@ -53,7 +52,7 @@ class RolloutRun(TrainingRun):
             peers=peers,
             share_weights=self._share_weights if sends_weights else None,
             journal=self._journal,
-            slots=parts.slots(engines, rank=peers.rank),
+            slots=parts.slots(engines),
         )
         controller.record = self.trainer.record
         self.trainer.shares_device = parts.started.sleeps
@@ -74,10 +73,9 @@ class RolloutRun(TrainingRun):
         return Checkpoints(self.home, trainer, RoundState(trainer, None))
 
     def _engines(self) -> list[Engine]:
-        """This rank's share of the machine's engines, as many as any other rank's; or the model in training."""
-        rank = this_rank()
+        """The engines of the machine; or the model in training."""
         if self._parts.started.kind == "vllm":
-            return self._parts.vllm_engines()[rank.local :: rank.local_world]
+            return self._parts.vllm_engines()
         return [TransformersEngine(self.trainer.bare_model, self._parts.tokenizer, self._parts.sampling())]
 
     def _share_weights(self, version: int) -> Path:
@@ -121,13 +119,12 @@ class RolloutRun(TrainingRun):
             write_json_atomic(self.home.samples, self._samples)
 
     def _sample(self, *, version: int) -> list[dict[str, Any]]:
-        """One completion of each of the same few prompts, always with the same seeds."""
+        """One completion of each of the same few prompts, always with the same seeds, on the first rank."""
         prompts = self._parts.prompts.prompts
         rows = random.Random(self._parts.config.seed).sample(range(len(prompts)), min(NUM_SAMPLES, len(prompts)))
+        asked = [(prompts[row], self._parts.encode(prompts[row])) for row in rows if self.leads]
         with self.trainer.room_for_engines():
-            return self._controller.sample(
-                [(prompts[row], self._parts.encode(prompts[row])) for row in rows], version=version
-            )
+            return self._controller.sample(asked, version=version)
 
     def close(self) -> None:
         self._controller.close()

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from ycore.config.algorithms import ALGORITHMS, Algorithm
-from ycore.config.resolve import check_needs, merge, num_gpus, require_rollouts, resolve
+from ycore.config.resolve import check_needs, merge, require_rollouts, resolve
 from ycore.config.schema import RunConfig, TuneConfig
 from ycore.config.trl_arguments import aliases, refusal
 from ycore.config.trl_fields import fields_of
@@ -288,18 +288,3 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("ycore.config.resolve.find_spec", lambda name: None if name == "wandb" else find_spec(name))
     with pytest.raises(ConfigError, match=r"wandb is not installed; pip install 'ycore\[wandb\]'"):
         check_needs(_with_trl(report_to="tensorboard,wandb"))
-
-
-@pytest.mark.parametrize(
-    ("visible", "expected"),
-    [(None, 3), ("", 0), ("0", 1), ("0,2", 2), ("-1", 0), ("1,-1,2", 1), ("0,1,2,3,4", 3), ("GPU-abc", 1)],
-)
-def test_the_environment_chooses_among_those_present(visible: str | None, expected: int, tmp_path: Path) -> None:
-    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidiactl", "nvidia-uvm"):
-        (tmp_path / name).touch()
-    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
-    assert num_gpus(environment, device_files=tmp_path) == expected
-
-
-def test_a_machine_without_gpus_has_none(tmp_path: Path) -> None:
-    assert num_gpus({"CUDA_VISIBLE_DEVICES": "0"}, device_files=tmp_path) == 0

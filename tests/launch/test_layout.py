@@ -1,5 +1,6 @@
 """From `processes` and `accelerate` to ranks, machines and accelerate's config, or to one line that says why not."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from accelerate.utils import DistributedType
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.errors import ConfigError
 from ycore.launch import layout
-from ycore.launch.layout import NAMES, ONE_RANK, Dtype, Name, accelerate_config, layout_of
+from ycore.launch.gpus import Gpu
+from ycore.launch.layout import NAMES, ONE_RANK, Dtype, Name, accelerate_config, check_bfloat16, layout_of
 
 FILE = """
 compute_environment: LOCAL_MACHINE
@@ -132,3 +134,10 @@ def test_accelerate_reads_it(name: Name, dtype: Dtype, on_cpu: bool, tmp_path: P
     if name.startswith("zero"):
         assert seen.deepspeed_config["zero_stage"] == int(name[-1])
         assert seen.deepspeed_config["zero3_init_flag"] is (name == "zero3")
+
+
+def test_a_device_without_bfloat16_is_refused() -> None:
+    old = Gpu("1", "GPU-b", "Tesla T4", "535.129.03", 15.0, 14.0, (7, 5))
+    with pytest.raises(ConfigError, match=r"device 1 \(Tesla T4\) has none; train with --set dtype=float32"):
+        check_bfloat16([replace(old, id="0", capability=(8, 0)), old])
+    check_bfloat16([replace(old, capability=None)])

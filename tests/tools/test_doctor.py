@@ -5,12 +5,14 @@ import resource
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from ycore_cli.main import run
 
+from ycore.launch.gpus import Gpu
 from ycore.tools import doctor
-from ycore.tools.doctor import check_versions, environment_report, machine_checks, parse_devices
+from ycore.tools.doctor import check_versions, environment_report, gpu_checks, machine_checks
 
 
 def broken(folder: Path) -> dict[str, str]:
@@ -129,9 +131,30 @@ def test_a_cpu_torch_beside_a_gpu_is_found() -> None:
     ]
 
 
-def test_nvidia_smi_is_read() -> None:
-    answer = "NVIDIA H200, 143771\nNVIDIA GB10, [N/A]\n"
-    assert parse_devices(answer) == ["NVIDIA H200, 140 GiB", "NVIDIA GB10"]
+def lines_of(gpus: list[Gpu], **said: Any) -> dict[str, tuple[bool, str]]:
+    return {one["name"]: (one["ok"], one["value"]) for one in gpu_checks(gpus, **{"torch_cuda": "13.0", **said})}
+
+
+def test_each_device_is_listed_with_its_memory() -> None:
+    found = lines_of(
+        [Gpu("0", "GPU-a", "NVIDIA H200", "580.82.07", 140.0, 139.0, (9, 0)), Gpu("1", "GPU-b", "GB10", "580.82.07")]
+    )
+    assert found["devices"] == (True, "NVIDIA H200, 140 GiB, GB10")
+    assert found["driver"][0] and found["memory of device 0"] == (True, "139.0 of 140.0 GiB free")
+    assert "memory of device 1" not in found and "bfloat16" not in found
+
+
+def test_a_driver_that_is_too_old_a_card_without_bfloat16_and_a_full_device_are_named() -> None:
+    found = lines_of([Gpu("0", "GPU-a", "Tesla T4", "535.129.03", 15.0, 3.0, (7, 5))])
+    assert found["driver"] == (False, "535.129.03; torch's CUDA 13.0 needs 580.65.06 or newer")
+    assert not found["bfloat16"][0] and not found["memory of device 0"][0]
+    assert lines_of([Gpu("0", "GPU-a", "Tesla T4", "535.129.03")], torch_cuda="12.6")["driver"][0]
+
+
+def test_the_links_between_devices_are_named() -> None:
+    two = [Gpu(str(n), f"GPU-{n}", "NVIDIA H100", "580.82.07") for n in range(2)]
+    assert lines_of(two, links="GPU0  X  NV18\nGPU1  NV18  X")["links"][1] == "NVLink"
+    assert lines_of(two, links="GPU0  X  PHB\nGPU1  PHB  X")["links"][1].startswith("PCIe")
 
 
 def test_the_report_imports_nothing_heavy() -> None:

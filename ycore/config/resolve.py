@@ -207,13 +207,3 @@ def check_needs(config: AnyConfig) -> None:
             raise ConfigError(f"{name} is a JSON file or JSON text; there is no file {file!r}")
     if config.trl.get("deepspeed") is not None and find_spec("deepspeed") is None:
         raise ConfigError("--deepspeed: DeepSpeed is not installed; pip install 'ycore[deepspeed]'")
-
-
-def num_gpus(environment: Mapping[str, str] | None = None, *, device_files: Path = Path("/dev")) -> int:
-    """NVIDIA GPUs that this process may use and `CUDA_VISIBLE_DEVICES` allows, counted without torch."""
-    present = sum(1 for file in device_files.glob("nvidia*") if re.fullmatch(r"nvidia\d+", file.name))
-    visible = (os.environ if environment is None else environment).get("CUDA_VISIBLE_DEVICES")
-    if visible is None:
-        return present
-    chosen = [part.strip() for part in visible.split(",") if part.strip()]
-    return min(present, len(chosen[: chosen.index("-1")] if "-1" in chosen else chosen))

@@ -3,7 +3,7 @@
 import importlib.metadata
 import os
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -11,9 +11,9 @@ from typing import Any, Literal, get_args
 
 import yaml
 
-from ycore.config.resolve import num_gpus
 from ycore.config.schema import AnyConfig
 from ycore.errors import ConfigError, nearest
+from ycore.launch.gpus import Gpu, visible_gpus
 from ycore.run.paths import RunFolder
 
 Name = Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"]
@@ -89,6 +89,8 @@ def site_of(config: AnyConfig, *, trains: bool = True) -> Site:
         ConfigError: the machine lacks what the ranks need, or the accelerate config cannot work.
     """
     machine = this_machine()
+    if machine.devices and config.dtype != "float32":
+        check_bfloat16(visible_gpus())
     layout = layout_of(config, on_cpu=not machine.devices) if trains else ONE_RANK
     available, kind = (machine.devices, "devices") if machine.devices else (machine.cores, "cores")
     if layout.local > len(available):
@@ -100,6 +102,15 @@ def site_of(config: AnyConfig, *, trains: bool = True) -> Site:
     return Site(RunFolder(home if layout.machine_rank == 0 else home / f"node-{layout.machine_rank}"), layout, machine)
 
 
+def check_bfloat16(gpus: Sequence[Gpu]) -> None:
+    """ConfigError where a device has no bfloat16."""
+    old = [f"{gpu.id} ({gpu.name})" for gpu in gpus if not gpu.has_bfloat16]
+    if old:
+        raise ConfigError(
+            f"the run computes in bfloat16, and device {', '.join(old)} has none; train with --set dtype=float32"
+        )
+
+
 def this_machine() -> Machine:
     """The cores and devices of this process; no device where torch is a CPU build."""
     try:
@@ -107,9 +118,8 @@ def this_machine() -> Machine:
     except importlib.metadata.PackageNotFoundError:
         is_cpu_build = True
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    names = [name.strip() for name in visible.split(",")] if visible else [str(n) for n in range(num_gpus())]
-    return Machine(cores=tuple(cores), devices=() if is_cpu_build else tuple(names[: num_gpus()]))
+    devices = () if is_cpu_build else tuple(gpu.id for gpu in visible_gpus())
+    return Machine(cores=tuple(cores), devices=devices)
 
 
 def layout_of(config: AnyConfig, *, on_cpu: bool) -> Layout:

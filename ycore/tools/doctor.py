@@ -5,8 +5,10 @@ Every check is `{name, ok, value, mend}`; `mend` is a command or advice, or None
 
 import fcntl
 import importlib.metadata
+import importlib.util
 import os
 import platform
+import re
 import resource
 import shutil
 import socket
@@ -14,7 +16,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,7 @@ import psutil
 
 from ycore.errors import YcoreError
 from ycore.launch.engines import is_vllm_installed
+from ycore.launch.gpus import Gpu, ask_driver, visible_gpus
 from ycore.launch.layout import this_machine
 from ycore.models.hub import cache_dir
 from ycore.models.tiny import write_tiny_model
@@ -40,6 +43,9 @@ TESTED = {
     "deepspeed": "0.19.*",
 }
 """The versions that were tested together."""
+
+_DRIVERS = {"12": "525.60.13", "13": "580.65.06"}
+"""The oldest Linux driver by CUDA's major version (CUDA Toolkit release notes, minor version compatibility)."""
 
 _BESIDE_TORCH = ("torchvision", "torchaudio", "torchcodec")
 _GIB = 2**30
@@ -81,11 +87,11 @@ def environment_report() -> dict[str, Any]:
     for name in _BESIDE_TORCH:
         with suppress(importlib.metadata.PackageNotFoundError):
             beside_torch[name] = importlib.metadata.version(name)
-    devices = _nvidia_devices()
+    gpus = visible_gpus()
     memory = psutil.virtual_memory()
     checks = [
-        *check_versions(versions, beside_torch, on_gpu=bool(devices)),
-        check("devices", ", ".join(devices) or f"no GPU; CPU with {len(this_machine().cores)} cores"),
+        *check_versions(versions, beside_torch, on_gpu=bool(gpus)),
+        *gpu_checks(gpus, torch_cuda=torch_cuda(), links=ask_driver(("topo", "-m")) if len(gpus) > 1 else ""),
         check("memory", f"{memory.total / _GIB:.1f} GiB, {memory.available / _GIB:.1f} GiB free"),
         _check_shared_memory(),
     ]
@@ -167,22 +173,48 @@ def role_checks(*, engines: bool) -> Iterator[Check]:
         yield check("rollout", "vLLM is installed; not started (ycore doctor --engines starts one, in half a minute)")
 
 
-def parse_devices(answer: str) -> list[str]:
-    """nvidia-smi's answer as `name, memory`; a memory of `[N/A]` is left out."""
-    rows = [line.rpartition(",") for line in answer.splitlines() if "," in line]
-    return [
-        f"{name.strip()}, {int(memory) / 1024:.0f} GiB" if memory.strip().isdigit() else name.strip()
-        for name, _, memory in rows
-    ]
+def gpu_checks(gpus: Sequence[Gpu], *, torch_cuda: str | None, links: str = "") -> Iterator[Check]:
+    """The devices, whether the driver runs torch's CUDA, and what each device has.
+
+    Args:
+        torch_cuda: the CUDA version that torch was built with, e.g. `13.0`.
+        links: the matrix of `nvidia-smi topo -m`.
+    """
+    names = [gpu.name if gpu.memory_gib is None else f"{gpu.name}, {gpu.memory_gib:.0f} GiB" for gpu in gpus]
+    yield check("devices", ", ".join(names) or f"no GPU; CPU with {len(this_machine().cores)} cores")
+    if not gpus:
+        return
+    needed = _DRIVERS.get((torch_cuda or "").partition(".")[0])
+    if needed is not None:
+        value = f"{gpus[0].driver}; torch's CUDA {torch_cuda} needs {needed} or newer"
+        mend = f"update NVIDIA's driver to {needed} or newer, or install a torch for an older CUDA"
+        yield check("driver", value, ok=_release(gpus[0].driver) >= _release(needed), mend=mend)
+    old = [gpu.id for gpu in gpus if not gpu.has_bfloat16]
+    if old:
+        value = f"device {', '.join(old)} has none (compute capability below 8.0)"
+        yield check("bfloat16", value, ok=False, mend="train with --set dtype=float32")
+    for gpu in gpus:
+        if gpu.free_gib is not None and gpu.memory_gib:
+            value = f"{gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free"
+            mend = "end what else uses the device (`nvidia-smi` lists it), or leave it out with CUDA_VISIBLE_DEVICES"
+            yield check(f"memory of device {gpu.id}", value, ok=gpu.free_gib >= 0.9 * gpu.memory_gib, mend=mend)
+    if len(gpus) > 1 and links:
+        yield check(
+            "links", "NVLink" if re.search(r"\bNV\d+\b", links) else "PCIe only, so syncs and gathers are slower"
+        )
 
 
-def _nvidia_devices() -> list[str]:
-    """`NVIDIA H200, 140 GiB`, one a device; none without a driver."""
-    command = ["nvidia-smi", "--query-gpu=name,memory.total", "--format=csv,noheader,nounits"]
-    try:
-        return parse_devices(subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout)
-    except (subprocess.SubprocessError, OSError):
-        return []
+def torch_cuda() -> str | None:
+    """The CUDA version that torch was built with, read from its files, since importing torch takes seconds."""
+    spec = importlib.util.find_spec("torch")
+    for folder in (spec.submodule_search_locations if spec else None) or ():
+        if found := re.search(r"^cuda\b.*= '([\d.]+)'", (Path(folder) / "version.py").read_text(), re.MULTILINE):
+            return found[1]
+    return None
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in version.split(".") if part.isdigit())
 
 
 def _check_version(name: str, rule: str, versions: Mapping[str, str | None]) -> Check:

@@ -15,6 +15,7 @@ Tier = Literal["scripted", "vllm"]
 
 _REWARD = '''"""Pure functions of the completion, so that a run repeats."""
 
+import os
 import subprocess
 import time
 
@@ -40,6 +41,25 @@ def with_daemon(prompts, completions, name, **columns):
         command = ["sh", "-c", "while true; do sleep 1; done", name]
         daemons.append(subprocess.Popen(command, start_new_session=True, env={"PATH": "/usr/bin:/bin"}))
     return variety(prompts, completions)
+
+
+def with_orphan(prompts, completions, name, **columns):
+    """The daemon's parent ends at once, after a double fork: nothing below this process shows it."""
+    if not daemons:
+        daemons.append(os.fork())
+        if daemons[0] == 0:
+            os.setsid()
+            daemons.clear()
+            with_daemon([], [], name)
+            os._exit(0)
+        os.waitpid(daemons[0], 0)
+    return variety(prompts, completions)
+
+
+def ending_after_orphan(prompts, completions, name, **columns):
+    """As above, and then this process ends too."""
+    with_orphan(prompts, completions, name)
+    os._exit(0)
 '''
 
 _JUDGE = """rubric: Is it good?

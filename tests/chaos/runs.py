@@ -62,6 +62,7 @@ _REPOSITORY = Path(__file__).resolve().parents[2]
 _INSTALLED = "import sys; from ycore_cli.main import main; sys.exit(main())"
 _POLL_S = 0.002  # as near to a moment as a kill should come
 _WAIT_POLL_S = 0.05
+_GUARDIAN_WITHIN_S = 10.0
 
 _ENGINES = (ENGINE_MODULE, "vllm.entrypoints.openai.api_server")
 _MODULES = {"trainer": "ycore.trainer", "reward": "ycore.rewards.worker"}
@@ -145,9 +146,9 @@ class Run:
         """Rows of metrics.jsonl, now."""
         return count_rows(self.folder.metrics)
 
-    def wait_for(self, what: Callable[[], bool], *, timeout_s: float) -> bool:
+    def wait_for(self, what: Callable[[], bool], *, timeout_s: float, every_s: float = _POLL_S) -> bool:
         """Whether it came true while the run was alive."""
-        self._look_until(lambda: what() or self.exit_code is not None, timeout_s=timeout_s, every_s=_POLL_S)
+        self._look_until(lambda: what() or self.exit_code is not None, timeout_s=timeout_s, every_s=every_s)
         return what()
 
     def _look_until(self, what: Callable[[], bool], *, timeout_s: float, every_s: float) -> None:
@@ -162,8 +163,9 @@ class Run:
         guards = ["ycore.launch.guardian", str(self.folder.root.resolve())]
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                is_marked = process.environ().get(RUN_MARKER) == self.folder.run_id
-                if (is_marked or process.cmdline()[-2:] == guards) and is_alive(process):
+                mark = process.environ().get(RUN_MARKER)  # a guardian has none; others may have its command line
+                is_ours = mark == self.folder.run_id or (mark is None and process.cmdline()[-2:] == guards)
+                if is_ours and is_alive(process):
                     found.append(process)
         self.seen |= {process.pid: process for process in found}
         return found
@@ -201,11 +203,14 @@ class Run:
             self._terminal = None
 
     def end(self) -> None:
-        """Whatever still lives of it, gone."""
+        """Whatever still lives of it, gone: by its guardian if it has one, so that no folder is left either."""
         self.close_terminal()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.process.pid, signal.SIGKILL)
         self.process.wait()
+        deadline = time.monotonic() + _GUARDIAN_WITHIN_S
+        while any("ycore.launch.guardian" in _words(one) for one in self.members()) and time.monotonic() < deadline:
+            time.sleep(0.1)
         for process in self.members():
             with contextlib.suppress(psutil.Error):
                 process.kill()

@@ -20,6 +20,7 @@ from tests.chaos.job import Job, Tier, write_inputs
 from tests.chaos.moments import draw_moments
 from tests.chaos.patches import copy_package
 from tests.chaos.rows_calls import account_row, calls_row, cost_row, stale_row
+from tests.chaos.rows_ends import ends_row
 from tests.chaos.rows_files import damaged_round_row, damaged_row, flush_row, in_place_row, resume_row, save_row
 from tests.chaos.rows_input import bad_input_row, good_input_row, made_up_row
 from tests.chaos.rows_kill import JUDGE, KILLED, RANK, exits_row, kill_row, points_row, rank_row, stop_row
@@ -39,6 +40,7 @@ _BOTH: dict[str, MakeRow] = {
     "leftovers": exits_row,
 }
 _SCRIPTED: dict[str, MakeRow] = {
+    "ends": ends_row,
     "kill-at-points": points_row,
     "in-place": in_place_row,
     "damaged-checkpoint": damaged_row,

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ycore.config.schema import EngineSettings, RewardConfig, RewardSettings, RunConfig, SandboxSettings
+from ycore.config.schema import EngineSettings, RewardConfig, RewardSettings, RunConfig
 from ycore.config.trl_fields import fields_of
 from ycore.errors import RunFolderError
 from ycore.run.claim import (
@@ -211,7 +211,19 @@ def test_a_copy_of_a_folder_has_another_id(folder: RunFolder, tmp_path: Path) ->
     assert copy.run_id != folder.run_id, "before the copy is claimed"
     held = Claim(copy)
     held.release()
-    assert held.earlier is None and copy.run_id == held.record.run_id != folder.run_id
+    assert copy.run_id == held.record.run_id != folder.run_id
+
+
+def test_a_claim_leaves_the_beginning_and_a_run_sets_it(folder: RunFolder) -> None:
+    claim_and_release(folder)
+    began = Claim(folder)
+    first = began.record
+    began.release()
+    held = Claim(folder)
+    assert held.record == first, "what a killed run has left began then"
+    held.begin()
+    assert held.record.began > first.began and held.record == read_record(folder.lock)
+    held.release()
 
 
 @pytest.mark.parametrize("content", ["", "{", "[]", "{}", '{"run_id": "x"}'])
@@ -268,7 +280,6 @@ def test_what_may_change_is_what_there_is() -> None:
     names = {*RunConfig.model_fields}
     names |= {f"engine.{name}" for name in EngineSettings.model_fields}
     names |= {f"reward_workers.{name}" for name in RewardSettings.model_fields}
-    names |= {f"sandbox.{name}" for name in SandboxSettings.model_fields}
     assert names >= FREE
     assert {*fields_of("GRPOConfig")} >= FREE_OF_TRL
 

@@ -129,7 +129,8 @@ def guarded(folder: RunFolder, held: Claim) -> Iterator[None]:
         RunError: the guardian did not start.
     """
     run_id = folder.run_id
-    clear_run(RunWatch(run_id), folder, held.earlier or held.record)  # left by a run whose guardian was killed too
+    clear_run(RunWatch(run_id), folder, held.record)  # what is left of a run whose guardian was killed too
+    held.begin()
     guardian = _start_guardian(folder, held)
     try:
         for private in (folder.sockets, folder.temporary):

@@ -1,4 +1,4 @@
-"""What the lock file of a run's folder holds: the run's id, and since when the folder is claimed.
+"""What the lock file of a run's folder holds: the run's id, and when its last processes began.
 
 The id is random and not made from the folder's path: two mount namespaces (a private /tmp, a container) show two
 folders under one path. It stays the folder's from resume to resume, because what a killed run has left is found by it.
@@ -21,7 +21,7 @@ class RunRecord:
 
     run_id: str
     began: float
-    """When the folder was claimed last, in seconds since 1970."""
+    """When the last run that started processes here did so, in seconds since 1970."""
     device: int
     inode: int
 
@@ -38,15 +38,17 @@ def read_record(lock: Path) -> RunRecord | None:
         os.close(descriptor)
 
 
-def renew_record(descriptor: int) -> tuple[RunRecord, RunRecord | None]:
-    """Write that the folder is claimed now, by who holds its lock; returns the record, and the one before it."""
-    earlier, status = _read(descriptor), os.fstat(descriptor)
-    run_id = secrets.token_hex(6) if earlier is None else earlier.run_id
-    record = RunRecord(run_id, time.time(), status.st_dev, status.st_ino)
+def keep_record(descriptor: int, *, began: float | None = None) -> RunRecord:
+    """The record in a lock file that is held; a new one where there is none, and with another beginning if given."""
+    record, status = _read(descriptor), os.fstat(descriptor)
+    if record is not None and began is None:
+        return record
+    run_id = secrets.token_hex(6) if record is None else record.run_id
+    record = RunRecord(run_id, began or time.time(), status.st_dev, status.st_ino)
     data = json.dumps(asdict(record)).encode() + b"\n"
     os.pwrite(descriptor, data, 0)  # in place, because the lock is on this very file
     os.ftruncate(descriptor, len(data))
-    return record, earlier
+    return record
 
 
 def _read(descriptor: int) -> RunRecord | None:

@@ -1,0 +1,235 @@
+"""What stands beside a run and must not be touched: other processes, files and shared memory, a run under its path.
+
+`Witness` is the other half: a cgroup in which the run is started, so that the kernel itself lists what is left of it.
+It is in another hierarchy than the cgroup that the run makes, where there are several.
+"""
+
+import hashlib
+import json
+import os
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import suppress
+from multiprocessing import shared_memory
+from pathlib import Path
+from typing import Any, Self
+
+import psutil
+
+from tests.chaos.runs import has_role
+from ycore.launch.segments import SHARED_MEMORY
+from ycore.run.process_tree import is_alive
+from ycore.run.reports import RUN_MARKER
+
+_SLEEP = "import time; time.sleep(3600)"
+_TWIN_WITHIN_S = 60.0
+_HIERARCHIES = ("pids", "cpuacct", "unified", "")
+
+
+class Witness:
+    """Every living process of a run, whatever it did to hide; ValueError where no cgroup can be made."""
+
+    def __init__(self, name: str) -> None:
+        self._group: Path | None = None
+        for hierarchy in _HIERARCHIES:
+            place = Path("/sys/fs/cgroup") / hierarchy
+            if (place / "cgroup.procs").is_file():
+                with suppress(OSError):
+                    (place / name).mkdir()
+                    self._group = place / name
+                    break
+        if self._group is None:
+            raise ValueError("no cgroup can be made here to see what a run leaves")
+
+    def add(self, pid: int) -> None:
+        with suppress(OSError):  # it has ended
+            (self._group_path / "cgroup.procs").write_text(str(pid))
+
+    @property
+    def _group_path(self) -> Path:
+        assert self._group is not None, "made in the beginning"
+        return self._group
+
+    def processes(self) -> list[psutil.Process]:
+        """By process id, without zombies."""
+        pids: set[int] = set()
+        for place, _, _ in os.walk(self._group_path):
+            with suppress(OSError):
+                pids |= {int(line) for line in (Path(place) / "cgroup.procs").read_text().split()}
+        found = []
+        for pid in sorted(pids):
+            with suppress(psutil.Error):
+                found.append(psutil.Process(pid))
+        return [process for process in found if is_alive(process)]
+
+    def role(self, name: str) -> list[psutil.Process]:
+        """Those of a role; `guardian` is one here."""
+        found = []
+        for process in self.processes():
+            with suppress(psutil.Error):
+                words = process.cmdline()
+                if "ycore.launch.guardian" in words if name == "guardian" else has_role(words, name):
+                    found.append(process)
+        return found
+
+    def close(self) -> None:
+        """SIGKILL what is left, and remove the group."""
+        deadline = time.monotonic() + 10.0
+        while self._group_path.is_dir() and time.monotonic() < deadline:
+            for process in self.processes():
+                with suppress(psutil.Error):
+                    process.kill()
+            for place, _, _ in os.walk(self._group_path, topdown=False):
+                with suppress(OSError):
+                    os.rmdir(place)
+            time.sleep(0.02)
+
+
+class Foreign:
+    """Somebody else's processes, and files in /dev/shm and in the system's temporary folder.
+
+    Two of the processes have the run's own variable and command lines; a file has a name like a library's and is
+    mapped by one of them; another file is the dataset that the run maps; folders are named like the run's.
+    """
+
+    def __init__(self, folder: Path, dataset: Path, temporary: Path) -> None:
+        token = secrets.token_hex(6)
+        self.dataset = SHARED_MEMORY / f"ycore-chaos-{token}.jsonl"
+        shutil.copy(dataset, self.dataset)
+        self._folders = [SHARED_MEMORY / f"ycore-{token}", temporary / f"ycore-{token}"]
+        for place in self._folders:
+            place.mkdir()
+            (place / "mine").write_text(token)
+        self._segments = [shared_memory.SharedMemory(create=True, size=4096)]
+        guardian = ["-P", "-m", "ycore.launch.guardian", str(folder)]
+        trainer = ["-m", "ycore.trainer", str(folder)]
+        self._processes = [
+            subprocess.Popen(
+                [sys.executable, "-c", _SLEEP, *words], env={**os.environ, RUN_MARKER: token}, start_new_session=True
+            )
+            for words in (guardian, trainer)
+        ]
+        self._state = self._look()
+
+    def make_more(self) -> None:
+        """A segment that is made while the run goes on."""
+        self._segments.append(shared_memory.SharedMemory(create=True, size=4096))
+        self._state = self._look()
+
+    def touched(self) -> list[str]:
+        """What is not as it was, in words."""
+        now = self._look()
+        return [f"foreign {name}: {now.get(name)}, was {was}" for name, was in self._state.items() if now[name] != was]
+
+    def close(self) -> None:
+        for process in self._processes:
+            process.kill()
+            process.wait()
+        for segment in self._segments:
+            segment.close()
+            with suppress(FileNotFoundError):
+                segment.unlink()
+        for place in self._folders:
+            shutil.rmtree(place, ignore_errors=True)
+        self.dataset.unlink(missing_ok=True)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def _look(self) -> dict[str, str]:
+        files = [self.dataset, *(place / "mine" for place in self._folders)]
+        files += [SHARED_MEMORY / segment.name.lstrip("/") for segment in self._segments]
+        state = {str(path): _fingerprint(path) for path in files}
+        return state | {f"process {process.pid}": f"exit {process.poll()}" for process in self._processes}
+
+
+def _fingerprint(path: Path) -> str:
+    try:
+        return f"{path.stat().st_ino} {hashlib.sha256(path.read_bytes()).hexdigest()[:16]}"
+    except OSError as problem:
+        return type(problem).__name__
+
+
+_TWIN = """
+import json, multiprocessing.shared_memory, os, sys
+from pathlib import Path
+from ycore.launch.guardian import guarded
+from ycore.launch.processes import ManagedProcess
+from ycore.run.claim import Claim
+from ycore.run.paths import RunFolder
+
+folder = RunFolder(Path(sys.argv[1]))
+folder.logs.mkdir(parents=True)
+held = Claim(folder)
+with guarded(folder, held):
+    folder.shared_memory.mkdir()
+    segment = multiprocessing.shared_memory.SharedMemory(create=True, size=4096)
+    worker = ManagedProcess("trainer", [sys.executable, "-c", sys.argv[2], "-m", "ycore.trainer", str(folder.root)],
+                            environment=os.environ, run_id=folder.run_id, log=folder.log("trainer"))
+    paths = [str(folder.shared_memory), str(folder.temporary), "/dev/shm/" + segment.name.lstrip("/")]
+    print(json.dumps({"run_id": folder.run_id, "worker": worker.pid, "paths": paths}), flush=True)
+    sys.stdin.read()
+    assert worker.exit_code is None, "the worker was ended"
+    segment.close()
+    segment.unlink()
+held.release()
+"""
+
+
+class Twin:
+    """A run that another mount namespace shows under the same path: claimed, guarded, with a worker and segments."""
+
+    def __init__(self, folder: Path, environment: Mapping[str, str]) -> None:
+        mounted = 'mount -t tmpfs tmpfs "$1" && shift && exec "$@"'
+        command = ["sh", "-c", mounted, "sh", str(folder.parent)]
+        twin = [sys.executable, "-c", _TWIN, str(folder), _SLEEP]
+        self._process = subprocess.Popen(
+            ["unshare", "-m", *command, *twin],
+            env=dict(environment),
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            start_new_session=True,
+        )
+        assert self._process.stdout is not None, "it has a pipe"
+        self.told: dict[str, Any] = json.loads(self._process.stdout.readline() or "{}")
+        self._tree = psutil.Process(self._process.pid).children(recursive=True) if self.told else []
+
+    def touched(self) -> list[str]:
+        """What of it is gone while it should be there, and what it leaves when it ends."""
+        if not self.told:
+            return ["the run under the same path did not start"]
+        gone = [f"{path} of the run under the same path" for path in self.told["paths"] if not Path(path).exists()]
+        gone += [f"process {one.pid} of the run under the same path" for one in self._tree if not is_alive(one)]
+        try:
+            self._process.communicate(timeout=_TWIN_WITHIN_S)  # it ends when its standard input does
+        except subprocess.TimeoutExpired:
+            self.close()
+        if self._process.returncode:
+            gone.append(f"the run under the same path ended with {self._process.returncode}")
+        left = [f"{path}, left by the run under the same path" for path in self.told["paths"] if Path(path).exists()]
+        return gone + left
+
+    def close(self) -> None:
+        if self._process.poll() is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            with suppress(subprocess.TimeoutExpired):
+                self._process.communicate(timeout=_TWIN_WITHIN_S)
+            for path in map(Path, self.told.get("paths", ())):
+                if path.is_file():  # the folders are its guardian's to remove
+                    path.unlink()
+
+
+def can_make_twins() -> bool:
+    """Whether this user may make a mount namespace in which another folder lies under the same path."""
+    return os.geteuid() == 0 and shutil.which("unshare") is not None

@@ -1,0 +1,261 @@
+"""The row `ends`: a run ends in one of many ways, at a moment drawn from the seed, with foreign things beside it.
+
+The reward starts daemons that hide in every way: a session of their own, an empty environment, a double fork whose
+parent ends at once. Nothing of the run may be left, and nothing foreign may be touched. The run is short where it is to
+end well, and far too long where it is to be ended, so that every deed lands.
+"""
+
+import hashlib
+import os
+import random
+import secrets
+import signal
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import psutil
+
+from tests.chaos.bench import Bench, Row, row_of
+from tests.chaos.foreign import Foreign, Twin, Witness, can_make_twins
+from tests.chaos.job import DAEMON
+from tests.chaos.results import Difference
+from tests.chaos.runs import Run, Setting
+from tests.chaos.trial import INTERRUPTED, Outcome
+from ycore.errors import RunError
+from ycore.launch.segments import SHARED_MEMORY
+from ycore.run.paths import RunFolder
+
+_COMES_WITHIN_S = 180.0
+_GONE_WITHIN_S = 12.0
+_LATEST_S = 1.5
+_BETWEEN_S = 0.4
+_LONG = 5000
+"""Steps of a run that is to be ended."""
+
+STAGES: Mapping[str, Callable[[RunFolder], bool]] = {
+    "start": lambda folder: True,
+    "claimed": lambda folder: folder.config.exists(),
+    "guarded": lambda folder: folder.sockets.exists(),
+    "engines": lambda folder: folder.engines.exists(),
+    "trainer": lambda folder: folder.log("trainer").exists(),
+    "rewards": lambda folder: folder.log("rewards").exists(),
+    "steps": lambda folder: folder.metrics.exists(),
+}
+"""How far a run is; a deed is done a moment after that is reached."""
+
+Deed = Callable[[Run, Witness], bool]
+
+
+def signalled(*numbers: signal.Signals) -> Deed:
+    """The launcher gets these, one after the other."""
+
+    def deed(run: Run, witness: Witness) -> bool:
+        landed = run.exit_code is None
+        for number in numbers:
+            run.process.send_signal(number)
+            time.sleep(_BETWEEN_S if len(numbers) > 1 else 0.0)
+        return landed
+
+    return deed
+
+
+def killed(*roles: str, then: Deed | None = None) -> Deed:
+    """SIGKILL of a process of each role, as soon as all are there, and then something else."""
+
+    def deed(run: Run, witness: Witness) -> bool:
+        found: list[psutil.Process] = []
+
+        def are_there() -> bool:
+            found[:] = [process for role in roles for process in _of(run, witness, role)[:1]]
+            return len(found) == len(roles)
+
+        if not run.wait_for(are_there, timeout_s=_COMES_WITHIN_S, every_s=0.05):
+            return False
+        for process in found:
+            process.kill()
+        if then is None:
+            return True
+        time.sleep(_BETWEEN_S)
+        return then(run, witness)
+
+    return deed
+
+
+def _of(run: Run, witness: Witness, role: str) -> list[psutil.Process]:
+    return [psutil.Process(run.process.pid)] if role == "launcher" else witness.role(role)
+
+
+def _close_terminal(run: Run, witness: Witness) -> bool:
+    landed = run.exit_code is None
+    run.close_terminal()
+    return landed
+
+
+def _nothing(run: Run, witness: Witness) -> bool:
+    return True
+
+
+@dataclass(frozen=True, slots=True)
+class End:
+    """`exits`: what the shell may see. Before the launcher has handlers, a signal ends Python as it ends anything."""
+
+    deed: Deed
+    exits: tuple[int, ...]
+    stages: tuple[str, ...] = tuple(STAGES)
+    steps: int = _LONG
+    early: tuple[int, ...] = ()
+    """What it may see besides, up to the stage `claimed`."""
+
+    is_cleared_by_the_next: bool = False
+    """Whether only the folder's next run clears up, because launcher and guardian are both gone."""
+
+
+_ctrl_c = signalled(signal.SIGINT)
+_WITH_GUARDIAN = ("guarded", "engines", "trainer", "rewards", "steps")
+ENDS: Mapping[str, End] = {
+    "success": End(_nothing, (0,), ("start",), steps=1),
+    "error": End(_nothing, (1,), ("start",), steps=2),
+    "ctrl-c": End(_ctrl_c, (INTERRUPTED,), early=(-signal.SIGINT, 1)),
+    "ctrl-c-twice": End(signalled(signal.SIGINT, signal.SIGINT), (INTERRUPTED,), early=(-signal.SIGINT, 1)),
+    "sigterm": End(signalled(signal.SIGTERM), (INTERRUPTED,), early=(-signal.SIGTERM,)),
+    "sighup": End(signalled(signal.SIGHUP), (INTERRUPTED,), early=(-signal.SIGHUP,)),
+    "terminal-closed": End(_close_terminal, (INTERRUPTED,), early=(-signal.SIGHUP,)),
+    "kill-launcher": End(signalled(signal.SIGKILL), (-signal.SIGKILL,)),
+    "kill-trainer": End(killed("trainer"), (1,), ("trainer", "rewards", "steps")),
+    "kill-engine": End(killed("rollout", then=_ctrl_c), (INTERRUPTED, 1), ("engines", "trainer", "rewards", "steps")),
+    "kill-guardian": End(killed("guardian", then=_ctrl_c), (INTERRUPTED,), _WITH_GUARDIAN),
+    "kill-both": End(killed("launcher", "guardian"), (-signal.SIGKILL,), _WITH_GUARDIAN, is_cleared_by_the_next=True),
+    "kill-reward": End(killed("reward", then=_ctrl_c), (INTERRUPTED,), ("rewards", "steps")),
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One end: which, how far the run is by then, how long after that, and how the reward's daemon hides."""
+
+    number: int
+    kind: str
+    stage: str
+    delay_s: float
+    reward: str
+
+    @property
+    def name(self) -> str:
+        return f"end-{self.number}-{self.kind}-{self.stage}-{self.reward.replace('_', '-')}"
+
+
+REWARDS = ("with_daemon", "with_orphan", "ending_after_orphan")
+
+
+def draw_cases(count: int, *, seed: int) -> list[Case]:
+    """Kinds are dealt evenly; everything else is drawn. Pure."""
+    source, kinds = random.Random(f"ends/{seed}"), list(ENDS)
+    cases = []
+    for number in range(count):
+        if number % len(kinds) == 0:
+            source.shuffle(kinds)
+        kind = kinds[number % len(kinds)]
+        reward = source.choice(REWARDS if kind != "success" else REWARDS[:2])
+        stage, delay_s = source.choice(ENDS[kind].stages), source.uniform(0.0, _LATEST_S)
+        cases.append(Case(number, kind, stage, delay_s, reward))
+    return cases
+
+
+def ends_row(bench: Bench) -> Row:
+    """`count` ends; nothing left of any, nothing foreign touched by any."""
+    place = bench.place / "ends"
+    place.mkdir()
+    cases = draw_cases(bench.count, seed=bench.seed)
+    outcomes = bench.all(lambda case: end_one(bench, place, case), cases, good=_is_good)
+    kinds = Counter(case.kind for case, outcome in zip(cases, outcomes, strict=True) if _is_good(outcome))
+    row = row_of("ends", "ended in any way at any moment: 0 left, 0 foreign touched", outcomes, good=_is_good)
+    touched = sum("foreign" in note or "same path" in note for one in outcomes for note in one.difference.notes)
+    return replace(row, more={**row.more, "foreign_touched": touched, "twins": can_make_twins(), "passed": dict(kinds)})
+
+
+def _is_good(outcome: Outcome) -> bool:
+    return outcome.landed and outcome.is_clean and outcome.difference.is_none
+
+
+def end_one(bench: Bench, place: Path, case: Case) -> Outcome:
+    """One run with foreign things beside it, ended."""
+    began, end, output = time.monotonic(), ENDS[case.kind], place / case.name
+    daemon = DAEMON + hashlib.sha256(os.fsencode(output)).hexdigest()[:12]
+    segment = SHARED_MEMORY / f"psm_{secrets.token_hex(4)}"
+    job = replace(bench.job, steps=end.steps, checkpoint_every=_LONG, reward=case.reward)
+    scripted = {**(bench.setting.scripted or {}), "--segment": segment.name}
+    setting = Setting(place.parent, scripted, bench.setting.package, stop=bench.setting.stop)
+    with Foreign(output, job.inputs / "train.jsonl", Path(tempfile.gettempdir())) as foreign:
+        words = [*job.words(output), "--dataset", str(foreign.dataset), "--set", f"rewards.0.args.name={daemon}"]
+        words += ["--learning-rate", "1e38"] if case.kind == "error" else []
+        twin = Twin(output, setting.full_environment()) if can_make_twins() else None
+        witness = _witness(case, daemon)
+        run = Run(setting, words, output, in_terminal=case.kind == "terminal-closed")
+        witness.add(run.process.pid)
+        try:
+            landed = _do(run, witness, case, foreign)
+            status = run.wait(timeout_s=_COMES_WITHIN_S)
+            if end.is_cleared_by_the_next:
+                _run_next(setting, words, output, witness)
+            left = _left(run, witness, segment)
+            notes = [*foreign.touched(), *(twin.touched() if twin is not None else [])]
+        finally:
+            run.end()
+            witness.close()
+            segment.unlink(missing_ok=True)
+            if twin is not None:
+                twin.close()
+    right = (*end.exits, *(end.early if case.stage in ("start", "claimed") else ()))
+    notes += [] if status in right else [f"exit status {status}, not {' or '.join(map(str, right))}"]
+    seconds = time.monotonic() - began
+    difference = Difference(notes=tuple(notes))
+    return Outcome(case.name, (status,), difference, left=tuple(left), said=run.tail(1), seconds=seconds, landed=landed)
+
+
+def _witness(case: Case, daemon: str) -> Witness:
+    try:
+        return Witness(f"ycore-chaos-{daemon.removeprefix(DAEMON)}")
+    except ValueError as problem:
+        raise RunError(f"{case.name}: {problem}") from None
+
+
+def _do(run: Run, witness: Witness, case: Case, foreign: Foreign) -> bool:
+    """Wait for the moment, and do the deed; whether that was before the run had ended."""
+    if case.kind in ("success", "error"):
+        return True
+    if not run.wait_for(lambda: STAGES[case.stage](run.folder), timeout_s=_COMES_WITHIN_S, every_s=0.01):
+        return False
+    time.sleep(case.delay_s)
+    foreign.make_more()
+    return run.exit_code is None and ENDS[case.kind].deed(run, witness)
+
+
+def _run_next(setting: Setting, words: list[str], output: Path, witness: Witness) -> None:
+    """The same folder's next run, ended as soon as it is guarded; it has a witness of its own in the same group."""
+    told = [*words, "--resume"] if (output / "run.json").is_file() else words
+    run = Run(setting, told, output)
+    witness.add(run.process.pid)
+    try:
+        run.wait_for(lambda: bool(witness.role("guardian")), timeout_s=_COMES_WITHIN_S, every_s=0.05)
+        time.sleep(_BETWEEN_S)
+        run.process.send_signal(signal.SIGINT)
+        run.wait(timeout_s=_COMES_WITHIN_S)
+    finally:
+        run.end()
+
+
+def _left(run: Run, witness: Witness, segment: Path) -> list[str]:
+    """What there still is after a while: processes, the run's folders, its cgroup, its engine's shared memory."""
+    folder, deadline = run.folder, time.monotonic() + _GONE_WITHIN_S
+    groups = [path / f"ycore-{folder.run_id}" for path in Path("/sys/fs/cgroup").glob("*/")]
+    paths = [folder.sockets, folder.shared_memory, folder.temporary, segment, *groups]
+    while True:
+        left = [f"process {process.pid} {process.name()}" for process in witness.processes()]
+        left += [str(path) for path in dict.fromkeys(paths) if path.exists()]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.1)

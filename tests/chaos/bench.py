@@ -45,8 +45,8 @@ class Row:
 
 
 def is_good(outcome: Outcome) -> bool:
-    """Equal, and nothing left: what most rows want."""
-    return outcome.passes
+    """Equal, nothing left, and what was to be done was done: what most rows want."""
+    return outcome.passes and outcome.landed
 
 
 @dataclass(slots=True)

@@ -108,7 +108,7 @@ class Foreign:
         self._segments = [shared_memory.SharedMemory(create=True, size=4096)]
         guardian = ["-P", "-m", "ycore.launch.guardian", str(folder)]
         trainer = ["-m", "ycore.trainer", str(folder)]
-        self._processes = [
+        self.processes = [
             subprocess.Popen(
                 [sys.executable, "-c", _SLEEP, *words], env={**os.environ, RUN_MARKER: token}, start_new_session=True
             )
@@ -127,7 +127,7 @@ class Foreign:
         return [f"foreign {name}: {now.get(name)}, was {was}" for name, was in self._state.items() if now[name] != was]
 
     def close(self) -> None:
-        for process in self._processes:
+        for process in self.processes:
             process.kill()
             process.wait()
         for segment in self._segments:
@@ -148,7 +148,7 @@ class Foreign:
         files = [self.dataset, *(place / "mine" for place in self._folders)]
         files += [SHARED_MEMORY / segment.name.lstrip("/") for segment in self._segments]
         state = {str(path): _fingerprint(path) for path in files}
-        return state | {f"process {process.pid}": f"exit {process.poll()}" for process in self._processes}
+        return state | {f"process {process.pid}": f"exit {process.poll()}" for process in self.processes}
 
 
 def _fingerprint(path: Path) -> str:
@@ -210,24 +210,21 @@ class Twin:
             return ["the run under the same path did not start"]
         gone = [f"{path} of the run under the same path" for path in self.told["paths"] if not Path(path).exists()]
         gone += [f"process {one.pid} of the run under the same path" for one in self._tree if not is_alive(one)]
-        try:
-            self._process.communicate(timeout=_TWIN_WITHIN_S)  # it ends when its standard input does
-        except subprocess.TimeoutExpired:
-            self.close()
+        self.close()
         if self._process.returncode:
             gone.append(f"the run under the same path ended with {self._process.returncode}")
         left = [f"{path}, left by the run under the same path" for path in self.told["paths"] if Path(path).exists()]
         return gone + left
 
     def close(self) -> None:
-        if self._process.poll() is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            with suppress(subprocess.TimeoutExpired):
-                self._process.communicate(timeout=_TWIN_WITHIN_S)
-            for path in map(Path, self.told.get("paths", ())):
-                if path.is_file():  # the folders are its guardian's to remove
-                    path.unlink()
+        """It ends when its standard input does."""
+        try:
+            self._process.communicate(timeout=_TWIN_WITHIN_S)
+        except subprocess.TimeoutExpired:
+            os.killpg(self._process.pid, signal.SIGKILL)  # then its guardian clears up
+            self._process.communicate()
+        except ValueError:
+            pass  # closed already
 
 
 def can_make_twins() -> bool:

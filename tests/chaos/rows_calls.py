@@ -9,6 +9,7 @@ import json
 import time
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from tests.chaos.bench import Bench, Row, row_of
@@ -17,7 +18,7 @@ from tests.chaos.moments import Moment, draw_moments, glimpse, phase_of
 from tests.chaos.patches import PARTS, copy_package
 from tests.chaos.results import Difference, account, compare, read_result, read_rounds
 from tests.chaos.runs import Run, Setting, let_end
-from tests.chaos.trial import Oracle, Outcome, go_on, kill, wait_for_moment
+from tests.chaos.trial import Oracle, Outcome, go_on, kill, until_it_lands, wait_for_moment
 from tests.chaos.witnesses import TIMES_VARIABLE, read_times
 from ycore.errors import RunError
 from ycore.run.metrics import read_metrics
@@ -92,8 +93,13 @@ def account_row(bench: Bench) -> Row:
     """Kills of the trainer at random moments."""
     oracle = bench.oracle()
     moments = draw_moments(max(2, bench.count // 3), steps=bench.job.steps, seed=bench.seed, row="account")
-    cases = list(enumerate(moments))
-    outcomes = bench.all(lambda case: account_trial(oracle, bench.setting, f"account-{case[0]}", case[1]), cases)
+
+    def one(case: tuple[int, Moment]) -> Outcome:
+        number, moment = case
+        attempt = partial(account_trial, oracle, bench.setting)
+        return until_it_lands(attempt, f"account-{number}", moment)
+
+    outcomes = bench.all(one, list(enumerate(moments)))
     return row_of("account", "dynamic sampling, kill -9: no prompt is lost or taken twice", outcomes)
 
 

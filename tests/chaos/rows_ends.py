@@ -204,11 +204,11 @@ def end_one(bench: Bench, place: Path, case: Case) -> Outcome:
             left = _left(run, witness, segment)
             notes = [*foreign.touched(), *(twin.touched() if twin is not None else [])]
         finally:
+            if twin is not None:
+                twin.close()
             run.end()
             witness.close()
             segment.unlink(missing_ok=True)
-            if twin is not None:
-                twin.close()
     right = (*end.exits, *(end.early if case.stage in ("start", "claimed") else ()))
     notes += [] if status in right else [f"exit status {status}, not {' or '.join(map(str, right))}"]
     seconds = time.monotonic() - began

@@ -11,7 +11,10 @@ import signal
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
+
+import psutil
 
 from tests.chaos.bench import Bench, Row, row_of
 from tests.chaos.patches import IN_PLACE, copy_package
@@ -180,12 +183,21 @@ def _last(said: str) -> str:
 
 _KILLS_A_RUN = 10
 _LATER = 3  # the save in which a run that is not resumed is killed: it has checkpoints already
-_LONGEST_SAVE_S = 0.25  # of the tiny model; a kill after the save's end lands in the next step, and is counted there
+_LONGEST_SAVE_S = 0.25  # of the tiny model
+_SPARE_SAVES = 5  # that were over before the kill
+_STOPS_WITHIN_S = 0.005
+
+
+@dataclass(slots=True)
+class _Aim:
+    """How long after a save's beginning a kill comes at most; shorter after each that came too late."""
+
+    longest_s: float = _LONGEST_SAVE_S
 
 
 @dataclass(frozen=True, slots=True)
 class _Chain:
-    """One run that is killed `kills` times, each time in a later save."""
+    """One run that is killed `kills` times, each time in a later save while there are any."""
 
     oracle: Oracle
     setting: Setting
@@ -233,7 +245,7 @@ def in_place_row(bench: Bench) -> Row:
 def killed_in_save(oracle: Oracle, setting: Setting, name: str, *, step: int, share: float) -> Outcome:
     """One run killed in the save of this step, and not resumed: whether its newest checkpoint verifies."""
     chain = _Chain(oracle, setting, name, 1, "", step, is_resumed=False)
-    return _kill_in_save(chain, setting.place / name, step=step, share=share)
+    return _kill_in_save(chain, setting.place / name, step=step, share=share, aim=_Aim())
 
 
 def num_kills(moments: int) -> int:
@@ -242,21 +254,26 @@ def num_kills(moments: int) -> int:
 
 
 def _oracle(bench: Bench) -> Oracle:
-    return bench.oracle(replace(bench.job, steps=_KILLS_A_RUN + 2, checkpoint_every=1))
+    return bench.oracle(replace(bench.job, steps=_KILLS_A_RUN + 2 + _SPARE_SAVES, checkpoint_every=1))
 
 
 def _row(bench: Bench, chains: Sequence[_Chain], name: str, what: str) -> Row:
     chained = list(bench.pool.map(lambda chain: _follow(chain, bench), chains))
     outcomes = [outcome for outcomes in chained for outcome in outcomes]
-    return row_of(name, what, outcomes, good=lambda outcome: outcome.difference.is_none and outcome.is_clean)
+    wants_landing = any(chain.is_resumed for chain in chains)
+
+    def is_good(outcome: Outcome) -> bool:
+        return outcome.difference.is_none and outcome.is_clean and (outcome.landed or not wants_landing)
+
+    return row_of(name, what, outcomes, good=is_good)
 
 
 def _follow(chain: _Chain, bench: Bench) -> list[Outcome]:
     """The outcome of every kill; the last one's is also that of the whole run."""
     output, source = chain.setting.place / chain.name, random.Random(chain.seed)
-    outcomes = []
+    outcomes, aim = [], _Aim()
     for number in range(chain.kills):
-        outcome = _kill_in_save(chain, output, step=chain.first_save + number, share=source.random())
+        outcome = _kill_in_save(chain, output, step=chain.first_save + number, share=source.random(), aim=aim)
         bench.say(f"  {'ok  ' if outcome.difference.is_none else 'FAIL'} {outcome}")
         outcomes.append(outcome)
         if outcome.exits[-1] not in (1, -signal.SIGKILL):
@@ -277,20 +294,17 @@ def _follow(chain: _Chain, bench: Bench) -> list[Outcome]:
     return outcomes
 
 
-def _kill_in_save(chain: _Chain, output: Path, *, step: int, share: float) -> Outcome:
-    """Start or go on, wait for the save of this step to begin, and kill the trainer a moment later."""
-    name = f"{chain.name}-save-{step}"
+def _kill_in_save(chain: _Chain, output: Path, *, step: int, share: float, aim: _Aim) -> Outcome:
+    """Start or go on, and kill the trainer while it saves this step or, if that was too late, one after it."""
+    name, limit_s = f"{chain.name}-save-{step}", chain.oracle.limit_s
+    there = [int(path.name.rpartition("-")[2]) for path in published(output / "checkpoints")]
+    step = min(max(step, max(there, default=0) + 1), chain.oracle.job.steps)
     run = Run(chain.setting, resume_words(chain.oracle.job, output), output)
     try:
-        run.wait_for(lambda: run.num_steps() >= step - 1 and bool(run.role("trainer")), timeout_s=chain.oracle.limit_s)
+        run.wait_for(lambda: run.num_steps() >= step - 1 and bool(run.role("trainer")), timeout_s=limit_s)
         trainers = run.role("trainer")
-        began = run.wait_for(lambda: _has_begun(run.folder.checkpoints, step), timeout_s=chain.oracle.limit_s)
-        time.sleep(share * _LONGEST_SAVE_S)
-        landed = began and bool(trainers) and run.exit_code is None
-        if landed:
-            trainers[0].send_signal(signal.SIGKILL)
-        in_save = any(entry.startswith(".saving-") for entry in os.listdir(run.folder.checkpoints))
-        status = run.wait(timeout_s=chain.oracle.limit_s)
+        landed = bool(trainers) and _kill_while_saving(chain, run, trainers[0], step=step, share=share, aim=aim)
+        status = run.wait(timeout_s=limit_s)
         left = leftovers(run)
     finally:
         run.end()
@@ -299,10 +313,34 @@ def _kill_in_save(chain: _Chain, output: Path, *, step: int, share: float) -> Ou
         name,
         (status,),
         difference=Difference(notes=() if problem is None else (problem,)),
-        phase="save" if in_save else "train",
+        phase="save" if landed else None,
         left=tuple(left),
         landed=landed,
     )
+
+
+def _kill_while_saving(chain: _Chain, run: Run, trainer: psutil.Process, *, step: int, share: float, aim: _Aim) -> bool:
+    """Whether the kill landed in a save: the trainer is stopped, looked at, and killed only where it was saving.
+
+    A writer that saves in place is killed once, wherever it is by then.
+    """
+    for number in range(step, chain.oracle.job.steps + 1):
+        begins = partial(_has_begun, run.folder.checkpoints, number)
+        if not run.wait_for(begins, timeout_s=chain.oracle.limit_s) or run.exit_code is not None:
+            return False
+        time.sleep(share * aim.longest_s)
+        try:
+            trainer.suspend()
+            time.sleep(_STOPS_WITHIN_S)
+            in_save = any(entry.startswith(".saving-") for entry in os.listdir(run.folder.checkpoints))
+            if in_save or not chain.is_resumed:
+                trainer.kill()
+                return in_save
+            trainer.resume()
+        except psutil.Error:  # it has ended
+            return False
+        aim.longest_s /= 2
+    return False
 
 
 def _has_begun(checkpoints: Path, step: int) -> bool:

@@ -19,7 +19,18 @@ from tests.chaos.moments import Moment, draw_moments
 from tests.chaos.patches import POINTS, Point, copy_package
 from tests.chaos.results import Difference, compare, read_result
 from tests.chaos.runs import Run, Setting, leftovers, let_end
-from tests.chaos.trial import INTERRUPTED, Deed, Oracle, Outcome, go_on, has_finished, kill, trial, wait_for_moment
+from tests.chaos.trial import (
+    INTERRUPTED,
+    Deed,
+    Oracle,
+    Outcome,
+    go_on,
+    has_finished,
+    kill,
+    trial,
+    until_it_lands,
+    wait_for_moment,
+)
 from tests.chaos.witnesses import dies_at
 
 KILLED = ("launcher", "trainer", "rollout", "reward")
@@ -38,8 +49,12 @@ def kill_row(bench: Bench, role: str) -> Row:
         oracle = replace(oracle, pace=replace(oracle.pace, end_s=oracle.pace.until_model_s))
     name = f"kill-{role}"
     moments = draw_moments(bench.count, steps=bench.job.steps, seed=bench.seed, row=name)
-    numbered = list(enumerate(moments))
-    outcomes = bench.all(lambda item: trial(f"{name}-{item[0]}", oracle, item[1], kill(role)), numbered)
+
+    def one(item: tuple[int, Moment]) -> Outcome:
+        number, moment = item
+        return until_it_lands(lambda name, at: trial(name, oracle, at, kill(role)), f"{name}-{number}", moment)
+
+    outcomes = bench.all(one, list(enumerate(moments)))
     return row_of(name, f"kill -9 of the {role} at a random moment", outcomes)
 
 
@@ -52,7 +67,8 @@ def rank_row(bench: Bench) -> Row:
 
     def one(item: tuple[int, Moment]) -> Outcome:
         number, moment = item
-        return trial(f"{name}-{number}", oracle, moment, kill("trainer", which=number % _RANKED))
+        deed = kill("trainer", which=number % _RANKED)
+        return until_it_lands(lambda name, at: trial(name, oracle, at, deed), f"{name}-{number}", moment)
 
     outcomes = bench.all(one, list(enumerate(moments)))
     return row_of(name, f"kill -9 of accelerate or of one of {_RANKS} ranks", outcomes)
@@ -73,7 +89,8 @@ def stop_row(bench: Bench, role: str) -> Row:
         number, moment = item
         for_good = number % 2 == 1 and role != "launcher"
         deed = kill(role, signal.SIGSTOP) if for_good else pause(role)
-        return trial(f"{name}-{number}{'-for-good' if for_good else ''}", oracle, moment, deed)
+        trial_name = f"{name}-{number}{'-for-good' if for_good else ''}"
+        return until_it_lands(lambda name, at: trial(name, oracle, at, deed), trial_name, moment)
 
     return row_of(name, f"SIGSTOP of the {role}: for {_SHORT_S:.0f} s, or for good", bench.all(one, numbered))
 
@@ -99,8 +116,8 @@ def points_row(bench: Bench) -> Row:
     package = copy_package(bench.place / "package-with-points", tuple(point.patch for point in POINTS))
     setting = replace(bench.setting, package=package)
     cases = [(point, count) for point in POINTS for count in _counts(point, bench)]
-    outcomes = bench.all(lambda case: _die_at(oracle, setting, *case), cases, good=_is_good)
-    return row_of("kill-at-points", "kill -9 at named points of the code", outcomes, good=_is_good)
+    outcomes = bench.all(lambda case: _die_at(oracle, setting, *case), cases)
+    return row_of("kill-at-points", "kill -9 at named points of the code", outcomes)
 
 
 def _counts(point: Point, bench: Bench) -> list[int]:
@@ -125,10 +142,6 @@ def _die_at(oracle: Oracle, setting: Setting, point: Point, count: int) -> Outco
         outcome = go_on(outcome, oracle, setting)
     difference = compare(oracle.result, read_result(run.folder))
     return replace(outcome, difference=difference, seconds=time.monotonic() - began)
-
-
-def _is_good(outcome: Outcome) -> bool:
-    return outcome.landed and outcome.passes
 
 
 End = Callable[[Run], None]

@@ -163,9 +163,9 @@ class Run:
         guards = ["ycore.launch.guardian", str(self.folder.root.resolve())]
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error, OSError):
-                mark = process.environ().get(RUN_MARKER)  # a guardian has none; others may have its command line
-                is_ours = mark == self.folder.run_id or (mark is None and process.cmdline()[-2:] == guards)
-                if is_ours and is_alive(process):
+                mark = process.environ().get(RUN_MARKER)
+                is_guardian = mark is None and process.cmdline()[-2:] == guards and _sees_our_files(process.pid)
+                if (mark == self.folder.run_id or is_guardian) and is_alive(process):
                     found.append(process)
         self.seen |= {process.pid: process for process in found}
         return found
@@ -218,6 +218,11 @@ class Run:
     def tail(self, num_lines: int = 3) -> str:
         lines = self.log.read_text(errors="replace").splitlines() if self.log.is_file() else []
         return " / ".join(line.strip() for line in lines[-num_lines:])
+
+
+def _sees_our_files(pid: int) -> bool:
+    """Whether a process is in this one's mount namespace: in another, the same path is another run's."""
+    return os.readlink(f"/proc/{pid}/ns/mnt") == os.readlink("/proc/self/ns/mnt")
 
 
 def leftovers(run: Run, *, within_s: float = 10.0) -> list[str]:

@@ -177,6 +177,22 @@ def trial(name: str, oracle: Oracle, moment: Moment, deed: Deed, *, setting: Set
     return replace(outcome, difference=difference, differs_from_whole=not seen.is_none, seconds=seconds)
 
 
+_AIMS = 4
+
+
+def until_it_lands(attempt: Callable[[str, Moment], Outcome], name: str, moment: Moment) -> Outcome:
+    """A trial whose deed came after the run's end shows nothing: it is made again, each time for half the share.
+
+    One that fails is never made again, and one whose deed never lands is returned as such, and fails.
+    """
+    for number in range(_AIMS):
+        outcome = attempt(f"{name}-again-{number}" if number else name, moment)
+        if outcome.landed or not outcome.passes:
+            break
+        moment = replace(moment, share=moment.share / 2)
+    return outcome
+
+
 def has_finished(folder: RunFolder) -> bool:
     """Whether the run's last word was that it is through."""
     return folder.summary.is_file() and read_json(folder.summary).get("status") == "finished"

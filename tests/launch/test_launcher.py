@@ -307,7 +307,13 @@ def test_a_save_without_progress_fails_the_run(
 
 
 @pytest.mark.parametrize(
-    "code", ["", "signal.signal(signal.SIGINT, lambda *_: None)"], ids=["not listening yet", "never ends"]
+    "code",
+    [
+        "",
+        "signal.signal(signal.SIGINT, lambda *_: None)",
+        "signal.signal(signal.SIGINT, lambda *_: (print('KeyboardInterrupt', file=sys.stderr), sys.exit(1)))",
+    ],
+    ids=["not listening yet", "never ends", "ends as Python does whose libraries took its signal"],
 )
 def test_a_stop_before_the_first_step_waits_for_no_save(
     worker: Callable[..., Worker], config: RunConfig, monkeypatch: pytest.MonkeyPatch, code: str

@@ -216,8 +216,9 @@ class Supervisor:
         message = self._trainer.user_error()
         if code == UserError.exit_code and message is not None:
             raise UserError(message)
-        # Killed by SIGINT: it was asked to stop before it had a handler, so before there was anything to save.
-        if code == Interrupted.exit_code or (self.stops.count and code == -signal.SIGINT):
+        # It may have been asked to stop before it had a handler, so before there was anything to save.
+        unhandled = code == -signal.SIGINT or self._trainer.last_line() == KeyboardInterrupt.__name__
+        if code == Interrupted.exit_code or (self.stops.count and unhandled):
             raise Interrupted(f"stopped after step {self._step}; the same command with --resume continues")
         deadline = time.monotonic() + _BLAME_WITHIN_S
         while self.engines.processes() and time.monotonic() < deadline:

@@ -167,10 +167,10 @@ def _search_paths() -> list[list[str]]:
 
 def confine(this: Confinement, reach: Reach) -> None:
     """Confine the calling process, which has one thread, and all that it will start. It cannot be undone."""
+    others = _tasks_of(os.getuid()) if this.uid is None else 2  # the kernel counts by user; our own count is by tree
     _restrict_files(this, reach)
     reach.reroute()
     limits = Limits(**this.limits)
-    others = _tasks_of(os.getuid()) if this.uid is None else 2  # the kernel counts by user; our own count is by tree
     limit_resources(memory=limits.memory, processes=limits.processes + others, file_bytes=limits.scratch)
     install_filter(bytes.fromhex(this.program))
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from ycore.engine.commands import EngineSpec, engine_command, engine_environment, kv_cache_gib
+from ycore.engine.commands import EngineSpec, engine_command, engine_environment, inherited, kv_cache_gib
 from ycore.engine.server import is_healthy
 from ycore.errors import ConfigError
 from ycore.launch.engines import is_vllm_installed
@@ -73,6 +73,53 @@ def test_the_environment_carries_the_marker_and_no_secrets() -> None:
         "HF_HUB_OFFLINE": "1",
     }
     assert {name: environment[name] for name in expected} == expected
+
+
+# What users of GPUs, clusters and closed networks set.
+NEEDED = """
+    PATH=/usr/bin HOME=/home/u LANG=C.UTF-8 LC_ALL=C USER=u TZ=UTC
+    LD_LIBRARY_PATH=/opt/sk-learn-1-long-enough-0/lib:/usr/local/cuda/lib64 LD_PRELOAD=/lib/libjemalloc.so
+    CUDA_HOME=/usr/local/cuda CUDA_PATH=/c CUDA_MODULE_LOADING=LAZY CUDA_DEVICE_ORDER=PCI_BUS_ID
+    NVIDIA_VISIBLE_DEVICES=all NCCL_P2P_DISABLE=1 NCCL_SOCKET_IFNAME=eth0 GLOO_SOCKET_IFNAME=lo TORCH_HOME=/t
+    TORCHINDUCTOR_FX_GRAPH_CACHE=1 TORCH_CUDA_ARCH_LIST=9.0 TORCH_LOGS=graph
+    PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True TRITON_CACHE_DIR=/x TRITON_PTXAS_PATH=/p
+    VLLM_ATTENTION_BACKEND=FLASHINFER VLLM_USE_FASTOKENS=1 VLLM_CACHE_ROOT=/v VLLM_LOGGING_LEVEL=DEBUG
+    VLLM_MULTI_STREAM_GEMM_TOKEN_THRESHOLD=1 FLASHINFER_WORKSPACE_BASE=/f DG_JIT_CACHE_DIR=/d HF_HOME=/hf
+    HF_HUB_CACHE=/hf/hub XDG_CACHE_HOME=/c TRANSFORMERS_CACHE=/tr YCORE_CACHE=/y CC=gcc CXX=g++ CPATH=/i
+    MAX_JOBS=4 PYTHONPATH=/src VIRTUAL_ENV=/v CONDA_PREFIX=/c https_proxy=http://proxy:3128 NO_PROXY=localhost
+    SSL_CERT_FILE=/c.pem HIP_VISIBLE_DEVICES=0 ROCM_PATH=/opt/rocm HSA_OVERRIDE_GFX_VERSION=11.0.0
+    MKL_NUM_THREADS=2 MALLOC_ARENA_MAX=2
+"""
+SECRET = """
+    HF_TOKEN=canary TOKEN=canary PGPASSWORD=canary DATABASE_URL=postgres://u:canary@h/d WANDB_API_KEY=canary
+    AWS_ACCESS_KEY_ID=canary AWS_SECRET_ACCESS_KEY=canary GITHUB_PAT=canary VLLM_API_KEY=canary
+    https_proxy=http://u:canary@proxy:3128 HTTP_PROXY=http://canary@proxy
+    NCCL_NOTE=ghp_canarya1a1a1a1a1a1a1a1a1a1a1a1a1a1a1a1a1a1 MY_COOKIE=canary SLACK_WEBHOOK=canary
+    KUBECONFIG=canary SSH_AUTH_SOCK=/canary GOOGLE_APPLICATION_CREDENTIALS=/canary YCORE_SECRETS=canary
+    NETRC=canary TORCHINDUCTOR_REDIS_URL=redis://:canary@h HF_HUB_TOKEN=canary HUGGING_FACE_HUB_TOKEN=canary
+"""
+
+
+def variables(text: str) -> dict[str, str]:
+    return {name: value for name, _, value in (word.partition("=") for word in text.split())}
+
+
+def test_what_a_server_needs_it_gets() -> None:
+    assert inherited(variables(NEEDED)) == variables(NEEDED)
+
+
+@pytest.mark.parametrize(("name", "value"), variables(SECRET).items())
+def test_what_is_secret_it_does_not_get(name: str, value: str) -> None:
+    assert name not in inherited({**variables(NEEDED), name: value})
+
+
+def test_threads_are_not_the_users_to_set() -> None:
+    assert inherited({"OMP_NUM_THREADS": "64", "KMP_BLOCKTIME": "1", "VLLM_CPU_KVCACHE_SPACE": "9"}) == {}
+
+
+def test_what_the_user_names_it_gets() -> None:
+    base = {"SLURM_JOB_ID": "1", "SLURMD": "x", "MY_TOKEN": "a", "OTHER": "b"}
+    assert inherited(base, also=("SLURM_*", "MY_TOKEN")) == {"SLURM_JOB_ID": "1", "MY_TOKEN": "a"}
 
 
 def test_threads_wait_with_little_spinning_where_another_engine_wants_their_cores() -> None:

@@ -72,6 +72,8 @@ class EngineSettings(Strict):
     health_timeout_s: Annotated[float, Field(gt=0)] = 60.0
     # Share of the policy's tensors and bytes that must be verified in an engine after each sync of weights.
     min_verified: Annotated[float, Field(ge=0, le=1)] = 1.0
+    # Variables of the environment that engines get beside the usual ones: names, or beginnings such as `SLURM_*`.
+    environment: list[str] = []
     # How often engines that died are started again in one run, all engines together; then the run fails.
     restarts: Annotated[int, Field(ge=0, strict=True)] = 3
 

@@ -10,8 +10,9 @@ the completions of a group share their prompt's blocks. On a CPU a block has 32 
 
 import math
 import os
+import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -20,9 +21,23 @@ from ycore.errors import ConfigError
 from ycore.models.hub import cache_dir
 from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT
 from ycore.run.reports import RUN_MARKER
+from ycore.run.secret_shapes import is_secret, redact_text
 
-_DROPPED_SUFFIXES = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
-_DROPPED_PREFIXES = ("OMP_", "KMP_", "GOMP_", "VLLM_CPU_")
+# Of the user's environment a server gets what is on these lists: nobody can list the names of all secrets. They have
+# what servers may need of libraries, compilers, devices, networks and caches. Threads are ycore's to set.
+_PATHS = re.compile(
+    r"PATH|HOME|USER|LOGNAME|SHELL|LANG|LANGUAGE|TZ|TERM|NO_COLOR|LD_LIBRARY_PATH|LD_PRELOAD|LIBRARY_PATH|CPATH"
+    r"|C_INCLUDE_PATH|CPLUS_INCLUDE_PATH|CC|CXX|CFLAGS|CXXFLAGS|LDFLAGS|MAX_JOBS|PYTHON(?:PATH|HOME|HASHSEED|MALLOC)"
+    r"|PYTHON(?:NOUSERSITE|USERBASE|WARNINGS)|VIRTUAL_ENV|CONDA_PREFIX|SSL_CERT_(?:FILE|DIR)|(?:REQUESTS|CURL)_CA_BUNDLE"
+    r"|HF_(?:HOME|HUB_CACHE|MODULES_CACHE|XET_CACHE)|YCORE_CACHE|XDG_(?:CACHE|CONFIG|DATA|STATE)_HOME|XDG_RUNTIME_DIR"
+)
+_OTHERS = re.compile(
+    r"(?:https?|all|no)_proxy|(?:HTTPS?|ALL|NO)_PROXY|USE_LIBUV|GPU_DEVICE_ORDINAL"
+    r"|(?:LC_|CUDA|CUDNN_|CUBLAS|CUTE_|CUTLASS_|NVIDIA_|NVTE_|NVCC|NVRTC_|NCCL_|NVSHMEM_|GLOO_|UCX_|FI_|TORCH|PYTORCH_"
+    r"|TRITON_|VLLM_(?!CPU_)|FLASHINFER_|FLASH_|DG_|TVM_|TRANSFORMERS_|TOKENIZERS_|SAFETENSORS_|TIKTOKEN_|MKL_|OPENBLAS_"
+    r"|NUMEXPR_|NUMBA_|MALLOC_|TCMALLOC_|HIP_|ROCM|ROCR_|HSA_|AMD_|AITER_|ZE_|ONEAPI_|SYCL_|CCL_|KINETO_)\w*"
+)
+_SECRET_ENDINGS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 
 _ROLE_OPTIONS: dict[str, dict[str, str]] = {
     # Logprobs are those of the distribution that was sampled from, and weights can be loaded while the server runs.
@@ -58,6 +73,7 @@ class EngineSpec:
     trust_remote_code: bool = False
     role: str = ROLLOUT  # or `judge`, `reward_model`
     has_neighbours: bool = False  # engines of other roles use the same cores or device
+    variables: tuple[str, ...] = ()  # of the environment, that the user lets it have beside the usual ones
 
     @property
     def on_cpu(self) -> bool:
@@ -96,13 +112,9 @@ def engine_command(engine: EngineSpec) -> list[str]:
 
 
 def engine_environment(engine: EngineSpec, *, base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The server's whole environment: `base`, or this process's, without secrets and thread settings; and its own."""
+    """The server's whole environment: what it may need of `base`, or of this process's, no secrets; and its own."""
     base = os.environ if base is None else base
-    environment = {
-        name: value
-        for name, value in base.items()
-        if not name.endswith(_DROPPED_SUFFIXES) and not name.startswith(_DROPPED_PREFIXES)
-    }
+    environment = inherited(base, also=engine.variables)
     environment |= {
         RUN_MARKER: engine.run_id,
         "SPT_NOENV": "1",  # a process title must not overwrite the environment: the run's processes are found by it
@@ -130,6 +142,26 @@ def engine_environment(engine: EngineSpec, *, base: Mapping[str, str] | None = N
         "OMP_NUM_THREADS": str(num_threads),
         "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request waits for a C++ compiler
     }
+
+
+def inherited(base: Mapping[str, str], *, also: Sequence[str] = ()) -> dict[str, str]:
+    """The variables of `base` that a server gets. `also` are further names, or beginnings such as `SLURM_*`.
+
+    Of the known families, what is named like a secret or has the shape of one is left out (`VLLM_API_KEY`, a proxy's
+    password). What the user names is not looked at.
+    """
+    return {name: value for name, value in base.items() if _may_have(name, value) or _is_named(name, also)}
+
+
+def _may_have(name: str, value: str) -> bool:
+    if _PATHS.fullmatch(name):
+        return True
+    is_hidden = name.endswith(_SECRET_ENDINGS) or is_secret(name, value) or redact_text(value) != value
+    return _OTHERS.fullmatch(name) is not None and not is_hidden
+
+
+def _is_named(name: str, patterns: Sequence[str]) -> bool:
+    return any(name == one or (one.endswith("*") and name.startswith(one[:-1])) for one in patterns)
 
 
 def kv_cache_gib(model_config: Mapping[str, Any], num_tokens: int, *, bytes_per_value: int = 2) -> int:

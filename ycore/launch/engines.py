@@ -158,6 +158,7 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch, sleeps: bool = 
         sleeps=sleeps and slots[0].device is not None,
         trust_remote_code=config.trust_remote_code,
         has_neighbours=bool(scoring_models(config)),
+        variables=tuple(config.engine.environment),
     )
     spec = replace(spec, memory_gib=config.engine.memory_gib or _memory_gib(spec, model_config, config.max_tokens))
     rollouts = _on_slots(spec, ROLLOUT, slots, site.folder)

@@ -207,7 +207,8 @@ FREE = {
     "step_timeout_s", "collective_timeout_s",
     "engine.count", "engine.memory_gib", "engine.gpu_memory_utilization", "engine.sleep", "engine.restarts",
     "engine.start_timeout_s", "engine.request_timeout_s", "engine.health_timeout_s", "engine.min_verified",
-    "reward_workers.workers", "reward_workers.deadline_s", "reward_workers.memory_gib", "sandbox.level",
+    "engine.environment", "reward_workers.workers", "reward_workers.deadline_s", "reward_workers.memory_gib",
+    "sandbox.level",
 }  # fmt: skip
 """Settings that a resumed run may change: where it lies, what it shows and how fast it is, not what it learns."""
 

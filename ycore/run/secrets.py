@@ -5,7 +5,6 @@ They cross in one environment variable of that process, which it removes when it
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from functools import reduce
 from operator import getitem
@@ -14,14 +13,7 @@ from typing import Any
 from ycore.errors import ConfigError
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
-
-HIDDEN = "***"
-
-_SECRET_NAME = re.compile(
-    r"(?:hub|access|auth|api|bearer|hf)_?tokens?$|api_?key$|secret(?:_?key)?$|passw(?:or)?d$", re.IGNORECASE
-)
-_SECRET_VALUE = re.compile(r"\b(?:hf_[A-Za-z0-9]{16,}|sk-[A-Za-z0-9_-]{16,}|gh[pousr]_[A-Za-z0-9]{20,})")
-_USERINFO = re.compile(r"(?<=://)[^/@\s]+(?=@)")
+from ycore.run.secret_shapes import HIDDEN, has_hidden_part, is_secret, redact_text
 
 VARIABLE = "YCORE_SECRETS"
 """JSON: `[[path, value], ...]`, a path being the keys and list indices that lead to the value."""
@@ -32,34 +24,32 @@ Path = tuple[str | int, ...]
 def redact(value: Any) -> Any:
     """`value` with every secret in it replaced, whatever it is nested in."""
     if isinstance(value, str):
-        return _USERINFO.sub(HIDDEN, _SECRET_VALUE.sub(HIDDEN, value))
+        return redact_text(value)
     if isinstance(value, Mapping):
-        hidden = {key for key, item in value.items() if item is not None and _is_secret(str(key))}
-        return {key: HIDDEN if key in hidden else redact(item) for key, item in value.items()}
+        return {key: HIDDEN if _hides(key, item) else redact(item) for key, item in value.items()}
     if isinstance(value, Sequence):
         return [redact(item) for item in value]
     return value
 
 
+def _hides(key: Any, item: Any) -> bool:
+    return item is not None and not isinstance(item, bool) and is_secret(str(key), item)
+
+
 def redact_command(command: Sequence[str]) -> list[str]:
     """A command line with its secrets replaced: `--hub-token X`, `--hub-token=X`, `--set trl.hub_token=X`."""
     shown: list[str] = []
-    hide_next = False
+    option = ""  # that the next word belongs to
     for word in command:
-        name, equals, _ = word.partition("=")
-        secret = _is_secret(name)
-        if hide_next:
+        name, equals, value = word.partition("=")
+        if option and is_secret(option, word):
             shown.append(HIDDEN)
-        elif secret and equals:
+        elif equals and is_secret(name, value):
             shown.append(f"{name}={HIDDEN}")
         else:
-            shown.append(redact(word))
-        hide_next = secret and not equals and word.startswith("-")
+            shown.append(redact_text(word))
+        option = word if word.startswith("-") and not equals else ""
     return shown
-
-
-def _is_secret(name: str) -> bool:
-    return _SECRET_NAME.search(name.replace("-", "_")) is not None
 
 
 def secrets_environment(config: Mapping[str, Any]) -> dict[str, str]:
@@ -88,7 +78,7 @@ def without_hub_token(config: Mapping[str, Any]) -> dict[str, Any]:
 def check_secrets(config: Mapping[str, Any]) -> None:
     """Raise ConfigError, with the option to give again, where settings of a run.json have `***` for a secret."""
     for path, value in _leaves(config):
-        if value == HIDDEN or (isinstance(value, str) and f"://{HIDDEN}@" in value):
+        if isinstance(value, str) and has_hidden_part(value):
             name, named = ".".join(map(str, path)), path[1:] if path[0] == "trl" else path
             option = f"--{str(named[0]).replace('_', '-')}" if len(named) == 1 else f"--set {name}=..."
             raise ConfigError(

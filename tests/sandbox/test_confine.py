@@ -1,0 +1,162 @@
+"""How confined processes are started: what they are told, who they become, and what they can still read."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from ycore.sandbox import Level, Limits, View, confine
+from ycore.sandbox.confine import closed_path, confined_environment, launch_of
+from ycore.sandbox.inside import CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SETGID, CAP_SETUID
+from ycore.sandbox.level import tried
+from ycore.sandbox.namespaces import bwrap_command
+
+linux = pytest.mark.skipif(sys.platform != "linux", reason="Linux confines processes")
+ALL_RIGHTS = 2**41 - 1
+DOCKERS = sum(1 << number for number in (0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31))
+
+
+def test_the_environment_holds_a_few_harmless_variables_and_no_more(tmp_path: Path) -> None:
+    parent = {"HF_TOKEN": "x", "LANG": "C", "LC_ALL": "C", "HOME": "/h", "PATH": "/p", "SSL_CERT_FILE": "c", "A": "b"}
+    seen = confined_environment(View(), run_id="one", scratch=tmp_path, parent=parent)
+    assert {"HF_TOKEN", "A", "SSL_CERT_FILE"} & set(seen) == set()
+    assert seen["LANG"] == "C" and seen["LC_ALL"] == "C" and seen["YCORE_RUN"] == "one"
+    assert seen["HOME"] == seen["TMPDIR"] == str(tmp_path) and seen["HF_HUB_OFFLINE"] == "1"
+    online = confined_environment(View(network=True), run_id="one", scratch=tmp_path, parent=parent)
+    assert online["SSL_CERT_FILE"] == "c" and "HF_HUB_OFFLINE" not in online
+
+
+def test_a_cache_of_models_is_named_only_where_it_can_be_read(tmp_path: Path) -> None:
+    parent = {"HF_HOME": str(tmp_path / "hf")}
+    seen = confined_environment(View(read=(tmp_path,)), run_id="", scratch=tmp_path, parent=parent)
+    assert seen["HF_HOME"] == str(tmp_path / "hf")
+    assert "HF_HOME" not in confined_environment(View(), run_id="", scratch=tmp_path, parent=parent)
+
+
+def test_what_is_closed_to_others_is_found_by_every_folder_on_the_way(tmp_path: Path) -> None:
+    inner = tmp_path / "a" / "b"
+    inner.mkdir(parents=True)
+    file = inner / "rewards.py"
+    file.write_text("")
+    assert closed_path([Path("/"), Path("/no/such/thing")]) is None
+    (tmp_path / "a").chmod(0o700)
+    assert closed_path([file], roots=[tmp_path / "a"]) == tmp_path / "a"
+    assert closed_path([file], roots=[inner]) is None, "the sandbox makes what lies above anew"
+    file.chmod(0o600)
+    assert closed_path([file], roots=[inner]) == file
+
+
+@pytest.mark.parametrize(
+    ("rights", "closed", "uid", "keep", "words"),
+    [
+        (ALL_RIGHTS, None, 61184, None, "runs as uid 61184, without any right of root's"),
+        (ALL_RIGHTS, Path("/h"), 61184, CAP_DAC_READ_SEARCH, "because /h is closed to others, it may read every file"),
+        (DOCKERS, None, 61184, None, "runs as uid 61184, without any right of root's"),
+        (DOCKERS, Path("/h"), None, None, "stays root: /h is closed to others; `chmod o+rx`"),
+        (0, None, None, None, "stays root: this system gives no right to change the user"),
+    ],
+)
+def test_root_becomes_another_user_wholly_or_not_at_all(
+    rights: int, closed: Path | None, uid: int | None, keep: int | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(confine, "capabilities", lambda: rights)
+    monkeypatch.setattr(confine, "closed_path", lambda _paths: closed)
+    steps, said = confine._unconfined(View(), Limits(), 61184)
+    assert (steps["uid"], steps["keep"]) == (uid, keep)
+    assert words in said and said.startswith("not confined")
+    assert rights >> CAP_SETUID & rights >> CAP_SETGID & 1 or uid is None
+
+
+def test_a_container_leaves_one_right_to_read_what_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for rights, abi in ((ALL_RIGHTS, 2), (DOCKERS, 7), (DOCKERS, 2), (0, 7)):
+        monkeypatch.setattr(confine, "capabilities", lambda rights=rights: rights)
+        monkeypatch.setattr(confine, "abi", lambda abi=abi: abi)
+        found.append(confine._reading_right())
+    assert found == [CAP_DAC_READ_SEARCH, CAP_DAC_OVERRIDE, None, None]
+
+
+def bound(view: View, *python: Path) -> list[str]:
+    return bwrap_command(["true"], view, bwrap=Path("bwrap"), as_root=True, python=python)
+
+
+def words_after(line: list[str], option: str) -> list[str]:
+    return [line[number + 1] for number, word in enumerate(line) if word == option]
+
+
+def test_every_parent_is_made_open_and_a_folder_in_a_shown_one_is_not_bound_again(tmp_path: Path) -> None:
+    inner = tmp_path / "project" / "inner"
+    inner.mkdir(parents=True)
+    line = bound(View(read=(inner, tmp_path / "project", tmp_path / "absent")))
+    assert words_after(line, "--ro-bind") == ["/usr", str(tmp_path / "project")]
+    assert str(tmp_path) in words_after(line, "--dir")
+    at = line.index(str(tmp_path))
+    assert line[at - 3 : at] == ["--perms", "0755", "--dir"]
+    assert line[-3:] == ["--remount-ro", "/", "true"]
+
+
+def test_what_is_hidden_in_a_shown_folder_can_hold_a_shown_one(tmp_path: Path) -> None:
+    python = tmp_path / ".pixi" / "python"
+    python.mkdir(parents=True)
+    (tmp_path / ".env").write_text("SECRET=1")
+    line = bound(View(read=(tmp_path,), hidden=(tmp_path / ".pixi", tmp_path / ".env", Path("/elsewhere"))), python)
+    order = [line.index(word) for word in (str(tmp_path), str(tmp_path / ".pixi"), str(python))]
+    assert order == sorted(order)
+    assert line[line.index(str(tmp_path / ".env")) - 1] == os.devnull
+    assert line.index("--remount-ro", order[-1]) > order[-1] and "/elsewhere" not in line
+
+
+def test_a_server_of_programs_has_a_proc_and_a_device_its_drivers_files() -> None:
+    assert "--proc" not in bound(View()) and "--unshare-net" in bound(View())
+    assert "--unshare-net" not in bound(View(network=True))
+    assert "--proc" in bound(View(devices=True)) and "/sys" in bound(View(devices=True))
+
+
+WHO = """
+import json, os, sys
+from pathlib import Path
+status = dict(line.split(':', 1) for line in Path('/proc/self/status').read_text().splitlines())
+def can(attempt):
+    try:
+        attempt()
+        return True
+    except OSError:
+        return False
+print(json.dumps({
+    'uid': os.getuid(), 'rights': int(status['CapEff'], 16), 'new': status['NoNewPrivs'].strip(),
+    'root': can(lambda: os.setuid(0)), 'signal': can(lambda: os.kill(PARENT, 0)),
+    'look': can(lambda: Path('/proc/PARENT/environ').read_bytes()), 'write': can(lambda: Path('FOLDER/new').touch()),
+}))
+"""
+
+
+@linux
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root has something to give up")
+def test_where_nothing_confines_root_keeps_the_right_to_read_at_most(tmp_path: Path) -> None:
+    source = WHO.replace("PARENT", str(os.getpid())).replace("FOLDER", str(tmp_path))
+    plain = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
+    control = json.loads(plain.stdout)
+    assert control["uid"] == 0 and all(control[name] for name in ("root", "signal", "look", "write"))
+    at_once = ["-n1", "-r1", source]
+    launch = launch_of("timeit", at_once, level=Level.NONE, view=View(), limits=Limits(), run_id="x")
+    done = subprocess.run(launch.command, env=launch.environment, cwd=launch.working, capture_output=True, timeout=60)
+    launch.clear()
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[0])
+    assert seen["uid"] != 0 and seen["new"] == "1" and seen["rights"] in (0, 1 << CAP_DAC_READ_SEARCH)
+    assert not any(seen[name] for name in ("root", "signal", "write")), seen
+
+
+@linux
+@pytest.mark.parametrize("level", [Level.NAMESPACES, Level.LANDLOCK])
+def test_a_launch_runs_a_module_and_removes_its_scratch(level: Level) -> None:
+    if (reason := tried(level)) is not None:
+        pytest.skip(reason)
+    launch = launch_of("timeit", ["-n1", "-r1", "print(6*7)"], level=level, view=View(), limits=Limits(), run_id="x")
+    done = subprocess.run(launch.command, env=launch.environment, cwd=launch.working, capture_output=True, timeout=60)
+    assert done.returncode == 0 and done.stdout.startswith(b"42\n"), done.stderr
+    launch.clear()
+    assert launch.scratch is None or not launch.scratch.exists()

@@ -48,9 +48,9 @@ def config_error(problem: ValidationError, data: Mapping[str, Any], algorithm: A
     path, value = _existing(details[0]["loc"], data)
     same = [detail for detail in details if _existing(detail["loc"], data)[0] == path]
     rules = " or ".join(dict.fromkeys(_rule(detail) for detail in same))
-    known = _WAYS_OUT.get(str(path[-1]))
+    known = _WAYS_OUT.get(str(path[-1])) if path else None
     way_out = f"; {known}" if known else nearest(str(value), re.findall(r"'([^']+)'", rules), limit=1)
-    return ConfigError(f"{_dotted(path)} must be {rules}; it is {value!r}{way_out}")
+    return ConfigError(f"{_dotted(path)} must be {rules}; it is {shown(value)}{way_out}")
 
 
 def unknown_key(path: Path, algorithm: Algorithm) -> ConfigError:
@@ -95,7 +95,7 @@ def declared_error(
     if kind.startswith("union_tag"):
         kinds = detail.get("ctx", {}).get("expected_tags")
         return ConfigError(f"{what}: {name} must say its kind" + (f": {kinds}" if kinds else ""))
-    return ConfigError(f"{what}: {name} must be {_rule(detail)}; it is {value!r}")
+    return ConfigError(f"{what}: {name} must be {_rule(detail)}; it is {shown(value)}")
 
 
 def _missing(places: Sequence[Path], algorithm: Algorithm) -> ConfigError:
@@ -130,7 +130,13 @@ def _existing(place: Path, data: Any) -> tuple[Path, Any]:
 
 
 def _dotted(path: Path) -> str:
-    return ".".join(str(part) for part in path)
+    return ".".join(str(part) for part in path) or "a key"
+
+
+def shown(value: Any) -> str:
+    """A value as its user wrote it, cut where it would fill the screen."""
+    text = repr(value)
+    return text if len(text) <= 300 else f"{text[:200]}... ({len(text)} characters)"
 
 
 def _model_in(annotation: Any) -> type[BaseModel] | None:

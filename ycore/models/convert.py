@@ -22,6 +22,9 @@ _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: 
 _STRING, _ARRAY = 8, 9
 _MAX_STRING, _MAX_ITEMS = 1 << 26, 1 << 24  # bytes; values of an array
 
+_KINDS = {"general.architecture": str, "tokenizer.chat_template": str, "tokenizer.ggml.tokens": list}
+_KINDS |= {"tokenizer.ggml.pre": str, "tokenizer.ggml.model": str}
+
 _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -43,11 +46,18 @@ def read_header(path: Path) -> dict[str, Any]:
                 raise EOFError(f"version {version}; 2 and 3 can be read")
             _num_tensors, num_values = _unpack(file, "QQ")
             header = {_string(file): _value(file, *_unpack(file, "I")) for _ in range(num_values)}
-        except (struct.error, UnicodeDecodeError, EOFError, KeyError) as problem:
+        except KeyError as problem:
+            raise ModelError(
+                f"{path} is a damaged GGUF file (no type {problem}); download or export it again"
+            ) from None
+        except (struct.error, UnicodeDecodeError, EOFError) as problem:
             raise ModelError(f"{path} is a damaged GGUF file ({problem}); download or export it again") from None
     instead = "use the model's folder with config.json and safetensors instead"
     if "tokenizer.ggml.tokens" not in header:
         raise ModelError(f"{path} carries no tokenizer; {instead}")
+    for key, kind in _KINDS.items():
+        if not isinstance(value := header.get(key, kind()), kind):
+            raise ModelError(f"{path} is a damaged GGUF file ({key} is {value!r:.40}); download or export it again")
     rule = header.get("tokenizer.ggml.pre", "gpt-2")
     if header.get("tokenizer.ggml.model") == "gpt2" and rule not in _SPLITTING:
         known = ", ".join(_SPLITTING)  # with another rule, the model would train on other tokens than it knows
@@ -63,6 +73,8 @@ def _value(file: BinaryIO, kind: int) -> Any:
     kind, count = _unpack(file, "IQ")
     if count > _MAX_ITEMS:
         raise EOFError(f"an array of {count} values")
+    if kind == _ARRAY:  # no model has them, and their depth would be bounded by the file's size alone
+        raise EOFError("an array of arrays")
     if kind in _SCALARS:
         return list(_unpack(file, f"{count}{_SCALARS[kind]}"))
     return [_value(file, kind) for _ in range(count)]

@@ -1,6 +1,7 @@
 """What a model folder must hold, checked without loading it; whether weights fit their config is for transformers."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +57,7 @@ def context_length(config: dict[str, Any]) -> int | None:
     nested = config.get("text_config")
     for settings in (config, nested if isinstance(nested, dict) else {}):
         for key in _CONTEXT_KEYS:
-            if isinstance(settings.get(key), int):
+            if type(settings.get(key)) is int and settings[key] > 0:
                 return int(settings[key])
     return None
 
@@ -67,7 +68,7 @@ def read_json(path: Path) -> dict[str, Any]:
         return {}
     try:
         content = json.loads(path.read_text(encoding="utf-8"))
-    except (ValueError, OSError) as problem:
+    except (ValueError, OSError, RecursionError) as problem:
         raise ModelError(f"{path} cannot be read as JSON ({problem}); download or save the model again") from None
     if not isinstance(content, dict):
         raise ModelError(f"{path} must hold a JSON object, not {type(content).__name__}; save the model again")
@@ -76,10 +77,13 @@ def read_json(path: Path) -> dict[str, Any]:
 
 def _check_weights(folder: Path) -> None:
     index = read_json(folder / "model.safetensors.index.json")
-    named = set(index.get("weight_map", {}).values())
-    absent = ", ".join(sorted(name for name in named if not (folder / name).is_file()))
+    listed = index.get("weight_map", {})
+    if not isinstance(listed, dict) or not all(isinstance(name, str) for name in listed.values()):
+        raise ModelError(f"the index of {folder} does not map weights to files; download or save the model again")
+    absent = sorted(name for name in set(listed.values()) if not os.path.isfile(folder / name))
     if absent:
-        raise ModelError(f"the model folder {folder} lacks {absent}, which its index names; download it again")
+        named = ", ".join(name[:200] for name in absent[:5]) + (f" and {len(absent) - 5} more" if absent[5:] else "")
+        raise ModelError(f"the model folder {folder} lacks {named}, which its index names; download it again")
     weights = sorted(folder.glob("*.safetensors"))
     for path in weights:
         try:

@@ -124,6 +124,10 @@ def _gguf_plan(name: str, path: Path) -> ModelPlan:
         return _ready_plan("gguf", name, folder, trust_remote_code=False)
     note = f"will be converted to safetensors once, into {folder}"
     longest = header.get(f"{header.get('general.architecture')}.context_length")
+    if longest is not None and (type(longest) is not int or longest < 0):
+        raise ModelError(
+            f"{path} is a damaged GGUF file (its context length is {longest}); download or export it again"
+        )
     return ModelPlan("gguf", name, folder, False, note, longest or None, "tokenizer.chat_template" in header)
 
 
@@ -131,7 +135,9 @@ def _adapter_plan(name: str, path: Path, trust_remote_code: bool) -> ModelPlan:
     weights = path / "adapter_model.safetensors"
     if not weights.is_file():
         raise ModelError(f"the adapter folder {name} has no adapter_model.safetensors; save the adapter again")
-    base_name = str(read_json(path / ADAPTER_CONFIG).get("base_model_name_or_path"))
+    base_name = _base_name(path)
+    if not base_name or _is_its_own_base(path):
+        raise ModelError(f"the adapter {name} names no base model; set base_model_name_or_path in {ADAPTER_CONFIG}")
     try:
         base = resolve_model(base_name, trust_remote_code=trust_remote_code)
     except ModelError as problem:
@@ -142,6 +148,21 @@ def _adapter_plan(name: str, path: Path, trust_remote_code: bool) -> ModelPlan:
     template = has_chat_template(path) or base.has_chat_template
     note = f"will be merged with its base {base_name} once, into {folder}"
     return replace(base, kind="adapter", name=name, folder=folder, ready=False, note=note, has_chat_template=template)
+
+
+def _base_name(adapter: Path) -> str:
+    """What an adapter calls its base; empty where that can be no name."""
+    name = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
+    return name if isinstance(name, str) and name.isprintable() and len(name) < 1000 else ""
+
+
+def _is_its_own_base(adapter: Path) -> bool:
+    """Whether one leads back to itself, by way of other adapters or at once."""
+    seen: set[Path] = set()
+    while adapter.resolve() not in seen and is_adapter(adapter):
+        seen.add(adapter.resolve())
+        adapter = Path(os.path.expanduser(_base_name(adapter)))
+    return adapter.resolve() in seen
 
 
 def _content_id(path: Path) -> str:

@@ -25,7 +25,7 @@ def read_json(path: Path) -> Any:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise RunFolderError(f"no such file: {path}; is this a run's folder?") from None
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RunFolderError(f"{path} is not JSON ({error}); it was not written by ycore, or was changed") from None
 
 
@@ -70,7 +70,10 @@ def unseal(data: bytes, *, schema: int) -> tuple[dict[str, Any], Any]:
         raise ValueError(f"its schema is not {schema}")
     if hashlib.sha256(body).hexdigest() != head.get("sha256"):
         raise ValueError("its sha256 is not the one that was written")
-    return head, json.loads(body)
+    try:
+        return head, json.loads(body)
+    except RecursionError:
+        raise ValueError("it is nested too deeply") from None
 
 
 def json_safe(value: Any) -> Any:

@@ -22,11 +22,13 @@ Row = Mapping[str, Any]
 REWARD = ("ycore/reward", "reward")
 STEP_SECONDS = ("ycore/time/step", "step_time")
 
+_HUGE = 2**1000
+
 
 def number(row: Row, *names: str) -> float | None:
-    """The first of `names` that is a finite number in this row."""
+    """The first of `names` that is a finite number in this row, and below 2**1000, which no damaged row may pass."""
     values = (row.get(name) for name in names)
-    return next((float(value) for value in values if isinstance(value, int | float) and math.isfinite(value)), None)
+    return next((float(value) for value in values if isinstance(value, int | float) and -_HUGE < value < _HUGE), None)
 
 
 class MetricsWriter:
@@ -115,7 +117,7 @@ def _rows(lines: Iterable[tuple[int, bytes]], path: Path, say: Say) -> list[dict
 def _row(line: bytes) -> dict[str, Any] | None:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         return None
     return row if isinstance(row, dict) else None
 

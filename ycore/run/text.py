@@ -6,9 +6,11 @@ from collections.abc import Callable
 Say = Callable[[str], None]
 """Shows a line to whoever follows the run."""
 
-# Control characters but newline and tab, Unicode's separators and its switches of direction, and lone surrogates,
-# which cannot be encoded at all.
-_UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
+# Control characters but newline and tab, Unicode's separators, its marks and switches of direction and its tags, which
+# nobody sees, and lone surrogates, which cannot be encoded at all.
+_UNPRINTABLE = re.compile(
+    "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028\u2029\u202a-\u202e\u2066-\u206f\ud800-\udfff\ufff9-\ufffb\U000e0000-\U000e007f]"
+)
 
 
 def printable(text: str, *, one_line: bool = False) -> str:

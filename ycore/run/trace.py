@@ -107,7 +107,8 @@ def finish_trace(path: Path) -> None:
 
 def read_trace(path: Path) -> list[Span]:
     """Every whole span of a trace, also of one that was cut off; none where there is no file."""
-    events = map(parse_event, path.read_text(encoding="utf-8").splitlines() if path.is_file() else ())
+    text = path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+    events = map(parse_event, text.split("\n"))
     return [event for event in events if isinstance(event, Span)]
 
 
@@ -144,17 +145,25 @@ def parse_event(line: str) -> Event | None:
     """The event on one line; None where there is none, or none of ours."""
     try:
         found = json.loads(line.rstrip().rstrip(","))
-        name, rank, at = found["name"], found["pid"], found["ts"] / 1e6
+        name, rank, at = str(found["name"]), int(found["pid"]), _seconds(found["ts"] / 1e6)
         match found["ph"]:
             case "X":
-                return Span(name, rank, found["tid"], at, found["dur"] / 1e6, found["args"])
+                return Span(name, rank, int(found["tid"]), at, _seconds(found["dur"] / 1e6), {**found["args"]})
             case "C":
-                return Levels(name, rank, at, found["args"], found["oldest_s"])
+                ages = {key: _seconds(age) for key, age in found["oldest_s"].items()}
+                return Levels(name, rank, at, {key: int(count) for key, count in found["args"].items()}, ages)
             case "i":
                 return Mark(name, rank, at)
-    except (ValueError, TypeError, KeyError):
+    except (ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError):
         pass
     return None
+
+
+def _seconds(value: float) -> float:
+    """ValueError where they are none, as in a damaged file."""
+    if not abs(value) < 1e12:
+        raise ValueError(value)
+    return value
 
 
 def _to_json(event: Event) -> dict[str, Any]:

@@ -180,7 +180,7 @@ class RunActivity:
 
 def _role_and_slot(key: str) -> tuple[str, int]:
     role, _, slot = key.rpartition(" ")
-    return role, int(slot)
+    return role, int(slot) if slot.isdecimal() else 0
 
 
 def _touched(file: Path) -> float | None:

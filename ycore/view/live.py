@@ -5,7 +5,7 @@ The run's own terminal and `ycore watch` show it. It never shrinks while the run
 
 import math
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
 
 from rich.console import Console, ConsoleOptions, RenderableType
@@ -79,7 +79,7 @@ class RunView:
         return bool(self._last) or (self._look is not None and self._look().has_begun)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> Iterator[RenderableType]:
-        step, total = int(self._last.get("step", 0)), "" if self._num_steps is None else f"/{self._num_steps}"
+        step, total = int(number(self._last, "step") or 0), "" if self._num_steps is None else f"/{self._num_steps}"
         head = Table.grid(padding=(0, 2))
         bar = ProgressBar(total=self._num_steps, completed=step, width=24) if self._num_steps else Text("")
         head.add_row(f"{self._unit} {step}{total}", bar, self._left)
@@ -139,7 +139,7 @@ class TimeLeft:
 
     def after(self, row: Row) -> str:
         """`3 min 20 s left`; nothing while no step has had a time, and after the last."""
-        seconds, left = number(row, "ycore/time/step"), (self._num_steps or 0) - int(row["step"])
+        seconds, left = number(row, "ycore/time/step"), (self._num_steps or 0) - int(number(row, "step") or 0)
         if seconds is not None:
             self._seconds.append(seconds)
         if not self._seconds or left <= 0:
@@ -165,13 +165,14 @@ def sparkline(values: Sequence[float], *, width: int) -> str:
 
 def reward_problems(row: Row) -> list[str]:
     """`3 x raised KeyError: 'answer'`, by problem: a reward's own words, safe to print, each on one line."""
-    problems = row.get("ycore/reward_problems", {})
-    return [f"{count} x {printable(problem, one_line=True)}" for problem, count in problems.items()]
+    problems = row.get("ycore/reward_problems")
+    counts = problems.items() if isinstance(problems, Mapping) else ()
+    return [f"{count} x {printable(problem, one_line=True)}" for problem, count in counts if isinstance(count, int)]
 
 
 def restarted_workers(row: Row) -> str:
     """Whether a reward hung or ended its process; its items were scored again, so they need not be masked."""
-    count = math.ceil(row.get("ycore/reward_restarts", 0))  # the mean, where a row is of several steps
+    count = math.ceil(number(row, "ycore/reward_restarts") or 0)  # the mean, where a row is of several steps
     return f"{count} reward worker{'s' * (count > 1)} started again" if count else ""
 
 

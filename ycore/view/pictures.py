@@ -12,6 +12,7 @@ from typing import Any
 
 from ycore.run.metrics import REWARD, STEP_SECONDS, Row, number
 from ycore.run.paths import RunFolder
+from ycore.run.text import printable
 from ycore.run.trace import ROUND, SWAP, Span, busy_stretches, finish_trace, read_trace
 from ycore.view.lanes import lane_names
 from ycore.view.record import PARTS, RunRecord
@@ -117,8 +118,9 @@ def style(axes: Any, *, below: str = "step") -> None:
 
 
 def literal(text: str) -> str:
-    """Text that matplotlib draws as it is: a pair of dollars would be a formula."""
-    return text.replace("$", r"\$")
+    """Text that matplotlib draws as it is: a pair of dollars would be a formula, and `_x` is left out of legends."""
+    text = printable(text, one_line=True).replace("$", r"\$")
+    return f" {text}" if text.startswith("_") else text
 
 
 def points(metrics: Sequence[Row], *names: str) -> Points:

@@ -3,11 +3,12 @@
 import math
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from ycore.errors import RunFolderError
 from ycore.run.files import read_json
@@ -55,29 +56,115 @@ class RunRecord:
     reached: Sequence["Reached"] = ()
 
 
+class _Read(BaseModel):
+    """What a report takes from a file of a run; other keys pass."""
+
+    model_config = ConfigDict(extra="allow", allow_inf_nan=False, coerce_numbers_to_str=True)
+
+
+class _Reward(_Read):
+    weight: float = 1.0
+
+
+class _Settings(_Read):
+    prompts_per_step: int = Field(default=1, ge=1, le=1_000_000)
+    rewards: list[_Reward] = []
+
+
+class _Description(_Read):
+    config: _Settings = _Settings()
+    command: list[str] = []
+    versions: dict[str, str | None] = {}
+    started: str = ""
+
+
+class _Engines(_Read):
+    engines: list[str] = []
+
+
+class _Planned(_Read):
+    what: str
+    unit: str
+    planned: float
+    measured: float
+    error: float
+
+
+class _Summary(_Read):
+    status: str = ""
+    steps: int = 0
+    wall_s: float = 0.0
+    reward_first: float | None = None
+    reward_last: float | None = None
+    plan_and_measured: list[_Planned] = []
+
+
+class _Turn(_Read):
+    content: str
+
+
+class _Sample(_Read):
+    prompt: str | list[_Turn]
+    completion: str
+
+
+class _Samples(_Read):
+    before: list[_Sample] = []
+    after: list[_Sample] = []
+
+
+class _Score(_Read):
+    value: float | None
+
+
+class _Prompt(_Read):
+    content: str | list[_Turn]
+
+
+class _Draw(_Read):
+    prompt: _Prompt
+
+
+class _Completion(_Read):
+    text: str
+
+
+class _Group(_Read):
+    draw: _Draw
+    completions: list[_Completion]
+    scores_GR: list[list[_Score]]
+
+
+class _Round(_Read):
+    groups: list[_Group]
+
+
+_File = TypeVar("_File", bound=_Read)
+
+
 def read_run(root: Path) -> RunRecord:
     """What a report shows of the run in `root`, finished or not; RunFolderError where no step is finished."""
     folder = RunFolder(root)
     if not folder.config.is_file():
         raise RunFolderError(f"{root} has no run.json, so it is no run's folder; name the folder that --output named")
-    description, problems = read_json(folder.config), list[str]()
+    description, problems = _checked(_Description, read_json(folder.config), folder.config), list[str]()
     metrics = read_metrics(folder.metrics, say=problems.append)
     if not metrics:
         raise RunFolderError(f"{root} has no step yet: {folder.metrics} is missing or empty; wait for the first step")
-    config = description.get("config", {})
-    num_slots = max(1, len(_optional(folder.engines).get("engines", [])))  # a trainer that generates itself is one
-    prompts, judging = int(config.get("prompts_per_step", 1)), judging_share(read_trace(folder.trace))
+    config, engines = description.config, _optional(_Engines, folder.engines, problems)
+    num_slots = max(1, len(engines.engines))  # a trainer that generates itself is one
+    prompts, judging = config.prompts_per_step, judging_share(read_trace(folder.trace))
     return RunRecord(
         root=root,
         name=root.resolve().name,
-        config=config,
-        command=tuple(description.get("command", ())),
-        versions=description.get("versions", {}),
-        started=str(description.get("started", "")),
-        summary=_optional(folder.summary),
+        config=config.model_dump(exclude_unset=True),
+        command=tuple(description.command),
+        versions=description.versions,
+        started=description.started,
+        summary=_optional(_Summary, folder.summary, problems).model_dump(exclude_unset=True),
         metrics=metrics,
-        samples=_optional(folder.samples),
-        completions=_last_completions(folder, config, problems),
+        samples=_optional(_Samples, folder.samples, problems).model_dump(exclude_unset=True),
+        completions=_last_completions(folder, [reward.weight for reward in config.rewards], problems),
         spent=spent(metrics, prompts_per_step=prompts, num_slots=num_slots, judging=judging),
         reward_curve=reward_curve(metrics, num_slots=num_slots),
         timeline=folder.timeline if folder.timeline.is_file() else None,
@@ -85,32 +172,44 @@ def read_run(root: Path) -> RunRecord:
     )
 
 
-def _optional(file: Path) -> Row:
-    found: Row = {}
-    with suppress(OSError, ValueError):
-        found = read_json(file)
-    return found
+def _checked(kind: type[_File], value: Any, file: Path) -> _File:
+    try:
+        return kind.model_validate(value)
+    except (ValidationError, RecursionError) as problem:
+        first = problem.errors()[0] if isinstance(problem, ValidationError) else {"loc": (), "msg": "nested too deeply"}
+        where = ".".join(str(part)[:50] for part in first["loc"]) or "the whole"
+        raise RunFolderError(f"{file} holds what ycore does not write ({where}: {first['msg'][:200]})") from None
 
 
-def _last_completions(folder: RunFolder, config: Row, problems: list[str]) -> list[ScoredCompletion]:
+def _optional(kind: type[_File], file: Path, problems: list[str]) -> _File:
+    """A file that may be missing; where it is damaged, it counts as empty and as a problem."""
+    if file.is_file():
+        try:
+            return _checked(kind, read_json(file), file)
+        except RunFolderError as problem:
+            problems.append(str(problem))
+    return kind()
+
+
+def _last_completions(folder: RunFolder, weights: Sequence[float], problems: list[str]) -> list[ScoredCompletion]:
     """Of every rank; none where no journal is kept."""
     rounds = rounds_in(folder.journal)
     step = max(rounds, default=0)
-    weights = [float(reward.get("weight", 1.0)) for reward in config.get("rewards", [])]
     found: list[ScoredCompletion] = []
     for rank in sorted(rounds.get(step, ())):
         try:
-            _, content = read_round(round_file(folder.journal, step, rank))
+            file = round_file(folder.journal, step, rank)
+            content = _checked(_Round, read_round(file)[1], file)
         except RunFolderError as error:
             problems.append(str(error))
             continue
-        for group in content["groups"]:
-            prompt = as_text(group["draw"]["prompt"]["content"])
-            for completion, scores in zip(group["completions"], group["scores_GR"], strict=True):
-                values = [score["value"] for score in scores]
-                given = [value * weight for value, weight in zip(values, weights, strict=True) if value is not None]
+        for group in content.groups:
+            content_shown = group.draw.prompt.model_dump()["content"]
+            for completion, scores in zip(group.completions, group.scores_GR, strict=False):
+                values = [score.value for score in scores]
+                given = [value * weight for value, weight in zip(values, weights, strict=False) if value is not None]
                 reward = sum(given) if len(given) == len(values) else None
-                found.append(ScoredCompletion(prompt, completion["text"], reward))
+                found.append(ScoredCompletion(as_text(content_shown), completion.text, reward))
     return found
 
 
@@ -221,7 +320,7 @@ class Reached:
 
 def reward_curve(metrics: Sequence[Row], *, num_slots: int) -> RewardCurve:
     """The reward over device seconds, of every step that has both."""
-    found = [(number(row, *STEP_SECONDS), int(row.get("step", 0)), number(row, *REWARD)) for row in metrics]
+    found = [(number(row, *STEP_SECONDS), int(number(row, "step") or 0), number(row, *REWARD)) for row in metrics]
     known = [(seconds, step, reward) for seconds, step, reward in found if seconds is not None and reward is not None]
     times = accumulate(seconds * num_slots for seconds, _, _ in known)
     return [(at, step, reward) for at, (_, step, reward) in zip(times, known, strict=True)]

@@ -27,8 +27,10 @@ from ycore.config.schema import RewardConfig, RunConfig, TuneConfig
 from ycore.config.trl_arguments import aliases, refusal
 from ycore.config.trl_fields import fields_of
 from ycore.data.generated import TASKS
-from ycore.rewards.builtin import BUILTIN
+from ycore.rewards.builtin import BUILTIN, CODE
+from ycore.rewards.code import TEST_COLUMNS, CodeSettings
 from ycore.rewards.loading import SUPPLIED, inputs_of, load_reward
+from ycore.round.code_scorer import CodeMeter
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -377,13 +379,25 @@ def test_trl_names_that_ycore_owns_are_documented() -> None:
 
 def test_built_in_rewards_are_documented_with_their_arguments() -> None:
     told = {quoted(name)[0]: arguments for name, arguments, _ in table("docs/rewards.md", "## Built-in rewards")}
-    assert told.keys() == BUILTIN.keys()
+    assert told.keys() == BUILTIN.keys() | {CODE}
     for name, function in BUILTIN.items():
         given = [argument.partition("=")[0] for argument in quoted(told[name])]
         wanted = sorted(function.__kwdefaults__ or {}) or ["max_tokens", "cache_tokens"] * (name == "overlong")
         assert sorted(argument for argument in given if "<" not in argument) == sorted(wanted)
         for argument, _, default in (item.partition("=") for item in quoted(told[name]) if "=" in item):
             assert yaml.safe_load(default) == (function.__kwdefaults__ or {})[argument]
+
+
+def test_the_code_rewards_settings_and_metrics_are_documented() -> None:
+    section = (
+        (ROOT / "docs" / "rewards.md").read_text(encoding="utf-8").partition("\n## Code\n")[2].partition("\n## ")[0]
+    )
+    told = dict(re.findall(r"^\| `(\w+)` \| `([^`]+)` \|", section, re.MULTILINE))
+    defaults = {name: field.default for name, field in CodeSettings.model_fields.items()}
+    assert {name: yaml.safe_load(text) for name, text in told.items()} == {**defaults, "packages": []}
+    metrics = set(re.findall(r"`(ycore/code/\w+)`", section))
+    assert metrics == set(CodeMeter().metrics(CodeMeter().take()))
+    assert all(f"`{name}`" in section for name in TEST_COLUMNS)
 
 
 def test_what_a_reward_is_called_with_is_documented() -> None:

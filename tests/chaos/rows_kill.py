@@ -36,6 +36,7 @@ from tests.chaos.witnesses import dies_at
 KILLED = ("launcher", "trainer", "rollout", "reward")
 JUDGE = "judge"
 RANK = "rank"
+ALLOCATOR = "allocator"
 _RANKS = 2
 _RANKED = 1 + _RANKS  # accelerate's launcher, then its ranks
 _SHORT_S = 3.0
@@ -56,6 +57,17 @@ def kill_row(bench: Bench, role: str) -> Row:
 
     outcomes = bench.all(one, list(enumerate(moments)))
     return row_of(name, f"kill -9 of the {role} at a random moment", outcomes)
+
+
+def allocator_row(bench: Bench) -> Row:
+    """SIGKILL of the process that decides for the slots that two ranks share."""
+    oracle = bench.oracle(replace(bench.job, ranks=_RANKS))
+    oracle = replace(oracle, pace=replace(oracle.pace, end_s=oracle.pace.until_model_s))
+    name = f"kill-{ALLOCATOR}"
+    moments = draw_moments(max(2, bench.count // 2), steps=bench.job.steps, seed=bench.seed, row=name)
+    numbered = list(enumerate(moments))
+    outcomes = bench.all(lambda item: trial(f"{name}-{item[0]}", oracle, item[1], kill(ALLOCATOR)), numbered)
+    return row_of(name, f"kill -9 of the allocator of {_RANKS} ranks", outcomes)
 
 
 def rank_row(bench: Bench) -> Row:

@@ -65,7 +65,7 @@ _WAIT_POLL_S = 0.05
 _GUARDIAN_WITHIN_S = 10.0
 
 _ENGINES = (ENGINE_MODULE, "vllm.entrypoints.openai.api_server")
-_MODULES = {"trainer": "ycore.trainer", "reward": "ycore.rewards.worker"}
+_MODULES = {"trainer": "ycore.trainer", "reward": "ycore.rewards.worker", "allocator": "ycore.round.service"}
 
 
 def has_role(words: Sequence[str], role: str) -> bool:

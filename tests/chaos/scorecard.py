@@ -23,7 +23,18 @@ from tests.chaos.rows_calls import account_row, calls_row, cost_row, stale_row
 from tests.chaos.rows_ends import ends_row
 from tests.chaos.rows_files import damaged_round_row, damaged_row, flush_row, in_place_row, resume_row, save_row
 from tests.chaos.rows_input import bad_input_row, good_input_row, made_up_row
-from tests.chaos.rows_kill import JUDGE, KILLED, RANK, exits_row, kill_row, points_row, rank_row, stop_row
+from tests.chaos.rows_kill import (
+    ALLOCATOR,
+    JUDGE,
+    KILLED,
+    RANK,
+    allocator_row,
+    exits_row,
+    kill_row,
+    points_row,
+    rank_row,
+    stop_row,
+)
 from tests.chaos.rows_mutation import mutation_row
 from tests.chaos.runs import Setting
 from tests.chaos.witnesses import FLUSHES_VARIABLE
@@ -35,6 +46,7 @@ Say = Callable[[str], None]
 _BOTH: dict[str, MakeRow] = {
     **{f"kill-{role}": partial(kill_row, role=role) for role in (*KILLED, JUDGE)},
     "kill-rank": rank_row,
+    "kill-allocator": allocator_row,
     "kill-in-save": save_row,
     **{f"stop-{role}": partial(stop_row, role=role) for role in KILLED},
     "leftovers": exits_row,
@@ -85,7 +97,7 @@ def plan_rows(tiers: Sequence[Tier], *, names: Sequence[str], seed: int) -> list
         for name in (name for name in ROWS[tier] if not names or name in names):
             drawn = (
                 draw_moments(5, steps=Job(Path()).steps, seed=seed, row=name)
-                if name.removeprefix("kill-") in (*KILLED, JUDGE, RANK)
+                if name.removeprefix("kill-") in (*KILLED, JUDGE, RANK, ALLOCATOR)
                 else []
             )
             lines.append(f"  {name}" + (f": {', '.join(map(str, drawn))}, ..." if drawn else ""))

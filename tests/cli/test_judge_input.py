@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 from ycore_cli.main import run
 
+from ycore.launch.layout import Machine
 from ycore.models.tiny import write_tiny_model
 
 
@@ -47,6 +48,41 @@ def test_the_plan_shows_every_judge(
     first = told["config"]["rewards"][0]
     assert (first["reward"], first["args"]) == ("judge:good", {"rubric": "Is it right?", "verdict": {"kind": "score"}})
     assert "canary" not in out
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("--processes 2 --placement split:1:1", None),
+        ("--placement split:1:1", None),
+        ("--processes 2 --set engine.count=1 --placement dynamic", None),
+        (
+            "--processes 2 --placement split:2:1",
+            "placement split:2:1 must divide this run's slots (2) among its roles (rollout, judge); "
+            "e.g. --placement split:1:1",
+        ),
+        (
+            "--processes 2 --set engine.count=1 --placement split:1:1",
+            "must divide this run's slots (1) among its roles (rollout, judge); take --placement dynamic or colocated",
+        ),
+        ("--set engine.count=3", "engine.count 3 is more than the 2 cores here; lower it"),
+    ],
+)
+def test_a_dry_run_refuses_the_placements_that_a_launch_would(
+    place: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    line: str,
+    problem: str | None,
+) -> None:
+    """The slots are the machine's, whatever the number of ranks."""
+    monkeypatch.chdir(place)
+    monkeypatch.setattr("ycore.launch.layout.this_machine", lambda: Machine(cores=(0, 1), devices=()))
+    monkeypatch.setattr("ycore.launch.engines.is_vllm_installed", lambda: True)
+    status = run((GRPO + "--reward judge:good.yaml " + line).split())
+    _, err = capsys.readouterr()
+    assert status == (0 if problem is None else 2)
+    assert problem is None or (problem in err and err.count("\n") == 1)
 
 
 @pytest.mark.parametrize(

@@ -178,6 +178,28 @@ def test_a_rank_that_vanished_is_the_cause_of_what_others_then_met(
     assert trainer.how_it_ended() == "a signal, killed or out of memory"
 
 
+def test_an_allocator_that_vanished_is_the_cause_of_what_ranks_then_met(
+    folder: RunFolder, rank: Callable[[int, str], object]
+) -> None:
+    launcher, allocator = (
+        ManagedProcess(name, [sys.executable, "-c", SLEEPER], environment={}, run_id="test-ranks", log=folder.log(name))
+        for name in ("trainer", "allocator")
+    )
+    trainer = RankedTrainer(launcher, folder, num_ranks=2, allocator=allocator)
+    try:
+        rank(0, SLEEPER), rank(1, SLEEPER)
+        assert trainer.exit_code is None
+        assert set(trainer.members()) == {"trainer rank 0", "trainer rank 1", "allocator"}
+        allocator.send(signal.SIGKILL)
+        fail(folder, 0, 1, "the allocator of this machine's slots is gone", at=1.0)
+        assert exit_code(trainer) == 1
+        assert (trainer.name, trainer.how_it_ended(), trainer.last_line()) == ("allocator", "killed by SIGKILL", "")
+        assert trainer.log == folder.log("allocator")
+    finally:
+        launcher.send(signal.SIGKILL)
+        launcher.wait(timeout_s=WITHIN_S)
+
+
 def test_what_only_says_that_another_rank_is_gone_is_no_cause() -> None:
     from ycore.errors import EngineError, PeerError
     from ycore.trainer.__main__ import _is_a_cause

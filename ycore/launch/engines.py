@@ -14,7 +14,7 @@ from typing import Any, Literal, NamedTuple
 from ycore.config.schema import RunConfig
 from ycore.engine.commands import EngineSpec, kv_cache_gib
 from ycore.errors import ConfigError
-from ycore.launch.layout import Machine, Site
+from ycore.launch.layout import Site
 from ycore.launch.scoring_models import check_run_placement, scoring_models
 from ycore.models.folder import context_length
 from ycore.placement.placement import ROLLOUT
@@ -122,7 +122,7 @@ def choose_kind(requested: str, *, vllm_installed: bool) -> tuple[Kind, str]:
 
 
 def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch, sleeps: bool = False) -> EnginePlan:
-    """Plan every engine of this machine: one a device, or two on a CPU, and at least one for each rank.
+    """Plan every engine of this machine.
 
     `sleeps`: engines on devices can be put to sleep.
     """
@@ -139,7 +139,7 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch, sleeps: bool = 
                 f"install vLLM ({_INSTALL_VLLM}), or take --accelerate zero2"
             )
         return EnginePlan(kind, length, how)
-    slots = _slots(config.engine.count, site.machine, least=site.layout.local)
+    slots = slots_of(config, site)
     check_run_placement(config, num_slots=len(slots))
     num_engines = len(slots) * site.layout.num_machines  # all completions of a round run at once
     round_size = config.prompts_per_step * (config.num_samples if config.algorithm == "eval" else config.group_size)
@@ -213,10 +213,12 @@ def _on_slots(
     )
 
 
-def _slots(count: int | Literal["auto"], machine: Machine, *, least: int) -> list[Slot]:
-    """The machine in `count` parts: a device each, or even shares of the cores. Slot k is rank k's."""
-    if count != "auto" and count < least:
-        raise ConfigError(f"engine.count {count} is less than the {least} ranks here, which need one each; raise it")
+def slots_of(config: RunConfig, site: Site) -> list[Slot]:
+    """The machine in `engine.count` parts: a device each, or even shares of the cores.
+
+    By default every device is one; of a CPU there are two, or as many as there are ranks.
+    """
+    count, machine, least = config.engine.count, site.machine, site.layout.local
     parts, kind = (machine.devices, "devices") if machine.devices else (machine.cores, "cores")
     most = len(parts) if machine.devices else min(len(parts), _MAX_ENGINES_ON_CPU)
     number = max(least, most) if count == "auto" else count

@@ -170,7 +170,7 @@ def meaningful_line(lines: Sequence[str]) -> str:
 
 
 class RankedTrainer:
-    """The trainer's ranks on this machine; the supervisor uses it like a `ManagedProcess`.
+    """The trainer's ranks on this machine, and their allocator; the supervisor uses it like a `ManagedProcess`.
 
     torchrun turns every end into its own exit status 1 and a page of text, so each rank reports its end in a file.
     """
@@ -184,7 +184,7 @@ class RankedTrainer:
         allocator: ManagedProcess | None = None,
     ) -> None:
         self._launcher = launcher
-        self._allocator = allocator  # its ranks notice its end; who stops it must be noticed too
+        self._allocator = allocator
         self._folder = folder
         self._num_ranks = num_ranks
         self._ranks: dict[int, psutil.Process | None] = {}  # by process id; None when it had ended at the first look
@@ -200,7 +200,7 @@ class RankedTrainer:
             code = Interrupted.exit_code if code and self._interrupted_early else code
             return code if failed is None else failed.exit_code
         has_failed = failed is not None and failed.exit_code != Interrupted.exit_code
-        if not has_failed and self._lost(reports) is None:
+        if not has_failed and self._lost(reports) is None and self._lost_allocator is None:
             return None
         self._failed_at = self._failed_at or time.monotonic()
         if time.monotonic() - self._failed_at < _OTHER_RANKS_WITHIN_S:
@@ -209,11 +209,15 @@ class RankedTrainer:
 
     @property
     def name(self) -> str:
+        if self._lost_allocator is not None:
+            return self._lost_allocator.name
         culprit = self._culprit()
         return self._launcher.name if culprit is None else f"{self._launcher.name} rank {culprit.number}"
 
     @property
     def log(self) -> Path:
+        if self._lost_allocator is not None:
+            return self._lost_allocator.log
         culprit = self._culprit()
         return self._launcher.log if culprit is None else self._folder.log(f"trainer-{culprit.number}")
 
@@ -237,18 +241,27 @@ class RankedTrainer:
         return self._launcher.tree()
 
     def how_it_ended(self) -> str:
+        if self._lost_allocator is not None:
+            return self._lost_allocator.how_it_ended()
         culprit = self._culprit()
         if culprit is None:
             return self._launcher.how_it_ended()
         return "a signal, killed or out of memory" if culprit.exit_code is None else f"exit status {culprit.exit_code}"
 
     def last_line(self) -> str:
+        if self._lost_allocator is not None:
+            return self._lost_allocator.last_line()
         culprit = self._culprit()
         return self._launcher.last_line() if culprit is None else culprit.message
 
     def user_error(self) -> str | None:
         failed = _first_failed(self._reports())
         return None if failed is None else failed.message
+
+    @property
+    def _lost_allocator(self) -> ManagedProcess | None:
+        """The process that places the ranks' requests, where it has failed. It ends well when all ranks have gone."""
+        return self._allocator if self._allocator is not None and self._allocator.exit_code else None
 
     def _reports(self) -> list[Report]:
         reports = [read_report(self._folder, local) for local in range(self._num_ranks)]

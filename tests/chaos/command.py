@@ -8,6 +8,7 @@ import importlib.metadata
 import json
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 ENGINE_MODULE = "tests.chaos.scripted_engine"
@@ -20,8 +21,9 @@ def engine_words(engine: Any, options: Mapping[str, str]) -> list[str]:
 
 
 def main() -> None:
-    """`OPTIONS` is a JSON object of the scripted engine's own options."""
+    """`OPTIONS` is a JSON object of the scripted engine's own options; `trainer` in it is a module in its place."""
     options = json.loads(sys.argv[1])
+    trainer = options.pop("trainer", None)
     sys.argv = ["ycore", *sys.argv[2:]]
     from ycore.engine import commands as rollout
 
@@ -30,6 +32,10 @@ def main() -> None:
     from ycore.launch import engines
 
     engines.is_vllm_installed = lambda: True
+    if trainer is not None:
+        from ycore.launch import launcher
+
+        launcher.TRAINER = replace(launcher.TRAINER, module=trainer)
     (command,) = importlib.metadata.entry_points(group="console_scripts", name="ycore")
     command.load()()
 

@@ -2,7 +2,8 @@
 
 The reward starts daemons that hide in every way: a session of their own, an empty environment, a double fork whose
 parent ends at once. Nothing of the run may be left, and nothing foreign may be touched. The run is short where it is to
-end well, and far too long where it is to be ended, so that every deed lands.
+end well, and far too long where it is to be ended, so that every deed lands. In four of five trials a trainer that
+learns nothing stands in for the real one; launcher, guardian and reward workers are always real.
 """
 
 import hashlib
@@ -19,6 +20,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.chaos import light_trainer
 from tests.chaos.bench import Bench, Row, row_of
 from tests.chaos.foreign import Foreign, Twin, Witness, can_make_twins
 from tests.chaos.job import DAEMON
@@ -145,7 +147,13 @@ class Case:
 
     @property
     def name(self) -> str:
-        return f"end-{self.number}-{self.kind}-{self.stage}-{self.reward.replace('_', '-')}"
+        hides = self.reward.replace("_", "-")
+        return f"end-{self.number}-{self.kind}-{self.stage}-{hides}" + ("" if self.is_light else "-real")
+
+    @property
+    def is_light(self) -> bool:
+        """Whether the trainer is the light one. Every fifth is real; with 13 kinds, each kind gets its share."""
+        return self.number % 5 > 0
 
 
 REWARDS = ("with_daemon", "with_orphan", "ending_after_orphan")
@@ -174,7 +182,16 @@ def ends_row(bench: Bench) -> Row:
     kinds = Counter(case.kind for case, outcome in zip(cases, outcomes, strict=True) if _is_good(outcome))
     row = row_of("ends", "ended in any way at any moment: 0 left, 0 foreign touched", outcomes, good=_is_good)
     touched = sum("foreign" in note or "same path" in note for one in outcomes for note in one.difference.notes)
-    return replace(row, more={**row.more, "foreign_touched": touched, "twins": can_make_twins(), "passed": dict(kinds)})
+    return replace(
+        row,
+        more={
+            **row.more,
+            "foreign_touched": touched,
+            "twins": can_make_twins(),
+            "real_trainers": sum(not case.is_light for case in cases),
+            "passed": dict(kinds),
+        },
+    )
 
 
 def _is_good(outcome: Outcome) -> bool:
@@ -188,6 +205,7 @@ def end_one(bench: Bench, place: Path, case: Case) -> Outcome:
     segment = SHARED_MEMORY / f"psm_{secrets.token_hex(4)}"
     job = replace(bench.job, steps=end.steps, checkpoint_every=_LONG, reward=case.reward)
     scripted = {**(bench.setting.scripted or {}), "--segment": segment.name}
+    scripted |= {"trainer": light_trainer.MODULE} if case.is_light else {}
     setting = Setting(place.parent, scripted, bench.setting.package, stop=bench.setting.stop)
     with Foreign(output, job.inputs / "train.jsonl", Path(tempfile.gettempdir())) as foreign:
         words = [*job.words(output), "--dataset", str(foreign.dataset), "--set", f"rewards.0.args.name={daemon}"]

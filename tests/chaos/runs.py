@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.chaos import light_trainer
 from tests.chaos.command import ENGINE_MODULE
 from tests.chaos.moments import Glimpse, count_rows, glimpse
 from ycore.errors import Interrupted
@@ -65,13 +66,17 @@ _WAIT_POLL_S = 0.05
 _GUARDIAN_WITHIN_S = 10.0
 
 _ENGINES = (ENGINE_MODULE, "vllm.entrypoints.openai.api_server")
-_MODULES = {"trainer": "ycore.trainer", "reward": "ycore.rewards.worker", "allocator": "ycore.round.service"}
+_MODULES = {
+    "trainer": ("ycore.trainer", light_trainer.MODULE),
+    "reward": ("ycore.rewards.worker",),
+    "allocator": ("ycore.round.service",),
+}
 
 
 def has_role(words: Sequence[str], role: str) -> bool:
     """Whether a process with this command line is one of the role; the launcher is the process that we started."""
     if role in _MODULES:
-        return _MODULES[role] in words
+        return any(module in words for module in _MODULES[role])
     return any(module in words for module in _ENGINES) and any(f"/{role}-" in word for word in words)
 
 

@@ -1,0 +1,60 @@
+"""A trainer's process that learns nothing, so that it starts at once: `python -m tests.chaos.light_trainer FOLDER`.
+
+For rows about what a run leaves behind, where the import of torch would be nearly all of a trial. It maps the dataset,
+has the real reward workers score step after step, writes metrics, and stops when it is asked to.
+"""
+
+import asyncio
+import mmap
+import threading
+from pathlib import Path
+
+from ycore.config.schema import RunConfig
+from ycore.errors import Interrupted, RunError
+from ycore.rewards.pool import RewardPool
+from ycore.run.files import read_json
+from ycore.run.metrics import MetricsWriter
+from ycore.run.paths import RunFolder
+from ycore.run.reports import on_stop, run_alone
+from ycore.types import Content
+
+MODULE = "tests.chaos.light_trainer"
+_FAILS_ABOVE = 1.0  # a learning rate with which a real run's weights become NaN
+
+
+def work(root: Path) -> None:
+    """Until the config's steps are done."""
+    stop = threading.Event()
+    on_stop(stop.set)
+    folder = RunFolder(root)
+    config = RunConfig.model_validate(read_json(folder.config)["config"])
+    with Path(config.dataset).open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
+        asyncio.run(_score(folder, config, stop))
+
+
+async def _score(folder: RunFolder, config: RunConfig, stop: threading.Event) -> None:
+    metrics = MetricsWriter(folder.metrics)
+    pool = RewardPool(
+        config.rewards,
+        settings=config.reward_workers,
+        log=folder.log("rewards"),
+        run_id=folder.run_id,
+        sandbox=config.sandbox,
+        run_folder=folder.root,
+    )
+    async with pool:
+        for step in range(1, config.steps + 1):
+            if stop.is_set():
+                raise Interrupted(f"stopped after step {step - 1}")
+            folder.step_began.touch()
+            completion: Content = [{"role": "assistant", "content": f"{step} + {step}"}]
+            (scores,) = await pool.score(["1 + 1 ="], [completion], [[1]], {}, step=step)
+            reward = scores[0].value or 0.0
+            metrics.write({"step": step, "reward": reward, "ycore/time/step": 0.05})
+            if (config.trl.get("learning_rate") or 0.0) > _FAILS_ABOVE:
+                raise RunError(f"after step {step} a weight is nan")
+            await asyncio.sleep(0.05)
+
+
+if __name__ == "__main__":
+    raise SystemExit(run_alone(MODULE, work))

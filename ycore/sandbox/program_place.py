@@ -72,7 +72,7 @@ class ServerPlace(Place):
         if self._process is not None and self._process.poll() is None and self._control is not None:
             return 0
         self.close()
-        command = server_command()
+        command = server_command(has_packages=bool(self._packages))
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -150,7 +150,7 @@ class ServerPlace(Place):
             self._reply.exception()  # looked at, should nobody wait for it
 
 
-def server_command() -> list[str]:
+def server_command(*, has_packages: bool = False) -> list[str]:
     """The command that starts a server of programs in bubblewrap's namespaces."""
     bwrap = find_bwrap()
     if bwrap is None:
@@ -164,7 +164,7 @@ def server_command() -> list[str]:
         View(),
         bwrap=bwrap,
         as_root=os.geteuid() == 0,
-        python=python_folders([]),
+        python=python_folders(_site() if has_packages else []),
         hosts_programs=True,
     )
 
@@ -179,9 +179,9 @@ def server_environment(run_id: str) -> dict[str, str]:
 def server_settings(limits: Limits, packages: Sequence[str], *, number: int) -> Settings:
     """What the server of place `number` is told. Its programs' users are no other place's, as far as numbers reach."""
     standard = [entry for entry in sys.path if entry.startswith(sys.base_prefix) and "-packages" not in entry]
-    site = [entry for entry in sys.path if "-packages" in entry] if packages else []
+    site = _site() if packages else []
     uid = _FIRST_UID + (os.getpid() * 16 + number * 2) % _NUM_UIDS
-    under_scratch = [path for path in python_folders([]) if path.is_relative_to(SCRATCH) and path != _package()]
+    under_scratch = [path for path in python_folders(site) if path.is_relative_to(SCRATCH) and path != _package()]
     return Settings(
         uid=uid if os.geteuid() == 0 else None,
         memory=limits.memory,
@@ -193,6 +193,11 @@ def server_settings(limits: Limits, packages: Sequence[str], *, number: int) -> 
         modules=list(packages),
         kept=[str(path) for path in under_scratch],
     )
+
+
+def _site() -> list[str]:
+    """Where this environment's packages are, those of a user or of another environment too."""
+    return [entry for entry in sys.path if "-packages" in entry]
 
 
 def _package() -> Path:

@@ -170,3 +170,24 @@ print("ready", flush=True)
 
 def test_the_kernel_is_asked() -> None:
     assert abi() >= 1
+
+
+def test_nothing_is_left_of_a_fork_bomb(scratch: Path, open_path: Path) -> None:
+    code = """
+import os
+print("ready", flush=True)
+while True:
+    try:
+        if os.fork() == 0:
+            os.setsid()
+    except OSError:
+        pass
+"""
+    process = start(code, scratch, open_path, limits={"processes": 40})
+    assert process.stdout is not None and process.stdout.readline() == "ready\n"
+    process.communicate(timeout=60)  # too many processes: the stage ends them by itself
+    left = []
+    for one in psutil.process_iter(["cmdline", "status"]):
+        if str(scratch) in " ".join(one.info["cmdline"] or []) and one.info["status"] != psutil.STATUS_ZOMBIE:
+            left.append(one)
+    assert left == []

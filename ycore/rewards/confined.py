@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import secrets
+import signal
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
@@ -276,9 +277,11 @@ class Worker:
 class _Running:
     """A started process, its pipes and its watch."""
 
-    def __init__(self, launch: Launch, process: Process, replies: "_Replies", output: "_Output", watch: Watch) -> None:
+    def __init__(
+        self, launch: Launch, process: Process, replies: "_Replies", output: "_Output", watch: Watch, level: Level
+    ) -> None:
         self.launch, self.process, self.replies = launch, process, replies
-        self._output, self._watch = output, watch
+        self._output, self._watch, self._level = output, watch, level
 
     @classmethod
     async def start(cls, held: Confinement, name: str, printed: Callable[[bytes], None]) -> "_Running":
@@ -320,13 +323,13 @@ class _Running:
         watch = Watch(
             process.pid,
             Bounds(limits.memory, limits.processes, limits.scratch, limits.files),
-            lambda: kill_tree(process.pid),
+            lambda: _end(process.pid, held.level),
             scratch=None if launch.scratch is None else str(launch.scratch),
         )
         watch.start()
         _, replies = await loop.connect_read_pipe(_Replies, _file(answers))
         _, shown = await loop.connect_read_pipe(lambda: _Output(printed), _file(output))
-        return cls(launch, process, replies, shown, watch)
+        return cls(launch, process, replies, shown, watch, held.level)
 
     @property
     def is_clean(self) -> bool:
@@ -346,7 +349,7 @@ class _Running:
 
     def kill(self) -> None:
         self._watch.stop()
-        kill_tree(self.process.pid)
+        _end(self.process.pid, self._level)
 
     async def reap(self) -> None:
         # Bounded: what a reward detached from its group may hold the pipes that these wait for.
@@ -354,9 +357,20 @@ class _Running:
             async with asyncio.timeout(_REAP_TIMEOUT_S):
                 await self.process.wait()
                 await self._output.ended.wait()
+        if self.process.returncode is None:
+            kill_tree(self.process.pid)
         self.replies.close()
         self._output.close()
         self.launch.clear()
+
+
+def _end(pid: int, level: Level) -> None:
+    """End a started process with all below it. At `landlock` it is our own stage, which misses nothing that forks."""
+    if level is Level.LANDLOCK:
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
+    else:
+        kill_tree(pid)
 
 
 class _Pipe(asyncio.Protocol):

@@ -278,7 +278,7 @@ class _Running:
     """A started process, its pipes and its watch."""
 
     def __init__(
-        self, launch: Launch, process: Process, replies: "_Replies", output: "_Output", watch: Watch, level: Level
+        self, launch: Launch, level: Level, process: Process, replies: "_Replies", output: "_Output", watch: Watch
     ) -> None:
         self.launch, self.process, self.replies = launch, process, replies
         self._output, self._watch, self._level = output, watch, level
@@ -329,7 +329,7 @@ class _Running:
         watch.start()
         _, replies = await loop.connect_read_pipe(_Replies, _file(answers))
         _, shown = await loop.connect_read_pipe(lambda: _Output(printed), _file(output))
-        return cls(launch, process, replies, shown, watch, held.level)
+        return cls(launch, held.level, process, replies, shown, watch)
 
     @property
     def is_clean(self) -> bool:
@@ -365,12 +365,11 @@ class _Running:
 
 
 def _end(pid: int, level: Level) -> None:
-    """End a started process with all below it. At `landlock` it is our own stage, which misses nothing that forks."""
-    if level is Level.LANDLOCK:
-        with suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGTERM)
-    else:
-        kill_tree(pid)
+    """End a process with all below it. At `landlock` it is our own stage, which misses nothing that forks meanwhile."""
+    if level is not Level.LANDLOCK:
+        return kill_tree(pid)
+    with suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGTERM)
 
 
 class _Pipe(asyncio.Protocol):

@@ -59,6 +59,12 @@ def test_a_role_that_fails_says_its_last_line() -> None:
     assert "No module named 'no_such_module'" in check["value"]
 
 
+def test_a_role_does_not_import_from_where_the_user_stands(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "json.py").write_text("raise SystemExit('the local file was imported')")
+    monkeypatch.chdir(tmp_path)
+    assert doctor._role("trainer", "import json; json.dumps(1)", mend="")["ok"]
+
+
 def test_a_role_that_hangs_is_ended(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "_ROLE_WITHIN_S", 0.5)
     check = doctor._role("trainer", "import time; time.sleep(60)", mend="install it")

@@ -239,7 +239,7 @@ def _role(name: str, code: str, *, mend: str) -> Check:
     with tempfile.TemporaryDirectory(prefix="ycore-doctor-") as folder:
         try:
             done = subprocess.run(
-                [sys.executable, "-c", code, folder],
+                [sys.executable, "-P", "-c", code, folder],
                 capture_output=True,
                 text=True,
                 timeout=_ROLE_WITHIN_S,

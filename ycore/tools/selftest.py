@@ -29,7 +29,7 @@ from ycore.tools.doctor import Check, check, environment_report
 STEPS = 5
 ENGINE = "transformers"
 _COMPARED = ("step", "loss", "grad_norm", "learning_rate", "reward")
-_YCORE = (sys.executable, "-c", "import sys; from ycore_cli.main import main; sys.exit(main())")
+_YCORE = (sys.executable, "-P", "-c", "import sys; from ycore_cli.main import main; sys.exit(main())")
 _LIMIT_S = 300.0
 _GONE_WITHIN_S = 10.0
 _REWARD = '''"""The share of different characters: a pure function of the completion, so that a run repeats."""

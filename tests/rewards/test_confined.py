@@ -374,3 +374,73 @@ def test_memory_disk_files_and_output_are_bounded(folder: Path, level: str) -> N
     asyncio.run(run())
     assert log.read_text().startswith("before\n") and log.stat().st_size < 20 * 2**20
     assert "dropped" in log.read_text()[-200:]
+
+
+INTO_A_CONTAINER = """
+import ctypes, json, os, struct, sys
+from ycore.sandbox.inside import install_filter
+kept = {0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31}  # moby/moby, oci/caps/defaults.go
+for number in set(range(64)) - kept:
+    ctypes.CDLL(None).prctl(24, number, 0, 0, 0)
+allow, refuse, absent = (0x06, 0, 0, 0x7FFF0000), (0x06, 0, 0, 0x50001), (0x06, 0, 0, 0x50026)
+program = [(0x20, 0, 0, 0)]
+for number in (272, 308, 165, 166, 155):  # unshare, setns, mount, umount2, pivot_root
+    program += [(0x15, 0, 1, number), refuse]
+for number in (435, *json.loads(sys.argv[1])):  # clone3, and what the test says
+    program += [(0x15, 0, 1, number), absent]
+program += [(0x15, 0, 3, 56), (0x20, 0, 0, 16), (0x45, 0, 1, 0x7E020000), refuse, allow]
+install_filter(b"".join(struct.pack("<HBBI", *one) for one in program))
+os.execv(sys.executable, [sys.executable, "-c", sys.argv[2]])
+"""
+
+CHECK_AND_SCORE = """
+import asyncio, json
+from pathlib import Path
+from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
+from ycore.rewards.confined import check_reward
+from ycore.rewards.pool import RewardPool
+from ycore.sandbox.level import choose
+spec, log = RewardConfig(reward="numerical.py:mean"), Path("rewards.log")
+
+async def score():
+    async with RewardPool([spec], settings=RewardSettings(workers=1), log=log, run_id="contained") as pool:
+        return await pool.score(["?"], ["a"], [[1]], {}, step=0)
+
+check_reward(spec, [])
+scores = asyncio.run(score())
+print(json.dumps({"level": choose().level, "line": choose().line, "value": scores[0][0].value, "log": log.read_text()}))
+"""
+
+NUMERICAL = """
+def mean(completions, **columns):
+    import numpy, os, sqlite3, subprocess, sys
+    subprocess.run([sys.executable, "-c", "import decimal"], check=True)
+    print("uid", os.getuid(), flush=True)
+    return [float(numpy.ones(3).mean())] * len(completions)
+"""
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or os.uname().machine != "x86_64", reason="imitates root in a container, x86-64")
+@pytest.mark.parametrize(("also_absent", "level"), [([], "landlock"), ([444], "none")])
+def test_with_a_containers_rights_a_worker_is_another_user_or_says_why_not(
+    folder: Path, also_absent: list[int], level: str
+) -> None:
+    """Docker's default: no namespaces, 14 capabilities. 444 is Landlock's first system call, which old kernels lack."""
+    (folder / "numerical.py").write_text(NUMERICAL)
+    repository = str(Path(__file__).parents[2])
+    done = subprocess.run(
+        [sys.executable, "-c", INTO_A_CONTAINER, json.dumps(also_absent), CHECK_AND_SCORE],
+        capture_output=True,
+        text=True,
+        timeout=200,
+        env={**os.environ, "PYTHONPATH": repository},
+    )
+    assert done.returncode == 0, done.stderr
+    seen = json.loads(done.stdout.splitlines()[-1])
+    assert (seen["level"], seen["value"]) == (level, 1.0)
+    if level == "landlock":
+        assert "uid 0" not in seen["log"] and "confined by Landlock" in seen["log"]
+    else:
+        # pytest's folders are closed to others, so another user could read neither the reward nor its data.
+        assert "\n" not in seen["line"] and "run unconfined" in seen["line"]
+        assert "stays root" in seen["log"] and "is closed to others" in seen["log"]

@@ -21,7 +21,7 @@ from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
 from ycore.errors import RewardError
 from ycore.rewards.builtin import REFERENCE, is_reference, reference_of
 from ycore.rewards.loading import Inputs, inputs_of, load_reward, require_columns
-from ycore.rewards.replies import BYTES_A_VALUE, MOST_BYTES, START_BYTES, CallFailed, inputs_in, scores_in
+from ycore.rewards.replies import BYTES_A_VALUE, MOST_BYTES, START_BYTES, CallFailed, inputs_in, plain_text, scores_in
 from ycore.rewards.seen import view_of
 from ycore.run.process_tree import kill_tree
 from ycore.sandbox import GIB, Level, Limits, View
@@ -35,6 +35,7 @@ _CHECK_DEADLINE_S = 8.0
 _MAX_STARTS = 3
 _REAP_TIMEOUT_S = 5.0
 _NONCE_BYTES = 16
+_TAIL = 1000  # bytes of output, of which an error shows the last line
 _SETTINGS = RewardSettings()
 AUTO = SandboxSettings()
 """The strongest level that works here."""
@@ -110,7 +111,8 @@ async def _first_answer(spec: RewardConfig, held: Confinement, deadline_s: float
             "do slow work and slow imports inside the function"
         )
     elif reason.startswith("worker died"):
-        reason = f"importing reward {spec.reward!r} ended its process{reason.removeprefix('worker died')}"
+        ended = reason.removeprefix("worker died")
+        reason = f"importing reward {spec.reward!r} ended its process{ended}; its last words: {worker.last_words}"
     raise RewardError(reason)
 
 
@@ -138,6 +140,7 @@ class Worker:
         self._start_timeout_s = start_timeout_s
         self._log = log
         self._room = confinement.limits.output  # bytes that may still be logged
+        self._tail = b""
         self._running: _Running | None = None
         self._killed: _Running | None = None
         self._inputs: list[Inputs] = []
@@ -180,6 +183,12 @@ class Worker:
             most=most,
             timeout_s=deadline_s,
         )
+
+    @property
+    def last_words(self) -> str:
+        """The last line that the process printed, in a form that can be shown."""
+        lines = self._tail.decode(errors="replace").strip().splitlines()
+        return plain_text(lines[-1]) if lines else "nothing was printed"
 
     async def close(self) -> None:
         """Kill the process and all that it started, and wait until it is gone."""
@@ -251,6 +260,7 @@ class Worker:
 
     def _printed(self, data: bytes) -> None:
         """Append to the log, as long as there is room."""
+        self._tail = (self._tail + data)[-_TAIL:]
         if self._log is None or self._room <= 0:
             return
         self._room -= len(data)

@@ -105,10 +105,11 @@ def _check_rollouts(config: RunConfig, model: "ModelPlan", site: "Site") -> dict
 def _sandbox_lines(config: RunConfig) -> list[str]:
     """What confines the rewards that ycore did not bring, and what a recipe opens for each; nothing without any."""
     from ycore.judge.sources import is_rule
+    from ycore.rewards.builtin import is_code
     from ycore.sandbox.level import choose
 
     own = [reward for reward in config.rewards if is_rule(reward) and ":" in reward.reward]
-    if not own:
+    if not own and not any(is_code(reward) for reward in config.rewards):
         return []
     lines = [choose(config.sandbox.level).line]
     for reward in own:

@@ -3,7 +3,10 @@
 import asyncio
 import os
 import signal
-from collections.abc import Coroutine, Iterator
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -22,7 +25,7 @@ class Bench:
     """A pool at one level, with a loop to run it in."""
 
     def __init__(self, level: Level, folder: Path) -> None:
-        self.runner = asyncio.Runner()
+        self.level, self.runner = level, asyncio.Runner()
         self.programs = Programs(level, places=1, log=folder / "programs.log", run_id="test")
         self(self.programs.start())
 
@@ -215,3 +218,34 @@ def test_a_verdict_that_is_cut_short_has_not_ended() -> None:
     assert verdict.units == (True, None) and not verdict.ended
     assert read_verdict(b"", ended, ended, seconds=0.0).status == "infra_error"
     assert read_verdict(lines, {"reason": "deadline"}, ended, seconds=0.0).status == "timeout"
+
+
+def test_a_killed_parent_leaves_nothing(bench: Bench, tmp_path: Path) -> None:
+    script = (
+        "import asyncio, sys; from pathlib import Path; from ycore.sandbox import Level; "
+        "from ycore.sandbox.programs import Programs; "
+        "programs = Programs(Level(sys.argv[1]), places=1, log=Path(sys.argv[2]), run_id='t'); "
+        "asyncio.run(programs.run('import time; time.sleep(600)', deadline_s=600))"
+    )
+    line = [sys.executable, "-c", script, bench.level, str(tmp_path / "log")]
+    parent = psutil.Popen(line, stderr=subprocess.DEVNULL)
+    below = _wait_for(lambda: [one for one in parent.children(recursive=True) if _is_program(one)])
+    everything = parent.children(recursive=True)
+    parent.kill()
+    parent.wait(10.0)
+    gone, alive = psutil.wait_procs(everything, timeout=10.0)
+    assert below and not alive and len(gone) == len(everything)
+
+
+def _is_program(process: psutil.Process) -> bool:
+    """Whether it has run for a while and has no children: what waits for it does have."""
+    return not process.children() and time.time() - process.create_time() > 2
+
+
+def _wait_for(found: Callable[[], list[Any]], within_s: float = 60.0) -> list[Any]:
+    deadline = time.monotonic() + within_s
+    while time.monotonic() < deadline:
+        if result := found():
+            return result
+        time.sleep(0.1)
+    raise AssertionError("it did not come")

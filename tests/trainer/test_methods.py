@@ -114,7 +114,7 @@ def test_a_code_reward_trains(model: Path, tmp_path: Path) -> None:
     check = "def check(candidate):\n    assert candidate(1) == {}\n    assert candidate(0) == {}\n"
     rows = [
         {
-            "prompt": f"def add(x):\n    return x + {n}\n    y = 'a",
+            "prompt": f"def add(x):\n    return x + {n}  # ",
             "test": check.format(n + 1, n),
             "entry_point": "add",
         }
@@ -127,4 +127,4 @@ def test_a_code_reward_trains(model: Path, tmp_path: Path) -> None:
         assert 0 <= row["rewards/code/mean"] <= 1
         failed = sum(row[f"ycore/code/{name}"] for name in ("compile_errors", "run_errors", "timeouts", "memory"))
         assert row["ycore/code/passed"] + failed == row["ycore/code/programs"]
-    assert metrics[0]["ycore/code/compile_errors"] > 0
+    assert sum(row["ycore/code/passed"] for row in metrics) > 0

@@ -132,5 +132,5 @@ class _Started:
     def told(self) -> dict[str, Any]:
         status = self._process.returncode
         reason = "memory" if status == EXIT_EXCESS else self._reason
-        problem = None if self._began or reason else "the process could not be confined; its words are in the log"
+        problem = None if self._began or reason else f"the process could not be confined: exit status {status}"
         return {"status": status, "reason": reason, "peak": 0, "problem": problem}

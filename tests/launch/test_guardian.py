@@ -21,6 +21,8 @@ from ycore.launch.segments import SHARED_MEMORY, born_at
 from ycore.run.claim import Claim
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
+from ycore.sandbox import Level, Limits, View
+from ycore.sandbox.confine import launch_of
 
 WITHIN_S = 20.0
 
@@ -344,10 +346,15 @@ def test_only_shared_memory_that_the_run_made_is_removed(folder: RunFolder, tmp_
         others.unlink()
 
 
-def test_sockets_and_shared_memory_folder_are_removed(marked: RunFolder) -> None:
+def test_sockets_scratch_and_shared_memory_folder_are_removed(marked: RunFolder) -> None:
     marked.socket("rollout-0").touch()
     marked.shared_memory.mkdir()
+    confined = launch_of("json", level=Level.NONE, view=View(), limits=Limits(), run_id=marked.run_id)
+    others = launch_of("json", level=Level.NONE, view=View(), limits=Limits(), run_id="another")
+    assert confined.scratch is not None and others.scratch is not None
     remove_leftovers(marked)
     remove_leftovers(marked)
     assert not marked.sockets.exists()
     assert not marked.shared_memory.exists()
+    assert not confined.scratch.exists() and others.scratch.exists()
+    others.clear()

@@ -113,7 +113,8 @@ def clear_run(watch: RunWatch, folder: RunFolder, record: RunRecord) -> None:
 
 def remove_leftovers(folder: RunFolder) -> None:
     """Remove the run's sockets, temporary files and shared memory folder."""
-    for path in (folder.sockets, folder.temporary, folder.shared_memory):
+    scratch = folder.temporary.parent.glob(f"{folder.temporary.name}-scratch-*")  # of confined processes
+    for path in (folder.sockets, folder.temporary, folder.shared_memory, *scratch):
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path, ignore_errors=True)
 

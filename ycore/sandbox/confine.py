@@ -75,7 +75,7 @@ def launch_of(
         uid = _FIRST_UID + zlib.crc32(f"{run_id} {os.getpid()} {name}".encode()) % _NUM_UIDS
     if level is Level.NAMESPACES:
         return _in_namespaces(module, arguments, view, limits, run_id, uid)
-    scratch = Path(tempfile.mkdtemp(prefix="ycore-scratch-"))
+    scratch = Path(tempfile.mkdtemp(prefix=f"ycore-{run_id}-scratch-"))  # the guardian knows it by this name
     environment = confined_environment(view, run_id=run_id, scratch=scratch)
     python = [sys.executable, "-P", "-m"]
     if uid is not None:

@@ -38,7 +38,7 @@ MAX_MESSAGE = 65536  # bytes
 _STDLIB = (
     *("math", "re", "json", "random", "string", "itertools", "functools", "collections", "heapq", "bisect", "copy"),
     *("typing", "dataclasses", "enum", "operator", "datetime", "decimal", "fractions", "statistics", "hashlib", "io"),
-    *("linecache", "abc", "textwrap", "calendar", "cmath", "time", "array", "queue", "asyncio", "subprocess", "socket"),
+    *("linecache", "abc", "textwrap", "calendar", "cmath", "time", "array", "queue"),
 )
 
 # Linux: sched.h, sys/mount.h

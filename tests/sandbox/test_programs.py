@@ -249,3 +249,12 @@ def _wait_for(found: Callable[[], list[Any]], within_s: float = 60.0) -> list[An
             return result
         time.sleep(0.1)
     raise AssertionError("it did not come")
+
+
+def test_cheats_pass_where_program_and_tests_share_a_process() -> None:
+    """The control: exit status 0 of the program with its asserts below it, which is how such tests are often run."""
+    asserts = "\nassert f('SECRET') == 7919\nassert f('SECRET') == f('SECRET')\nassert abs(f(2) - 0.5) < 1e-6\n"
+    cheats = ["exit", "hard exit", "hard exit at once", "exit in a thread", "compares all ways", "a signal handler"]
+    for cheat in cheats:
+        line = [sys.executable, "-I", "-S", "-c", CHEATS[cheat] + asserts]
+        assert subprocess.run(line, capture_output=True, timeout=60).returncode == 0, cheat

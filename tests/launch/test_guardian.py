@@ -346,6 +346,24 @@ def test_only_shared_memory_that_the_run_made_is_removed(folder: RunFolder, tmp_
         others.unlink()
 
 
+@pytest.mark.skipif(born_at(Path("/dev/shm")) is None, reason="no /dev/shm, or it has no times of birth")
+def test_shared_memory_of_a_process_that_was_killed_early_is_removed(folder: RunFolder, tmp_path: Path) -> None:
+    """It lived for less than the time between two looks of the guardian."""
+    held = Claim(folder)
+    with guarded(folder, held):
+        command = [sys.executable, "-c", SHARED, str(tmp_path / "name")]
+        worker = ManagedProcess(
+            "worker", command, environment=os.environ, run_id=folder.run_id, log=folder.log("worker")
+        )
+        wait_for(lambda: (tmp_path / "name").is_file() and (tmp_path / "name").read_text().endswith("\n"))
+        segment = SHARED_MEMORY / (tmp_path / "name").read_text().strip()
+        time.sleep(2.0)
+        worker.send(signal.SIGKILL)
+        assert worker.wait(timeout_s=WITHIN_S) == -signal.SIGKILL and segment.exists()
+    held.release()
+    assert not segment.exists()
+
+
 def test_sockets_scratch_and_shared_memory_folder_are_removed(marked: RunFolder) -> None:
     marked.socket("rollout-0").touch()
     marked.shared_memory.mkdir()

@@ -22,7 +22,7 @@ import psutil
 
 from ycore.errors import RunError
 from ycore.launch.ownership import is_owned, kill_group, make_group, remove_group
-from ycore.launch.segments import Segment, mapped_segments, remove_segments
+from ycore.launch.segments import Segment, mapped_segments, remove_segments, segments_changed_ns
 from ycore.run.claim import Claim
 from ycore.run.files import make_private
 from ycore.run.paths import RunFolder
@@ -35,6 +35,7 @@ _TRACKER_ENDS_WITHIN_S = 1.0
 _CLEARS_WITHIN_S = 30.0
 _STARTS_WITHIN_S = 60.0
 _LOOK_EVERY_S = 5.0  # a look takes 20 ms, and an idle run should cost nothing
+_SEGMENTS_EVERY_S, _BETWEEN_LOOKS_S = 0.1, 0.5
 _READY = b"ready\n"
 
 
@@ -180,9 +181,12 @@ def guard(folder: RunFolder) -> None:
     watch = RunWatch(record.run_id)
     with suppress(BrokenPipeError):  # the launcher is gone already
         os.write(sys.stdout.fileno(), _READY)
-    pipe = sys.stdin.fileno()
-    while not select.select([pipe], [], [], _LOOK_EVERY_S)[0]:
-        watch.look()
+    pipe, looked, seen = sys.stdin.fileno(), 0.0, -1
+    while not select.select([pipe], [], [], _SEGMENTS_EVERY_S)[0]:
+        changed = segments_changed_ns()  # whose new shared memory is can be seen only while its maker lives
+        if time.monotonic() - looked > (_LOOK_EVERY_S if changed == seen else _BETWEEN_LOOKS_S):
+            watch.look()
+            looked, seen = time.monotonic(), changed
     clear_run(watch, folder, record)
 
 

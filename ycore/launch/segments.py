@@ -71,6 +71,14 @@ def remove_segments(mapped: set[Segment], *, began: float, users: Iterable[int])
                 path.unlink(missing_ok=True)
 
 
+def segments_changed_ns() -> int:
+    """When a file was last made or removed in /dev/shm; 0 where there is none."""
+    try:
+        return SHARED_MEMORY.stat().st_mtime_ns
+    except OSError:
+        return 0
+
+
 def mapped_segments(pid: int) -> set[Segment]:
     """What a process has mapped of /dev/shm; nothing of an ended process."""
     try:

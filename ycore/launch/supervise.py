@@ -216,8 +216,8 @@ class Supervisor:
         message = self._trainer.user_error()
         if code == UserError.exit_code and message is not None:
             raise UserError(message)
-        # It may have been asked to stop before it had a handler, so before there was anything to save.
-        unhandled = code == -signal.SIGINT or self._trainer.last_line() == KeyboardInterrupt.__name__
+        # Asked to stop before its first step, it may have no handler yet and end in any way, such as a broken import.
+        unhandled = code == -signal.SIGINT or self._step_began_ns == 0
         if code == Interrupted.exit_code or (self.stops.count and unhandled):
             raise Interrupted(f"stopped after step {self._step}; the same command with --resume continues")
         deadline = time.monotonic() + _BLAME_WITHIN_S

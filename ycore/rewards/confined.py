@@ -9,6 +9,7 @@ import asyncio
 import json
 import os
 import secrets
+import sys
 import signal
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Iterable, Sequence
@@ -21,6 +22,7 @@ from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
 from ycore.errors import RewardError
 from ycore.rewards.builtin import REFERENCE, is_reference, reference_of
 from ycore.rewards.loading import Inputs, inputs_of, load_reward, require_columns
+from ycore.rewards.pipes import Output, Replies
 from ycore.rewards.replies import BYTES_A_VALUE, MOST_BYTES, START_BYTES, CallFailed, inputs_in, plain_text, scores_in
 from ycore.rewards.seen import view_of
 from ycore.run.process_tree import kill_tree
@@ -288,7 +290,7 @@ class _Running:
     """A started process, its pipes and its watch."""
 
     def __init__(
-        self, launch: Launch, level: Level, process: Process, replies: "_Replies", output: "_Output", watch: Watch
+        self, launch: Launch, level: Level, process: Process, replies: "Replies", output: "Output", watch: Watch
     ) -> None:
         self.launch, self.process, self.replies = launch, process, replies
         self._output, self._watch, self._level = output, watch, level
@@ -337,14 +339,24 @@ class _Running:
             scratch=None if launch.scratch is None else str(launch.scratch),
         )
         watch.start()
-        _, replies = await loop.connect_read_pipe(_Replies, _file(answers))
-        _, shown = await loop.connect_read_pipe(lambda: _Output(printed), _file(output))
+        _, replies = await loop.connect_read_pipe(Replies, _file(answers))
+        _, shown = await loop.connect_read_pipe(lambda: Output(printed), _file(output))
         return cls(launch, held.level, process, replies, shown, watch)
 
     @property
     def is_clean(self) -> bool:
         """Whether it lives, and has said nothing that it was not asked."""
-        return self.process.returncode is None and self.replies.is_empty
+        return self._is_alive and self.replies.is_empty and not self.replies.ended.is_set()
+
+    @property
+    def _is_alive(self) -> bool:
+        """As the kernel knows it: the event loop learns of an end a moment later."""
+        if sys.platform != "linux":
+            return self.process.returncode is None
+        try:
+            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        except ChildProcessError:
+            return False
 
     async def how_it_ended(self) -> str:
         with suppress(TimeoutError):
@@ -380,80 +392,6 @@ def _end(pid: int, level: Level) -> None:
         return kill_tree(pid)
     with suppress(ProcessLookupError):
         os.kill(pid, signal.SIGTERM)
-
-
-class _Pipe(asyncio.Protocol):
-    """The reading end of a pipe."""
-
-    def __init__(self) -> None:
-        self.ended = asyncio.Event()
-        self._transport: asyncio.ReadTransport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.ReadTransport)
-        self._transport = transport
-
-    def connection_lost(self, _error: Exception | None) -> None:
-        self.ended.set()
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-
-
-class _Output(_Pipe):
-    """What the process prints, handed on as it comes."""
-
-    def __init__(self, printed: Callable[[bytes], None]) -> None:
-        super().__init__()
-        self._printed = printed
-
-    def data_received(self, data: bytes) -> None:
-        self._printed(data)
-
-
-class _Replies(_Pipe):
-    """Lines, none of them longer than it may be; what comes unasked is kept as a sign that it came."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._held = bytearray()
-        self._most = 0
-        self._news = asyncio.Event()
-
-    @property
-    def is_empty(self) -> bool:
-        return not self._held
-
-    def data_received(self, data: bytes) -> None:
-        self._held += data
-        if len(self._held) > self._most and self._transport is not None:
-            self._transport.pause_reading()
-        self._news.set()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        super().connection_lost(error)
-        self._news.set()
-
-    async def line(self, most: int) -> bytes | None:
-        """The next line; None where it is too long, IncompleteReadError where the pipe was closed before it came."""
-        self._most = most
-        try:
-            while True:
-                end = self._held.find(b"\n")
-                if end >= 0 or len(self._held) > most:
-                    break
-                if self.ended.is_set():
-                    raise asyncio.IncompleteReadError(bytes(self._held), None)
-                self._news.clear()
-                await self._news.wait()
-            if not 0 <= end <= most:
-                return None
-            line = bytes(self._held[:end])
-            del self._held[: end + 1]
-            return line
-        finally:
-            self._most = 0
 
 
 def _file(descriptor: int) -> BinaryIO:

@@ -9,8 +9,8 @@ import asyncio
 import json
 import os
 import secrets
-import sys
 import signal
+import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress

@@ -35,6 +35,7 @@ from ycore.judge.question import Questioner, verdict_code
 from ycore.judge.sources import judge_of
 from ycore.judge.verdict import Reply, Unreadable, read_ranking, read_value
 from ycore.models.names import resolve_model
+from ycore.rewards.replies import CallFailed, inputs_in, scores_in
 from ycore.run.files import seal
 from ycore.run.metrics import read_metrics
 from ycore.run.resuming import read_round
@@ -378,6 +379,25 @@ def _text_of(data: bytes) -> str:
         return data.decode("latin-1")
 
 
+# -- replies of reward workers -----------------------------------------------------------------------------------------
+
+_WORKER_REPLY = {"nonce": "5f0c", "values": [1.0, None], "problems": [None, "raised ValueError"]}
+WORKER_REPLY = json.dumps(_WORKER_REPLY).encode()
+
+
+def read_worker_reply(data: bytes, place: Path) -> None:
+    with suppress(CallFailed):
+        scores = scores_in(data, nonce="5f0c", count=2, bounds=[(0, 5)])
+        assert len(scores) == 2 and all(one.value is None or 0 <= one.value <= 5 for one in scores)
+        assert all((one.problem or "").isprintable() for one in scores)
+    with suppress(CallFailed):
+        inputs_in(data, nonce="5f0c", count=1)
+
+
+def _draw_worker_reply(chance: random.Random) -> bytes:
+    return _dump(changed_value(_WORKER_REPLY, chance))
+
+
 # -- what a person sees ------------------------------------------------------------------------------------------------
 
 HARMLESS = {"html", "head", "meta", "title", "style", "body", "h1", "h2", "p", "table", "tr", "th", "td", "span", "pre"}
@@ -459,6 +479,7 @@ def targets() -> list[Target]:
         Target("judge-file", [JUDGE, *YAMLS], read_judge, _draw_yaml(JUDGE), flips=False),
         Target("round", [seal({"schema": 1}, ROUND)], read_journal, rounds=500),
         Target("run-folder", lines, read_folder, _draw_folder, flips=False),
+        Target("worker-reply", [WORKER_REPLY], read_worker_reply, _draw_worker_reply, rounds=2000),
         Target("judge-reply", REPLIES, read_reply, rounds=2000),
         Target("terminal", [_dump(FOLDER["metrics.jsonl"]), *JSONL], read_rows, _draw_rows_of_metrics),
         Target("report-page", lines, read_page, _draw_folder, rounds=15, flips=False),

@@ -146,3 +146,16 @@ def test_a_chat_template_in_the_tokenizer_config_counts(model: Path) -> None:
 @pytest.mark.parametrize("name", ["", "  "])
 def test_an_empty_name(name: str) -> None:
     assert "--model is empty" in refused(name)
+
+
+@pytest.mark.parametrize("listed", [-1.5, "x", [None], {"a": None}, {"a": {}}, {"a": "x" * 5000}])
+def test_an_index_that_is_no_map_of_files(model: Path, listed: object) -> None:
+    (model / "model.safetensors.index.json").write_text(json.dumps({"weight_map": listed}))
+    assert len(refused(model)) < 1000
+
+
+def test_an_adapter_that_is_its_own_base(tmp_path: Path) -> None:
+    (tmp_path / "adapter_model.safetensors").write_bytes(b"x")
+    for base in (str(tmp_path), "", "a\0b", None, [["x"]]):
+        (tmp_path / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": base}))
+        assert "names no base model" in refused(tmp_path)

@@ -7,7 +7,7 @@ import pytest
 
 from ycore.run.paths import RunFolder
 from ycore.run.trace import ROUND, SWAP, Span, TraceWriter, read_trace
-from ycore.view.pictures import draw_curve, finish_trace_and_draw, last_rounds, points, smooth
+from ycore.view.pictures import draw_curve, finish_trace_and_draw, last_rounds, literal, points, smooth
 
 
 @pytest.mark.parametrize("steps", [1, 3, 200])
@@ -70,3 +70,9 @@ def test_the_last_rounds_are_drawn(tmp_path: Path) -> None:
     finish_trace_and_draw(folder, "dynamic")
     assert folder.timeline.read_bytes().startswith(b"\x89PNG")
     assert sorted(tmp_path.iterdir()) == [folder.timeline, folder.trace]
+
+
+@pytest.mark.parametrize("name", [r"$\frac{$", "$x$", r"\$", "_hidden", "a\nb", "\x1b[2J", "half \udc80"])
+def test_any_name_of_a_run_can_be_drawn(tmp_path: Path, name: str) -> None:
+    assert draw_curve([{"step": 1, "reward": 0.5}], tmp_path / "curve.png", name)
+    assert literal(name).isprintable() and not literal(name).startswith("_")

@@ -24,6 +24,9 @@ from ycore.errors import DataError, nearest
 _IN_MEMORY_BYTES = 16 * 2**20  # largest JSONL file that every process holds; it reads a larger one row by row
 _SUFFIXES = (".jsonl", ".json", ".csv", ".parquet", ".jsonl.gz", ".json.gz", ".csv.gz")
 
+# A .gz is unpacked into memory: as much as this, or as many times its own size, and never more than the last.
+_FREE_BYTES, _MOST_TIMES, _MOST_BYTES = 64 << 20, 40, 4 << 30
+
 
 def file_suffix(path: Path) -> str | None:
     """The suffix that decides how `path` is read, or None where it has no known one."""
@@ -55,7 +58,7 @@ def _read_text(path: Path, suffix: str) -> Table:
     is_zipped = suffix.endswith(".gz")
     if suffix.startswith(".jsonl") and not is_zipped and path.stat().st_size > _IN_MEMORY_BYTES:
         return _lines_table(JsonLines(path, open(path, "rb")))
-    data = gzip.decompress(path.read_bytes()) if is_zipped else path.read_bytes()
+    data = _unpacked(path) if is_zipped else path.read_bytes()
     is_array = data[:4096].removeprefix(codecs.BOM_UTF8).lstrip().startswith(b"[")
     if suffix.startswith(".csv"):
         return _parse_csv(path, _decoded(path, data))
@@ -68,6 +71,21 @@ def _read_text(path: Path, suffix: str) -> Table:
 
 def _lines_table(rows: "JsonLines") -> Table:
     return Table(str(rows.path), rows, columns_of(rows), lines=rows.lines)
+
+
+def _unpacked(path: Path) -> bytes:
+    """What a .gz holds, unpacked piece by piece: a few kilobytes may stand for more than the memory holds."""
+    most = min(max(_FREE_BYTES, _MOST_TIMES * os.path.getsize(path)), _MOST_BYTES)
+    with gzip.open(path) as file:
+        data = bytearray()
+        while piece := file.read(1 << 20):
+            data += piece
+            if len(data) > most:
+                raise DataError(
+                    f"{path} holds more than {most >> 20} MB, and has {os.path.getsize(path)} bytes itself; "
+                    "if that is right, unpack it with gunzip: a plain file may have any size"
+                )
+    return bytes(data)
 
 
 def _decoded(path: Path, data: bytes) -> str:

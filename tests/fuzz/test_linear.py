@@ -1,0 +1,97 @@
+"""Whatever a model writes is read in time linear in its length: at twice the length, about twice the time.
+
+Processor time is compared, the least of several runs, so that a busy machine decides nothing.
+"""
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+
+import pytest
+
+from ycore.config.schema import RewardConfig
+from ycore.judge.question import Questioner, fold_lookalikes
+from ycore.judge.sources import judge_of
+from ycore.judge.verdict import Reply, Unreadable, read_ranking, read_value
+from ycore.rewards import answers, builtin
+from ycore.run.text import printable
+from ycore.types import Prompt
+
+LENGTH = 16_000
+HOSTILE = [
+    *(" ", "\n", "\t ", "<think>", "</think>", "<answer>", "</answer>", "\\boxed{", "{", "}", "[", "(", "<", ">", "< "),
+    *("1", "1,111", ",", ".", ".1", "1e", "-", "$", "-$", "1-", "a", "ab ", "_", "'", '"', '{"', '\\"', "\\", "```\n"),
+    *(
+        "```json\n",
+        "<|",
+        "|>",
+        "<score>",
+        "</score",
+        "score",
+        "\u0315\u0300",
+        "\u0f73",
+        "\ufdfa",
+        "\uff1c",
+        "\x1b[",
+        "\u202e",
+    ),
+]
+SHAPES = [lambda text: text, lambda text: f"x{text}x", lambda text: f"<think>{text}", lambda text: f"```{text}```"]
+
+
+def read(**declared: object) -> Callable[[str], object]:
+    judge = judge_of(RewardConfig(reward="judge:t", args=declared))
+    if judge.mode == "groupwise":
+        return lambda text: read_ranking(judge, Reply(text), code="c0de", count=2)
+    return lambda text: read_value(judge, Reply(text), code="c0de")
+
+
+QUESTIONER = Questioner(judge_of(RewardConfig(reward="judge:t", args={"verdict": {"kind": "score"}})), ("<|im_end|>",))
+READERS: dict[str, Callable[[str], object]] = {
+    "answer_text": answers.answer_text,
+    "numbers_in": answers.numbers_in,
+    "number_of": answers.number_of,
+    "gives a number": lambda text: answers.gives(text, "7"),
+    "gives words": lambda text: answers.gives(text, "aaaa"),
+    "holds": lambda text: answers.holds(text, "aa"),
+    "without_thinking": answers.without_thinking,
+    "format": lambda text: builtin.format([], [text]),
+    "repetition": lambda text: builtin.repetition([], [text]),
+    "similarity": lambda text: builtin.similarity([], [text, text]),
+    "before_the_answer": lambda text: builtin.before_the_answer(text, bridge=""),
+    "printable": printable,
+    "fold_lookalikes": fold_lookalikes,
+    "the question": lambda text: QUESTIONER.pointwise(Prompt(0, "x"), text, key="k"),
+    "a score": read(verdict={"kind": "score"}),
+    "a JSON verdict": read(verdict={"kind": "json"}),
+    "a ranking": read(mode="groupwise", verdict={"kind": "ranking"}),
+}
+
+
+@pytest.mark.parametrize("name", READERS)
+def test_reading_is_linear(name: str) -> None:
+    slow = [(part, taken) for part in HOSTILE for shape in SHAPES if (taken := growth(READERS[name], part, shape))]
+    assert slow == []
+
+
+def test_a_square_is_found() -> None:
+    assert growth(lambda text: [text[:place].count("b") for place in range(0, len(text), 2)], "a", SHAPES[0])
+
+
+def growth(reader: Callable[[str], object], part: str, shape: Callable[[str], str]) -> tuple[float, float] | None:
+    """The seconds at the length and at twice it, where they grow by more than three; measured up to four times."""
+    short, long = (shape((part * length)[:length]) for length in (LENGTH, 2 * LENGTH))
+    if seconds(reader, long) < 0.008:
+        return None
+    for _ in range(4):
+        one, two = (min(seconds(reader, text) for _ in range(3)) for text in (short, long))
+        if two < 3 * one:
+            return None
+    return one, two
+
+
+def seconds(reader: Callable[[str], object], text: str) -> float:
+    began = time.process_time()
+    with suppress(Unreadable):
+        reader(text)
+    return time.process_time() - began

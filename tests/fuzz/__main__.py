@@ -12,7 +12,15 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, help="mutations a target; by default as many as the tests try")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="targets, with commas between them")
+    parser.add_argument("--dry-run", action="store_true", help="only say what would be tried")
     asked = parser.parse_args()
+    if asked.dry_run:
+        print(
+            "Nothing was started.",
+            *(f"{target.name}: {asked.rounds or target.rounds}" for target in targets()),
+            sep="\n",
+        )
+        return 0
     found = 0
     for target in targets():
         if asked.only and target.name not in asked.only.split(","):

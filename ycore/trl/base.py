@@ -1,6 +1,7 @@
 """What every trainer of ycore has besides TRL's: whole checkpoints, finite weights, a measure, a saved model."""
 
 import copyreg
+import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -62,6 +63,11 @@ class BaseTrainer(Trainer):
         for place in [folder, folder / "merged"] if merge else [folder]:
             if writes:
                 self.processing_class.save_pretrained(place)
+
+    def _init_training_state(self, max_steps: int, *args: Any, **more: Any) -> tuple[int, int]:
+        """From a checkpoint of the last step no epoch is left; transformers would take a step more inside an epoch."""
+        begun: tuple[int, int] = super()._init_training_state(max_steps, *args, **more)
+        return begun if self.state.global_step < max_steps else (sys.maxsize, 0)
 
     def save_checkpoint(self) -> None:
         """Save a checkpoint of the last finished step."""

@@ -327,9 +327,10 @@ def test_metrics_of_all_judges_and_ranks_are_added_up() -> None:
 
 def test_reward_workers_that_were_started_again_are_told_once() -> None:
     restarts = [3, 3, 4]
-    scoring = Scoring([], [WorkerMeter(lambda: restarts.pop(0))])
-    told = [collect(scoring.meters, list)["ycore/reward_restarts"] for _ in range(3)]
-    assert told == [3, 0, 1]
+    scoring = Scoring([], [WorkerMeter(lambda: restarts.pop(0), level=2)])
+    told = [collect(scoring.meters, lambda sums: [2 * value for value in sums]) for _ in range(3)]
+    assert [row["ycore/reward_restarts"] for row in told] == [6, 0, 2]
+    assert [row["ycore/sandbox_level"] for row in told] == [2, 2, 2]  # the same on all ranks, and not added up
 
 
 def test_a_reward_model_scores_each_completion() -> None:

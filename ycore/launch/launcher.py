@@ -16,6 +16,7 @@ import yaml
 
 from ycore.config.schema import AnyConfig, RunConfig
 from ycore.errors import Interrupted
+from ycore.judge.sources import is_rule
 from ycore.launch.diagnostics import plan_and_measured
 from ycore.launch.engine_watch import EngineWatch, start_engines
 from ycore.launch.engines import plan_engines
@@ -26,6 +27,7 @@ from ycore.launch.supervise import Limits, StopRequests, Supervisor
 from ycore.models.fetch import fetch_model
 from ycore.models.names import resolve_model
 from ycore.placement.slot_pool import ALLOCATOR
+from ycore.rewards.builtin import is_code
 from ycore.run.claim import claim
 from ycore.run.files import read_json, write_json_atomic
 from ycore.run.metrics import Status, read_metrics, summarise
@@ -33,6 +35,7 @@ from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
 from ycore.run.secrets import redact, secrets_environment
 from ycore.run.text import as_duration
+from ycore.sandbox.level import choose
 from ycore.view.activity import RunActivity
 from ycore.view.pictures import draw_curve, finish_trace_and_draw
 from ycore.view.progress import RunProgress, open_progress
@@ -83,6 +86,7 @@ def run_worker(
     began = time.monotonic()
     site = site_of(config, trains=worker.trains)
     held = claim(site.folder, config, resume=resume)
+    _note_sandbox(site.folder, config)
     if worker.trains:
         progress = open_progress(config.steps or num_steps, stream=stream, look=RunActivity(site.folder.root).look)
     else:
@@ -99,6 +103,15 @@ def run_worker(
     finally:
         progress.close()
         held.release()
+
+
+def _note_sandbox(folder: RunFolder, config: AnyConfig) -> None:
+    """Add to run.json what confines the code that ycore did not bring, where the run has any."""
+    if not isinstance(config, RunConfig):
+        return
+    if any(is_code(one) or (is_rule(one) and ":" in one.reward) for one in config.rewards):
+        description = read_json(folder.config) | {"sandbox": choose(config.sandbox.level).line}
+        write_json_atomic(folder.config, description)
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,6 +12,7 @@ from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
 from ycore.rewards.confined import AUTO, Worker, confinement_of
 from ycore.rewards.loading import Inputs, reward_names
 from ycore.rewards.replies import CallFailed
+from ycore.sandbox.level import choose
 from ycore.types import Content, Score
 
 T = TypeVar("T")
@@ -77,6 +78,7 @@ class RewardPool:
         self._names = reward_names(specs)
         self._deadline_s = settings.deadline_s
         self._workers: list[Worker] = []
+        self.level = choose(sandbox.level).level
         places: dict[int, _Place] = {}
         for number, together in enumerate(_by_sandbox(specs)):
             group, idle = [specs[source] for source in together], asyncio.Queue[Worker]()

@@ -136,9 +136,13 @@ class JudgeMeter(RewardModelMeter):
 
 @dataclass(slots=True)
 class WorkerMeter:
-    """The worker processes of reward functions. `restarts` returns how many were started again so far."""
+    """The worker processes of reward functions. `restarts` returns how many were started again so far.
+
+    `level`: what confines them, as a number: 2 namespaces, 1 Landlock, 0 nothing.
+    """
 
     restarts: Callable[[], int]
+    level: int
     reported: int = 0
 
     def take(self) -> Sequence[float]:
@@ -147,4 +151,4 @@ class WorkerMeter:
         return [float(new)]
 
     def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
-        return {"ycore/reward_restarts": sums[0]}
+        return {"ycore/reward_restarts": sums[0], "ycore/sandbox_level": self.level}

@@ -27,6 +27,7 @@ from ycore.round.meters import JudgeMeter, Meter, RewardModelMeter, WorkerMeter
 from ycore.round.scoring import RuleScorer, Scorer, Scoring, TextOf, Writing, as_content, plain_text
 from ycore.round.tasks import together
 from ycore.run.paths import RunFolder
+from ycore.sandbox.level import NUMBERS
 from ycore.types import Prompt, Score
 
 S = TypeVar("S", bound=Server)
@@ -73,7 +74,7 @@ def build_scoring(
     if rules:
         pool = _pool_of(config, folder, [config.rewards[source] for source in rules])
         scorers.append((rules, RuleScorer(pool)))
-        meters.append(WorkerMeter(lambda: pool.restarts))
+        meters.append(WorkerMeter(lambda: pool.restarts, NUMBERS[pool.level]))
     for source, spec in enumerate(config.rewards):
         model = models.get(source)
         tokenizer: PreTrainedTokenizerBase | None = None

@@ -31,6 +31,8 @@ from ycore.models.hub import cache_dir
 from ycore.models.tiny import write_tiny_model
 from ycore.run.claim import installed_versions
 from ycore.run.reports import RUN_MARKER
+from ycore.sandbox import Level
+from ycore.sandbox.level import choose
 
 TESTED = {
     "torch": "2.13.*",
@@ -156,6 +158,7 @@ def machine_checks(folder: Path) -> list[Check]:
             mend="run in a folder on a local disk; this one cannot be locked",
         ),
         check("open files", f"{soft} at most", ok=soft >= _OPEN_FILES, mend=more_files),
+        _sandbox(),
         _leftovers(),
     ]
 
@@ -309,6 +312,12 @@ def _disk(name: str, folder: Path) -> Check:
     free = shutil.disk_usage(there).free / _GIB
     mend = "make room: a checkpoint of a full model is six times its weights in bfloat16"
     return check(name, f"{free:.1f} GiB free", ok=free >= 5.0, mend=mend)
+
+
+def _sandbox() -> Check:
+    """The level that confines code which ycore did not bring; the check of a weaker one says what mends it."""
+    choice = choose()
+    return check("sandbox", choice.line, ok=choice.level is Level.NAMESPACES, mend=choice.mend)
 
 
 def _leftovers() -> Check:

@@ -22,6 +22,8 @@ from ycore.launch.launcher import Worker, run_worker
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
+from ycore.sandbox import Level
+from ycore.sandbox.level import Choice
 
 WITHIN_S = 30.0
 
@@ -104,6 +106,15 @@ def test_a_run_that_finishes(worker: Callable[..., Worker], config: RunConfig) -
     assert "step 3/3  reward 0.750" in shown
     assert "transformers" in shown
     assert_nothing_is_left(config)
+
+
+def test_run_json_names_what_confines_the_runs_own_rewards(
+    worker: Callable[..., Worker], config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launcher, "choose", lambda wanted: Choice(Level.LANDLOCK, {Level.NAMESPACES: "no bwrap"}))
+    run(worker(""), config.model_copy(update={"rewards": [RewardConfig(reward="mine.py:score")]}))
+    told = read_json(RunFolder(Path(config.output)).config)["sandbox"]
+    assert told.startswith("landlock, the weaker level: ") and "no bwrap" in told
 
 
 def test_an_evaluators_result_is_part_of_the_summary(worker: Callable[..., Worker], config: RunConfig) -> None:

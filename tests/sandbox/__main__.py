@@ -12,17 +12,30 @@ import sys
 from collections.abc import Iterable
 from pathlib import Path
 
-from tests.sandbox.probes import RIGHTS
+from tests.sandbox.probes import PROBES, RIGHTS
 from tests.sandbox.targets import CANARY
 
 ROOT = Path(__file__).resolve().parents[2]
 _WITHIN_S = 1800.0
 
 
-def run_trial(rights: str, *, levels: str = "namespaces,landlock", where: str = "worker,program") -> list[dict]:
-    """The lines of `trial`, run with these rights; RuntimeError where it fails."""
+def run_trial(
+    rights: str, *more: str, levels: str = "namespaces,landlock", where: str = "worker,program"
+) -> list[dict]:
+    """The lines of `trial`, run with these rights and `more` options; RuntimeError where it fails."""
     line = [sys.executable, "-m", "tests.sandbox.rights", rights]
-    line += [sys.executable, "-m", "tests.sandbox.trial", "--rights", rights, "--levels", levels, "--where", where]
+    line += [
+        sys.executable,
+        "-m",
+        "tests.sandbox.trial",
+        "--rights",
+        rights,
+        "--levels",
+        levels,
+        "--where",
+        where,
+        *more,
+    ]
     environment = {**os.environ, "TOKEN": CANARY, "PYTHONPATH": str(ROOT)}
     done = subprocess.run(line, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=_WITHIN_S)
     if done.returncode != 0:
@@ -45,11 +58,16 @@ def score(lines: Iterable[dict]) -> dict[tuple[str, str, str], tuple[int, int, l
 def main() -> None:
     parser = argparse.ArgumentParser(prog="python -m tests.sandbox")
     parser.add_argument("--rights", default=",".join(RIGHTS if os.geteuid() == 0 else RIGHTS[1::2]))
+    parser.add_argument("--where", default="worker,program")
     parser.add_argument("--json", type=Path, help="write every attempt here")
+    parser.add_argument("--dry-run", action="store_true", help="say what would be tried")
     given = parser.parse_args()
+    if given.dry_run:
+        print(f"{len(PROBES)} probes with the rights of {given.rights}. Nothing was started.")
+        return
     lines = []
     for rights in given.rights.split(","):
-        done = run_trial(rights)
+        done = run_trial(rights, where=given.where)
         lines += done
         for line in done:
             if "refused" in line:

@@ -10,6 +10,7 @@ from functools import cache
 import pytest
 
 from tests.sandbox.__main__ import run_trial, score
+from tests.sandbox.mutations import MUTATIONS, Mutation
 from tests.sandbox.probes import PROBES, Probe
 from ycore.sandbox import Level
 from ycore.sandbox.level import tried
@@ -54,6 +55,17 @@ def test_it_is_stopped(probe: Probe, place: tuple[str, str, str]) -> None:
     if not attempt["control"]:
         pytest.skip("does not get through without a sandbox either")
     assert not attempt["through"] or place[1] in probe.known, json.dumps(attempt)
+
+
+@pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda mutation: mutation.name)
+def test_a_defect_is_found(mutation: Mutation) -> None:
+    rights = mutation.rights or OWN
+    if OWN == "user" and rights == "root":
+        pytest.skip("needs root")
+    if (answer := tried(Level.NAMESPACES)) is not None:
+        pytest.skip(f"namespaces: {answer}")
+    broken = run_trial(rights, "--mutation", mutation.name, "--no-control", levels="namespaces", where="worker")
+    assert [line["through"] for line in broken if "probe" in line] == [True]
 
 
 def test_a_score_counts_what_a_control_proves() -> None:

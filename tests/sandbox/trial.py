@@ -22,13 +22,14 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from tests.sandbox.mutations import MUTATIONS
 from tests.sandbox.probes import PRELUDE, PROBES, Probe
 from tests.sandbox.targets import CANARY, LIMITS, Targets
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
-from ycore.rewards import confined
+from ycore.rewards import confined, pool
 from ycore.rewards.pool import RewardPool
 from ycore.sandbox import Level
-from ycore.sandbox.level import tried
+from ycore.sandbox.level import Choice, tried
 from ycore.sandbox.programs import Programs
 
 HONEST = """
@@ -55,7 +56,7 @@ held = bytearray(os.urandom(1)) * (t.memory // 8)
 return True
 """
 REWARD = f"""
-import json
+import json, os
 from types import SimpleNamespace
 
 def attack(completions, **columns):
@@ -63,6 +64,7 @@ def attack(completions, **columns):
 
 def _try(told, code):
     space = {{}}
+    os.chdir(os.environ.get("TMPDIR", "."))  # where it may write: being stopped elsewhere proves nothing
     exec({PRELUDE!r} + "\\ndef attack(t):\\n" + code, space)
     try:
         got = space["attack"](SimpleNamespace(**told))
@@ -117,7 +119,10 @@ class Trial:
         folder = self.targets.base / "control"
         folder.mkdir()
         line = [sys.executable, "-c", CONTROL]
-        plain = subprocess.Popen(line, stdin=-1, stdout=-1, cwd=folder, text=True, start_new_session=True)
+        environment = {name: value for name, value in os.environ.items() if name != "TMPDIR"}
+        plain = subprocess.Popen(
+            line, stdin=-1, stdout=-1, cwd=folder, env=environment, text=True, start_new_session=True
+        )
         assert plain.stdin is not None and plain.stdout is not None
         try:
             for probe in self.probes:
@@ -149,10 +154,10 @@ class Trial:
         results = []
         keywords = {"settings": settings, "sandbox": SandboxSettings(level=level), "run_folder": run}
         log = run / "logs" / "rewards.log"
-        async with RewardPool(specs, log=log, run_id="trial", **keywords) as pool:
+        async with RewardPool(specs, log=log, run_id="trial", **keywords) as scorer:
 
             async def value_of(probe: Probe) -> tuple[float, str]:
-                ((score,),) = await pool.score([""], [self.text(probe)], [[1]], {}, step=0)
+                ((score,),) = await scorer.score([""], [self.text(probe)], [[1]], {}, step=0)
                 return (-1003.0 if score.value is None else score.value), score.problem or ""
 
             value, problem = await value_of(Probe("honest", "", HONEST.strip()))
@@ -214,10 +219,16 @@ def main() -> None:
     parser.add_argument("--levels", default="namespaces,landlock")
     parser.add_argument("--where", default="worker,program")
     parser.add_argument("--only", default="")
+    parser.add_argument("--mutation", help="break the sandbox in this way first, and try the probe that must find it")
     parser.add_argument("--no-control", action="store_true")
     given = parser.parse_args()
     confined.Limits = lambda memory: LIMITS  # type: ignore[attr-defined]
     probes = [probe for probe in PROBES if given.only in probe.name]
+    for mutation in MUTATIONS:
+        if mutation.name == given.mutation:
+            probes = [probe for probe in PROBES if probe.name == mutation.probe]
+            mutation.make()
+            confined.choose = pool.choose = lambda wanted: Choice(Level(wanted), {})  # its self-test finds some of them
     began = time.monotonic()
     trial = Trial(given.rights, probes)
     try:
@@ -227,7 +238,7 @@ def main() -> None:
             trial.control()
         print(json.dumps({"controls": trial.controls, "seconds": time.monotonic() - began}), flush=True)
         for level in map(Level, given.levels.split(",")):
-            if (answer := tried(level)) is not None:
+            if given.mutation is None and (answer := tried(level)) is not None:
                 print(json.dumps({"rights": given.rights, "level": level, "refused": answer}), flush=True)
                 continue
             for where in given.where.split(","):

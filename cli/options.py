@@ -103,7 +103,7 @@ Epochs = number("Passes over the rows, where --steps is not given.")
 Steps = number("Optimizer steps; e.g. 100.")
 Lora = flag("Train low-rank adapters (the default), or every weight.", "--lora/--full")
 Merge = flag("Also save the model with its adapters merged in.", "--merge")
-Processes = number("Training processes on this machine, one a GPU or an even share of cores; e.g. 2.")
+Processes = number("Training processes on this machine: auto is one a GPU, and one on a CPU; e.g. 2.")
 Accelerate = text(
     "How they share the work: ddp, zero1, zero2, zero3, fsdp2 or an accelerate config; see docs/parallel.md.",
     metavar="NAME|FILE",
@@ -181,15 +181,16 @@ def resolve_config(context: typer.Context, *, algorithm: str, resume: bool = Fal
     if algorithm == "eval":
         base.pop("output", None)  # a recipe's own folder is its training run's
     run_name = recipe_name(recipe) if recipe else None
-    return with_judges(resolve(recipe=base, sets=sets, options=options, run_name=run_name))
+    return completed(resolve(recipe=base, sets=sets, options=options, run_name=run_name))
 
 
-def with_judges(config: "AnyConfig") -> "AnyConfig":
-    """The config with the files of its judges read into it."""
+def completed(config: "AnyConfig") -> "AnyConfig":
+    """The config with the files of its judges read into it, and the number of its processes on this machine."""
     from ycore.config.schema import RunConfig
     from ycore.judge.sources import with_declarations
+    from ycore.launch.layout import with_processes
 
-    return with_declarations(config) if isinstance(config, RunConfig) else config
+    return with_processes(with_declarations(config) if isinstance(config, RunConfig) else config)
 
 
 def typed_keys(context: typer.Context, *, algorithm: str, arguments: Sequence[str] | None = None) -> dict[str, Any]:
@@ -282,9 +283,12 @@ def _stored(options: Mapping[str, Any], *, resume: bool) -> dict[str, Any]:
     return {}
 
 
-def _parse_number(name: str, text: str) -> float:
+def _parse_number(name: str, text: str) -> float | str:
+    if (name, text) == ("processes", "auto"):
+        return text
     try:
         return float(text) if name == "epochs" else int(text)
     except ValueError:
         option, kind = "--" + name.replace("_", "-"), "a number" if name == "epochs" else "a whole number"
+        kind += " or auto" if name == "processes" else ""
         raise ConfigError(f"{option} takes {kind}; it is {text!r}; e.g. {option} 8") from None

@@ -94,7 +94,7 @@ def resume(
         resume_from = str(Path(resume_from).expanduser().absolute())
     stored = _stored_training(folder)
     keys = o.typed_keys(context, algorithm=str(stored["algorithm"]), arguments=words)
-    config = resolve(recipe=stored, sets=set_ or (), options=keys | {"output": str(folder)})
+    config = o.completed(resolve(recipe=stored, sets=set_ or (), options=keys | {"output": str(folder)}))
     train(config, resume=True, resume_from=resume_from, accept_changes=accept_changes, dry_run=dry_run, json=json)
 
 
@@ -275,7 +275,7 @@ def pipeline(
 def _check_stage(config: "AnyConfig", resume: bool) -> list[tuple[str, str]]:
     from ycore_cli.checks import checked_plan, plan_rows
 
-    rows: list[tuple[str, str]] = plan_rows(checked_plan(o.with_judges(config), resume=resume), resume=resume)
+    rows: list[tuple[str, str]] = plan_rows(checked_plan(o.completed(config), resume=resume), resume=resume)
     return rows
 
 
@@ -286,7 +286,7 @@ def _run_stage(config: "AnyConfig", resume: bool) -> Mapping[str, Any]:
     from ycore.launch.launcher import EVALUATOR, run_worker
     from ycore.run.claim import AS_IT_WAS
 
-    config = o.with_judges(config)
+    config = o.completed(config)
     plan = checked_plan(config, resume=resume)
     if isinstance(config, RunConfig) and config.algorithm == "eval":
         return run_worker(EVALUATOR, config)

@@ -132,7 +132,7 @@ def run_one(name: str, folder: Path, core: Device, *, steps: int, stop: threadin
     told = json.loads((run / "run.json").read_text())["config"]
     config = RunConfig.model_validate(told)
     home, machine = RunFolder(run), this_machine()
-    site = Site(home, layout_of(config, on_cpu=True), machine)
+    site = Site(home, layout_of(config, machine), machine)
     rows = compared(config, site, read_metrics(home.metrics), core=core)
     spent = json.loads((run.parent / "processor.json").read_text())
     planned = next(row.planned for row in rows if row.what == "time/step")

@@ -135,7 +135,7 @@ def begun(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def stopped(begun: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A run that was started in `begun` with paths relative to it, and then stopped."""
     monkeypatch.chdir(begun)
-    options = {"model": "model", "dataset": "train.jsonl", "rewards": ["exact_answer"], "steps": 9}
+    options = {"model": "model", "dataset": "train.jsonl", "rewards": ["exact_answer"], "steps": 9, "processes": 1}
     config = resolve(options={**options, "output": str(tmp_path / "run"), "trl": {"beta": 0.25}})
     claim(RunFolder(tmp_path / "run"), config, resume=False).release()
     monkeypatch.chdir(tmp_path)

@@ -17,8 +17,9 @@ import pytest
 
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
 from ycore.errors import EngineError, Interrupted, TrainerError, UserError
-from ycore.launch import engine_watch, engines, launcher, supervise
+from ycore.launch import engine_watch, engines, launcher, layout, supervise
 from ycore.launch.launcher import Worker, run_worker
+from ycore.launch.layout import Machine
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
@@ -117,6 +118,23 @@ def test_run_json_names_what_confines_the_runs_own_rewards(
     assert told.startswith("landlock, the weaker level: ") and "no bwrap" in told
 
 
+def test_one_rank_on_a_machine_with_several_devices_sees_one(
+    worker: Callable[..., Worker], config: RunConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layout, "this_machine", lambda: Machine(cores=(0, 1), devices=("2", "0")))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    code = """assert os.environ["CUDA_VISIBLE_DEVICES"] == "2", os.environ["CUDA_VISIBLE_DEVICES"]"""
+    summary, _ = run(worker(code), config.model_copy(update={"processes": 1, "dtype": "float32"}))
+    assert summary["status"] == "finished"
+
+
+def test_run_json_has_the_number_of_processes(worker: Callable[..., Worker], config: RunConfig) -> None:
+    """So that a resumed run has as many, wherever it goes on."""
+    run(worker(""), config)
+    assert config.processes == "auto"
+    assert read_json(RunFolder(Path(config.output)).config)["config"]["processes"] == 1
+
+
 def test_an_evaluators_result_is_part_of_the_summary(worker: Callable[..., Worker], config: RunConfig) -> None:
     code = """(root / "eval.json").write_text(json.dumps({"pass@1": 0.5}))"""
     summary, shown = run(worker(code, name="evaluator", result="eval.json"), config)
@@ -185,6 +203,7 @@ import json, sys
 from ycore.config.schema import RunConfig
 from ycore.errors import YcoreError
 from ycore.launch.launcher import Worker, run_worker
+from ycore.launch.layout import Machine
 config = RunConfig(**json.loads(sys.argv[1]))
 try:
     run_worker(Worker("trainer", "made_worker"), config, resume=False, stream=None)

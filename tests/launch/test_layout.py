@@ -13,7 +13,25 @@ from ycore.config.schema import RewardConfig, RunConfig
 from ycore.errors import ConfigError
 from ycore.launch import layout
 from ycore.launch.gpus import Gpu
-from ycore.launch.layout import NAMES, ONE_RANK, Dtype, Name, accelerate_config, check_bfloat16, layout_of
+from ycore.launch.layout import (
+    NAMES,
+    ONE_RANK,
+    Dtype,
+    Machine,
+    Name,
+    Site,
+    accelerate_config,
+    check_bfloat16,
+    layout_of,
+    with_processes,
+)
+from ycore.run.paths import RunFolder
+
+CORES = Machine(cores=tuple(range(8)), devices=())
+EIGHT = Machine(cores=tuple(range(64)), devices=tuple("01234567"))
+TWO = Machine(cores=(0, 1), devices=("4", "0"))
+ONE = Machine(cores=(0, 1), devices=("0",))
+SLICES = Machine(cores=(0, 1), devices=("MIG-3333", "MIG-4444"))
 
 FILE = """
 compute_environment: LOCAL_MACHINE
@@ -37,25 +55,82 @@ def written(folder: Path, text: str) -> str:
 
 
 def test_one_process_needs_no_launcher() -> None:
-    assert layout_of(config(), on_cpu=True) is ONE_RANK
+    assert layout_of(config(), CORES) is ONE_RANK
     assert (ONE_RANK.world, ONE_RANK.local, ONE_RANK.shards_weights) == (1, 1, False)
 
 
 def test_several_processes_are_ddp_unless_told() -> None:
-    found = layout_of(config(processes=2), on_cpu=True)
+    found = layout_of(config(processes=2), CORES)
     assert (found.world, found.local, found.shards_weights) == (2, 2, False)
     assert found.accelerate is not None and found.accelerate["distributed_type"] == "MULTI_GPU"
 
 
+@pytest.mark.parametrize(
+    ("machine", "settings", "processes"),
+    [
+        (EIGHT, {}, 8),
+        (TWO, {"accelerate": "zero2"}, 2),
+        (ONE, {}, 1),
+        (CORES, {}, 1),
+        (SLICES, {}, 1),
+        (EIGHT, {"processes": 4}, 4),
+        (EIGHT, {"algorithm": "eval"}, 1),
+        (EIGHT, {"accelerate": "nodes.yaml"}, "auto"),
+    ],
+)
+def test_every_gpu_is_a_rank_unless_told(machine: Machine, settings: dict[str, Any], processes: int | str) -> None:
+    """A file for accelerate has its own number; a process sees one slice of MIG only."""
+    assert with_processes(config(**settings), machine).processes == processes
+
+
+def test_every_rank_sees_the_devices_of_the_ranks_and_no_others(tmp_path: Path) -> None:
+    def visible(machine: Machine, **settings: Any) -> str | None:
+        site = Site(RunFolder(tmp_path), layout_of(config(**settings), machine), machine)
+        return site.trainer_environment.get("CUDA_VISIBLE_DEVICES")
+
+    assert visible(EIGHT) == "0,1,2,3,4,5,6,7" and visible(EIGHT, processes=2) == "0,1"
+    assert visible(TWO, processes=1) == "4" and visible(ONE) == "0" and visible(CORES) is None
+    assert visible(SLICES) == "MIG-3333"
+    assert visible(EIGHT, processes=1, accelerate="zero2") == "0"
+    text = "distributed_type: MULTI_GPU\nnum_machines: 1\nnum_processes: 2\n"
+    assert visible(EIGHT, accelerate=written(tmp_path, text)) == "0,1"
+    assert visible(EIGHT, accelerate=written(tmp_path, text + "gpu_ids: 3,4\n")) is None
+
+
+@pytest.mark.parametrize(
+    ("machine", "settings", "message"),
+    [
+        (
+            EIGHT,
+            {"processes": 9},
+            "--processes 9 is more than the 8 devices of this machine, and every process needs one of its own; "
+            "take --processes 8",
+        ),
+        (TWO, {"processes": 3, "prompts_per_step": 9}, "more than the 2 devices .*; take --processes 1"),
+        (CORES, {"processes": 64}, "--processes 64 is more than the 8 cores of this machine.*; take --processes 8"),
+        (SLICES, {"processes": 2}, "--processes 2 needs whole GPUs: these devices are slices of MIG.*--processes 1"),
+    ],
+)
+def test_more_processes_than_devices(machine: Machine, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        layout_of(config(**settings), machine)
+
+
+def test_more_processes_in_a_file_than_devices(tmp_path: Path) -> None:
+    file = written(tmp_path, "distributed_type: MULTI_GPU\nnum_machines: 1\nnum_processes: 4\n")
+    with pytest.raises(ConfigError, match=r"nodes.yaml: 4 processes here is more than the 2 devices.*num_processes: 2"):
+        layout_of(config(accelerate=file), TWO)
+
+
 @pytest.mark.parametrize(("name", "shards"), [("zero1", False), ("zero2", False), ("zero3", True), ("fsdp2", True)])
 def test_only_zero3_and_fsdp_leave_no_rank_the_whole_policy(name: str, shards: bool) -> None:
-    assert layout_of(config(processes=2, accelerate=name), on_cpu=False).shards_weights is shards
+    assert layout_of(config(processes=2, accelerate=name), EIGHT).shards_weights is shards
 
 
 def test_a_file_serves_every_node(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("NODE", "1")
     monkeypatch.setenv("MAIN", "10.0.0.1")
-    found = layout_of(config(accelerate=written(tmp_path, FILE)), on_cpu=False)
+    found = layout_of(config(accelerate=written(tmp_path, FILE)), EIGHT)
     assert (found.world, found.local, found.num_machines, found.machine_rank) == (4, 2, 2, 1)
     assert found.accelerate is not None
     assert (found.accelerate["main_process_ip"], found.accelerate["mixed_precision"]) == ("10.0.0.1", "no")
@@ -78,30 +153,30 @@ def test_a_file_that_cannot_work(text: str, message: str, tmp_path: Path, monkey
     monkeypatch.setenv("NODE", "0")
     monkeypatch.setenv("MAIN", "10.0.0.1")
     with pytest.raises(ConfigError, match=message):
-        layout_of(config(accelerate=written(tmp_path, text)), on_cpu=False)
+        layout_of(config(accelerate=written(tmp_path, text)), EIGHT)
 
 
 def test_a_bare_no_is_no_mixed_precision(tmp_path: Path) -> None:
     text = "distributed_type: MULTI_GPU\nnum_machines: 1\nnum_processes: 2\nmixed_precision: no\n"
-    found = layout_of(config(accelerate=written(tmp_path, text)), on_cpu=True)
+    found = layout_of(config(accelerate=written(tmp_path, text)), CORES)
     assert found.accelerate is not None and found.accelerate["mixed_precision"] == "no"
 
 
 def test_processes_that_contradict_the_file(tmp_path: Path) -> None:
     text = "distributed_type: MULTI_GPU\nnum_machines: 1\nnum_processes: 2\n"
     with pytest.raises(ConfigError, match=r"--processes 4 is not what .* says: 2 processes on 1 machine"):
-        layout_of(config(processes=4, accelerate=written(tmp_path, text)), on_cpu=True)
+        layout_of(config(processes=4, accelerate=written(tmp_path, text)), CORES)
 
 
 def test_an_unknown_name() -> None:
     with pytest.raises(ConfigError, match="there is no file 'zero-3'; did you mean 'zero3'"):
-        layout_of(config(accelerate="zero-3"), on_cpu=True)
+        layout_of(config(accelerate="zero-3"), CORES)
 
 
 def test_without_deepspeed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"DeepSpeed is not installed; pip install 'ycore\[deepspeed\]'"):
-        layout_of(config(processes=2, accelerate="zero2"), on_cpu=True)
+        layout_of(config(processes=2, accelerate="zero2"), CORES)
 
 
 KINDS = {

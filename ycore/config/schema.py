@@ -121,7 +121,8 @@ class BaseConfig(Strict):
     lora: LoraSettings | None = LoraSettings()  # None trains every weight
     merge: bool = False  # also save the model with its adapters merged in; a reward model is always saved whole
     checkpoint_every: Positive | None = None  # steps between checkpoints; None is a fifth of the run
-    processes: Count = 1  # training ranks on this machine; with rollouts, each has its own share of prompts and engines
+    # Training ranks on this machine, each with its own share of the prompts; `auto` is one a GPU, and one on a CPU.
+    processes: Literal["auto"] | Count = "auto"
     # `ddp`, `zero1`, `zero2`, `zero3`, `fsdp2`, or an accelerate config file; None is `ddp` for several processes.
     accelerate: str | None = None
     trl: dict[str, Any] = {}  # any other field of TRL's config class, by TRL's own name

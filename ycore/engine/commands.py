@@ -129,7 +129,7 @@ def engine_environment(engine: EngineSpec, *, base: Mapping[str, str] | None = N
         "PYTHONUNBUFFERED": "1",
     }
     if not engine.on_cpu:
-        return {**environment, "CUDA_VISIBLE_DEVICES": str(engine.device)}
+        return {**environment, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": str(engine.device)}
     num_threads = len(engine.cores or (0,))
     if engine.has_neighbours and num_threads > 1:
         # Waiting threads spin and take the cores from the other engine: two engines of two threads each on two cores

@@ -219,7 +219,7 @@ def slots_of(config: RunConfig, site: Site) -> list[Slot]:
     By default every device is one; of a CPU there are two, or as many as there are ranks.
     """
     count, machine, least = config.engine.count, site.machine, site.layout.local
-    parts, kind = (machine.devices, "devices") if machine.devices else (machine.cores, "cores")
+    parts, kind = machine.parts
     most = len(parts) if machine.devices else min(len(parts), _MAX_ENGINES_ON_CPU)
     number = max(least, most) if count == "auto" else count
     if number > len(parts):

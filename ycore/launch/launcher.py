@@ -21,7 +21,7 @@ from ycore.launch.diagnostics import plan_and_measured
 from ycore.launch.engine_watch import EngineWatch, start_engines
 from ycore.launch.engines import plan_engines
 from ycore.launch.guardian import guarded
-from ycore.launch.layout import Site, site_of
+from ycore.launch.layout import Site, site_of, with_processes
 from ycore.launch.processes import ManagedProcess, RankedTrainer
 from ycore.launch.supervise import Limits, StopRequests, Supervisor
 from ycore.models.fetch import fetch_model
@@ -84,6 +84,7 @@ def run_worker(
         YcoreError: why the run failed, or Interrupted.
     """
     began = time.monotonic()
+    config = with_processes(config)
     site = site_of(config, trains=worker.trains)
     held = claim(site.folder, config, resume=resume)
     _note_sandbox(site.folder, config)
@@ -180,7 +181,7 @@ class _Run:
     def _start_worker(self) -> ManagedProcess | RankedTrainer:
         """One process, or accelerate's launcher with the worker as its module."""
         worker, folder, layout = self.worker, self.site.folder, self.site.layout
-        environment = worker_environment(self.config)
+        environment = worker_environment(self.config) | self.site.trainer_environment
         launch: list[str] = []
         if layout.accelerate is not None:
             settings = folder.root / "accelerate.yaml"

@@ -7,11 +7,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import yaml
 
-from ycore.config.schema import AnyConfig
+from ycore.config.schema import AnyConfig, BaseConfig, RunConfig
 from ycore.errors import ConfigError, nearest
 from ycore.launch.gpus import Gpu, visible_gpus
 from ycore.run.paths import RunFolder
@@ -29,6 +29,16 @@ class Machine:
 
     cores: tuple[int, ...]
     devices: tuple[str, ...]
+
+    @property
+    def parts(self) -> tuple[tuple[int | str, ...], str]:
+        """What is shared out to processes and engines, and what it is called."""
+        return (self.devices, "devices") if self.devices else (self.cores, "cores")
+
+    @property
+    def is_sliced(self) -> bool:
+        """Whether the devices are slices of MIG: a process sees one of them, whatever it is told."""
+        return any(device.startswith("MIG-") for device in self.devices)
 
     def split_cores(self, count: int) -> list[tuple[int, ...]]:
         bounds = [len(self.cores) * share // count for share in range(count + 1)]
@@ -81,6 +91,30 @@ class Site:
             return None
         return [list(cores) for cores in self.machine.split_cores(self.layout.local)]
 
+    @property
+    def trainer_environment(self) -> dict[str, str]:
+        """The devices of the ranks here, one each, by LOCAL_RANK; a rank that saw all would split its model over them.
+
+        Indices are the driver's, which are those of the bus. A file for accelerate may choose devices itself.
+        """
+        chosen = (self.layout.accelerate or {}).get("gpu_ids", "all")
+        if not self.machine.devices or chosen not in ("all", None):
+            return {}
+        devices = self.machine.devices[: self.layout.local]
+        return {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(devices)}
+
+
+_Config = TypeVar("_Config", bound=BaseConfig)
+
+
+def with_processes(config: _Config, machine: Machine | None = None) -> _Config:
+    """The config with a number in place of `processes: auto`, unless an accelerate config file has the number."""
+    if config.processes != "auto" or not (config.accelerate is None or config.accelerate in NAMES):
+        return config
+    machine = machine or this_machine()
+    trains_on_all = config.algorithm != "eval" and machine.devices and not machine.is_sliced
+    return config.model_copy(update={"processes": len(machine.devices) if trains_on_all else 1})
+
 
 def site_of(config: AnyConfig, *, trains: bool = True) -> Site:
     """Decide where a run runs on this machine; one that does not train has one rank.
@@ -91,15 +125,25 @@ def site_of(config: AnyConfig, *, trains: bool = True) -> Site:
     machine = this_machine()
     if machine.devices and config.dtype != "float32":
         check_bfloat16(visible_gpus())
-    layout = layout_of(config, on_cpu=not machine.devices) if trains else ONE_RANK
-    available, kind = (machine.devices, "devices") if machine.devices else (machine.cores, "cores")
-    if layout.local > len(available):
-        raise ConfigError(
-            f"every process needs {kind} of its own; there are {layout.local} processes and {len(available)} {kind}; "
-            "take fewer processes"
-        )
+    layout = layout_of(config, machine) if trains else ONE_RANK
     home = Path(config.output)
     return Site(RunFolder(home if layout.machine_rank == 0 else home / f"node-{layout.machine_rank}"), layout, machine)
+
+
+def check_ranks(config: AnyConfig, layout: Layout, machine: Machine) -> None:
+    """ConfigError, with the nearest number that works, where a rank would have no device or core of its own."""
+    count, (parts, kind) = layout.local, machine.parts
+    most = 1 if machine.is_sliced else len(parts)
+    if count <= most:
+        return
+    shared = config.prompts_per_step if isinstance(config, RunConfig) else 1
+    works = max(number for number in range(1, most + 1) if not shared % number or number == 1)
+    way_out = f"take --processes {works}" if config.processes == count else f"say num_processes: {works} there"
+    asked = f"--processes {count}" if config.processes == count else f"{config.accelerate}: {count} processes here"
+    rule = f"is more than the {len(parts)} {kind} of this machine, and every process needs one of its own"
+    if machine.is_sliced:
+        rule = "needs whole GPUs: these devices are slices of MIG, of which a process sees one"
+    raise ConfigError(f"{asked} {rule}; {way_out}")
 
 
 def check_bfloat16(gpus: Sequence[Gpu]) -> None:
@@ -122,8 +166,9 @@ def this_machine() -> Machine:
     return Machine(cores=tuple(cores), devices=devices)
 
 
-def layout_of(config: AnyConfig, *, on_cpu: bool) -> Layout:
-    """The run's ranks, from `processes` and `accelerate`; ConfigError for what cannot work."""
+def layout_of(config: AnyConfig, machine: Machine) -> Layout:
+    """The run's ranks, from `processes` and `accelerate`; ConfigError for what cannot work on the machine."""
+    config, on_cpu = with_processes(config, machine), not machine.devices
     if config.accelerate is None and config.processes == 1:
         return ONE_RANK
     dtype: Dtype = "float32" if config.dtype == "float32" else "bfloat16"
@@ -131,8 +176,9 @@ def layout_of(config: AnyConfig, *, on_cpu: bool) -> Layout:
     if name is None:
         layout = _layout_from_file(Path(str(config.accelerate)).expanduser(), config, dtype=dtype)
     else:
-        settings = accelerate_config(name, processes=config.processes, on_cpu=on_cpu, dtype=dtype)
-        layout = Layout(world=config.processes, accelerate=settings)
+        world = int(config.processes)
+        layout = Layout(world, accelerate=accelerate_config(name, processes=world, on_cpu=on_cpu, dtype=dtype))
+    check_ranks(config, layout, machine)
     needs_deepspeed = layout.accelerate is not None and layout.accelerate["distributed_type"] == "DEEPSPEED"
     if needs_deepspeed and find_spec("deepspeed") is None:
         way_out = "pip install 'ycore[deepspeed]'"
@@ -208,7 +254,7 @@ def _layout_from_file(path: Path, config: AnyConfig, *, dtype: Dtype) -> Layout:
         )
     if machines > 1:
         _check_machines_meet(settings, path)
-    if config.processes not in (1, world // machines):
+    if config.processes not in ("auto", world // machines):
         raise ConfigError(
             f"--processes {config.processes} is not what {path} says: {world} processes on {machines} "
             f"machine{'s' if machines > 1 else ''}; leave --processes out"

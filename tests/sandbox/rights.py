@@ -44,8 +44,7 @@ def main() -> None:
         os.setgroups([])
         os.setresgid(UID, UID, UID)
         os.setresuid(UID, UID, UID)
-    home = tempfile.mkdtemp(prefix="ycore-home-")
-    os.execve(command[0], command, {**os.environ, "HOME": home, "PYTHONDONTWRITEBYTECODE": "1"})
+    os.execve(command[0], command, {**os.environ, "HOME": "/nonexistent", "PYTHONDONTWRITEBYTECODE": "1"})
 
 
 def _contain() -> None:
@@ -79,7 +78,8 @@ def _open_closed_homes() -> None:
         _mount("-t", "tmpfs", "-o", "mode=0755", "none", str(folder))
         for path, place in zip(within, aside, strict=True):
             path.mkdir(parents=True)
-            _mount("--bind", str(place), str(path))
+            _mount("--move", str(place), str(path))
+            place.rmdir()
 
 
 def _python() -> list[Path]:

@@ -198,7 +198,8 @@ class Targets:
         _LIBC.msgctl(self.names["queue_id"], 0, None)
         for name in ("shared", "shared_writable", "temporary"):
             Path(self.names[name]).unlink(missing_ok=True)
-        shutil.rmtree(self.base, ignore_errors=True)
+        for folder in (self.base, self._short):
+            shutil.rmtree(folder, ignore_errors=True)
 
     def _victim(self) -> tuple["subprocess.Popen[str]", int]:
         line = [sys.executable, "-I", "-S", "-c", _VICTIM, CANARY, str(self.base / "home/secret.txt")]
@@ -215,7 +216,7 @@ class Targets:
 
     def _serve(self) -> None:
         """Servers that greet with the canary, and sockets that note what comes."""
-        folder = Path(tempfile.mkdtemp(prefix="ycore-s-"))  # short: a socket's name has at most 107 bytes
+        folder = self._short = Path(tempfile.mkdtemp(prefix="ycore-s-"))  # short: a socket's name has at most 107 bytes
         folder.chmod(0o777)
         inside = self.base / "project/runs/mine/sockets/rollout-0.sock"
         streams: list[tuple[str, int, Any]] = [

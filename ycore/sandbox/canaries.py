@@ -6,6 +6,7 @@ Standard library only, and little of it: this is the larger part of the time tha
 """
 
 import json
+import mmap
 import os
 import signal
 import socket
@@ -49,7 +50,7 @@ def attempts(this: Attempts) -> Iterator[tuple[str, Callable[[], bool]]]:
     yield "a signal to the parent", lambda: _signals(this["parent"])
     yield "a server on loopback", lambda: _greeted(this, socket.AF_INET, ("127.0.0.1", this["port"]))
     yield "a socket file", lambda: _greeted(this, socket.AF_UNIX, this["socket"])
-    yield MEMORY, lambda: len(bytearray(this["memory"])) == this["memory"]
+    yield MEMORY, lambda: _holds(this["memory"])
     yield PROCESSES, lambda: _forks(this["processes"])
 
 
@@ -89,6 +90,13 @@ def _greeted(this: Attempts, family: socket.AddressFamily, address: str | tuple[
         one.settimeout(1.0)
         one.connect(address)
         return this["word"].encode() in one.recv(1024)
+
+
+def _holds(size: int) -> bool:
+    """Private memory that can be written to counts as soon as it is mapped, so that it need not be filled."""
+    with mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS) as memory:
+        memory[-1] = 1
+    return True
 
 
 def _forks(count: int) -> bool:

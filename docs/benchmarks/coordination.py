@@ -2,14 +2,16 @@
 
     python docs/benchmarks/coordination.py --output runs/coordination
 
-These parts are real: the controllers (`Round`, its tally, its meetings, the deal, the exchange of groups), their
-processes, the process group, the unix sockets, the client of the engines, and a megabyte of prompt in every request.
+These parts are real: the controllers (their counts, meetings, turns on slots, the deal, the exchange of groups), their
+processes, the allocator's process, the process group, the unix sockets, the client of the engines, and a megabyte of
+prompt in every request.
 The engines are stubs: processes that read a whole request and return a made-up completion at once. The rewards are
 made up in the controller. So the benchmark measures data transfer and decisions, without generation.
 
-The parallel way has N controllers with one engine each. The central way does the same work with one controller and N
-engines, which has N times the groups. Wall time means nothing with more processes than cores, so the benchmark counts
-processor seconds and bytes for each process. Needs `fork`.
+The parallel way has N controllers that share N engines. The central way does the same work with one controller and N
+engines, which has N times the groups. The allocator's processor seconds are shared out to the controllers. Wall time
+means nothing with more processes than cores, so the benchmark counts processor seconds and bytes for each process.
+Needs `fork`.
 """
 
 import argparse
@@ -17,12 +19,15 @@ import json
 import multiprocessing
 import random
 import resource
+import subprocess
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch.distributed as dist
 from coordination_engine import serve
 from coordination_report import as_markdown, draw
@@ -30,12 +35,15 @@ from machine import describe_machine
 
 from ycore.engine import Sampling
 from ycore.engine.vllm_engine import VllmEngine
+from ycore.placement.placement import DYNAMIC, SlotPool
 from ycore.rewards.pool import RewardPool
+from ycore.round.line import SocketLine
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, Shard
 from ycore.round.scoring import rules_alone
+from ycore.round.slots import Slots
 from ycore.round.step import Controller
-from ycore.round.torch_peers import TorchPeers
+from ycore.round.torch_peers import MachinePeers, TorchPeers
 from ycore.types import Prompt, Score
 
 Job = dict[str, Any]
@@ -61,9 +69,11 @@ class MadeUpRewards(RewardPool):
 def control(rank: int, world: int, engines: Sequence[Path], job: Job, answer: Path) -> None:
     """One controller, from its first round to its last; its processor seconds and bytes go to `answer`."""
     peers: Peers | TorchPeers = Peers()
+    pool, line = SlotPool(len(engines)), None
     if world > 1:
         dist.init_process_group("gloo", init_method=f"file://{job['meeting']}", rank=rank, world_size=world)
-        peers = TorchPeers()
+        line = SocketLine(Path(job["allocator"]), pool, DYNAMIC, rank=rank, num_ranks=world)
+        peers = MachinePeers(line) if job["tells"] else TorchPeers()
     payload = tuple(random.Random(rank).randrange(10_000, 100_000) for _ in range(job["payload_bytes"] // 6))
     sampling = Sampling(max_tokens=64)
     rounds = Controller(
@@ -79,15 +89,22 @@ def control(rank: int, world: int, engines: Sequence[Path], job: Job, answer: Pa
         rules=Rules(group_size=job["group_size"], seed=0, reward_weights=(1.0,), dynamic=True, max_in_flight=2),
         peers=peers,
         share_weights=None,
+        slots=Slots(len(engines), line=line, rank=rank),
     )
     rounds.start(timeout_s=120)
     groups = job["groups"] * (len(engines) if world == 1 else 1)
     rounds.next_round(step=0, num_groups=groups)  # warms up: connections, buffers
-    before, moved = _used(), _moved(peers)
+    before, moved, allocator = _used(), _moved(peers), _used_by(job.get("allocator_pid"))
     began = time.perf_counter()
     for step in range(1, job["rounds"] + 1):
         rounds.next_round(step=step, num_groups=groups)
-    told = {"cpu_s": _used() - before, "wall_s": time.perf_counter() - began, "peer_bytes": _moved(peers) - moved}
+    allocator = _used_by(job.get("allocator_pid")) - allocator
+    told = {
+        "cpu_s": _used() - before,
+        "allocator_cpu_s": allocator,
+        "wall_s": time.perf_counter() - began,
+        "peer_bytes": _moved(peers) - moved,
+    }
     answer.write_text(json.dumps(told))
     rounds.close()
     if world > 1:
@@ -100,6 +117,10 @@ def _used() -> float:
     return usage.ru_utime + usage.ru_stime
 
 
+def _used_by(pid: int | None) -> float:
+    return 0.0 if pid is None else sum(psutil.Process(pid).cpu_times()[:2])
+
+
 def _moved(peers: Peers | TorchPeers) -> int:
     return peers.bytes_sent + (peers.bytes_received if isinstance(peers, TorchPeers) else 0)
 
@@ -108,13 +129,15 @@ def measure(world: int, num_engines: int, job: Job) -> dict[str, Any]:
     """`world` controllers over `num_engines` engines, in processes of their own; nothing is left of them."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
-        job = job | {"meeting": str(folder / "meeting")}
+        job = job | {"meeting": str(folder / "meeting"), "allocator": str(folder / "allocator")}
+        service = None
+        if world > 1:
+            service = subprocess.Popen([sys.executable, "-m", "ycore.round.service", job["allocator"], str(world)])
+            job["allocator_pid"] = service.pid
         sockets = [folder / f"engine-{number}" for number in range(num_engines)]
         answers = [folder / f"controller-{rank}.json" for rank in range(world)]
         engines = [_start(serve, path, job["rounds"]) for path in sockets]
-        controllers = [
-            _start(control, rank, world, sockets[rank::world], job, answer) for rank, answer in enumerate(answers)
-        ]
+        controllers = [_start(control, rank, world, sockets, job, answer) for rank, answer in enumerate(answers)]
         try:
             for process in controllers:
                 process.join(job["timeout_s"])
@@ -125,12 +148,16 @@ def measure(world: int, num_engines: int, job: Job) -> dict[str, Any]:
             for process in (*controllers, *engines):
                 process.kill()
                 process.join()
+            if service is not None:
+                service.kill()
+                service.wait()
     # Every request carries the payload; every controller makes group_size requests a group.
     through_engines = job["rounds"] * job["groups"] * num_engines // world * job["group_size"] * job["payload_bytes"]
     return {
         "controllers": world,
         "engines": num_engines,
-        "cpu_s_mean": sum(one["cpu_s"] for one in told) / world,
+        "cpu_s_mean": (sum(one["cpu_s"] for one in told) + told[0]["allocator_cpu_s"]) / world,
+        "allocator_cpu_s": told[0]["allocator_cpu_s"],
         "cpu_s_busiest": max(one["cpu_s"] for one in told),
         "bytes_busiest": through_engines + max(one["peer_bytes"] for one in told),
         "wall_s": max(one["wall_s"] for one in told),
@@ -150,11 +177,13 @@ def main() -> None:
     parser.add_argument("--group-size", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=2, help="counted rounds, after one that warms up")
     parser.add_argument("--payload-mb", type=float, default=1.0, help="megabytes of a prompt, as the engine gets it")
+    parser.add_argument("--asks", action="store_true", help="share counts through torch's store, as between machines")
     parser.add_argument("--timeout", type=float, default=900.0, help="seconds for one row of the table")
     parser.add_argument("--output", type=Path, default=Path("runs/coordination"))
     told = parser.parse_args()
     job: Job = {"groups": told.groups, "group_size": told.group_size, "rounds": told.rounds}
     job |= {"payload_bytes": int(told.payload_mb * 1e6), "timeout_s": told.timeout}
+    job["tells"] = not told.asks
     told.output.mkdir(parents=True, exist_ok=True)
     results: dict[str, Any] = {"job": job, "machine": describe_machine(), "parallel": [], "central": []}
     for number in told.controllers:

@@ -200,3 +200,13 @@ def test_no_turn_is_lost_or_given_twice(num_ranks: int, seed: int, words: str, e
         act()
     assert not asked and pool.allocator.is_idle
     assert max(given_out.values(), default=1) == 1
+
+
+def test_a_rank_gets_its_own_slot_where_none_is_freer() -> None:
+    pool = begun(pool_of(4, "split:3:1", num_slots=4))
+    for request in (2, 1, 0, 6, 3):
+        pool.receive(request % 4, ["ask", request, ROLLOUT], 0.0)
+    slots = {letter[1]: letter[2] for _, letter in pool.decide(0.0)}
+    assert (slots[2], slots[1], slots[0]) == (2, 1, 0)
+    assert slots[3] == 0, "its own slot is the judge's"
+    assert slots[6] in (1, 2)

@@ -6,6 +6,7 @@ goes to FOLDER/SCENARIO-RANK.json.
 
 import asyncio
 import json
+import os
 import sys
 import threading
 import time
@@ -17,11 +18,13 @@ import torch.distributed as dist
 
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.errors import EngineError, YcoreError
+from ycore.placement.placement import DYNAMIC, SlotPool
 from ycore.rewards.pool import RewardPool
+from ycore.round.line import SocketLine
 from ycore.round.sampling import DrawSource, Rules, Shard
 from ycore.round.scoring import rules_alone
 from ycore.round.step import Controller
-from ycore.round.torch_peers import TorchPeers
+from ycore.round.torch_peers import MachinePeers, TorchPeers
 from ycore.types import Completion, Group, Prompt
 
 NUM_ROWS = 64
@@ -195,6 +198,9 @@ def main() -> None:
     names, folder = sys.argv[1].split(","), Path(sys.argv[2])
     dist.init_process_group("gloo")
     peers = TorchPeers()
+    if "ALLOCATOR" in os.environ:  # counts, meetings and stops are told, in one scenario: a line has one event loop
+        line = SocketLine(Path(os.environ["ALLOCATOR"]), SlotPool(1), DYNAMIC, rank=peers.rank, num_ranks=2)
+        peers = MachinePeers(line, start_timeout_s=60)
     for name in names:
         seen = globals()[name](peers, folder)
         (folder / f"{name}-{peers.rank}.json").write_text(json.dumps(seen))

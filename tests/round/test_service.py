@@ -109,13 +109,14 @@ def test_every_rank_asks_every_slot_and_they_learn_as_one(socket: Path, start: S
 
 def test_what_was_learned_comes_back(socket: Path, start: Start) -> None:
     async def lived(state: dict[str, Any] | None) -> dict[str, Any]:
-        start(1)
+        process = start(1)
         (slots,) = await opened(slots_of(0, socket, num_ranks=1, words="dynamic"))
         slots.restore(state)
         async with slots.round():
             await turns(slots, ROLLOUT, 3)
         await slots.end_round(list)
         slots.close()
+        await asyncio.to_thread(process.wait, 20)
         assert slots.state is not None
         return slots.state
 

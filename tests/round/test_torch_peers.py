@@ -5,6 +5,8 @@ import os
 import socket
 import subprocess
 import sys
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +22,14 @@ WITHIN_S = 90
 Seen = dict[str, list[dict[str, Any]]]
 
 
-def run(folder: Path, *scenarios: str) -> Seen:
-    """What each rank saw of each scenario."""
+def run(folder: Path, *scenarios: str, allocator: Path | None = None) -> Seen:
+    """What each rank saw of each scenario. `allocator`: of the process that tells them each other's counts."""
     (folder / "their_rewards.py").write_text(REWARD)
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    common = {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
+    told = {} if allocator is None else {"ALLOCATOR": str(allocator)}
+    common = told | {"WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"}
     ranks = [
         subprocess.Popen(
             [sys.executable, str(WORKER), ",".join(scenarios), str(folder)],
@@ -44,6 +47,19 @@ def run(folder: Path, *scenarios: str) -> Seen:
             rank.kill()
     assert [rank.returncode for rank in ranks] == [0, 0], "\n".join(said)
     return {name: [json.loads((folder / f"{name}-{rank}.json").read_text()) for rank in (0, 1)] for name in scenarios}
+
+
+@pytest.fixture
+def allocator() -> Iterator[Path]:
+    """The socket of a running one, of two ranks."""
+    with tempfile.TemporaryDirectory(prefix="yc-") as folder:
+        socket_path = Path(folder) / "allocator.sock"
+        process = subprocess.Popen([sys.executable, "-m", "ycore.round.service", str(socket_path), "2"])
+        try:
+            yield socket_path
+        finally:
+            process.kill()
+            process.wait()
 
 
 @pytest.fixture(scope="module")
@@ -127,3 +143,21 @@ def test_a_failure_on_one_rank_ends_the_other_within_seconds(tmp_path: Path) -> 
     assert waiting["error"] == "RunError"
     assert waiting["message"] == "another rank failed: rank 1: EngineError: scripted: gone"
     assert waiting["after_s"] < failed["after_s"] + 5
+
+
+def test_on_one_machine_a_free_engine_hears_what_a_busy_one_has_not_begun(tmp_path: Path, allocator: Path) -> None:
+    ranks = run(tmp_path, "slow_and_fast", allocator=allocator)["slow_and_fast"]
+    assert ranks[0]["drawn"] > ranks[1]["drawn"] >= 1
+    assert sum(rank["drawn"] for rank in ranks) == 12
+    assert [len(rank["groups"]) for rank in ranks] == [6, 6]
+
+
+@pytest.mark.parametrize("scenario", ["stopped_while_waited_for", "broken"])
+def test_on_one_machine_a_stop_and_a_failure_are_heard_of(tmp_path: Path, allocator: Path, scenario: str) -> None:
+    ranks = run(tmp_path, scenario, allocator=allocator)[scenario]
+    if scenario == "broken":
+        waiting, failed = ranks
+        assert (failed["error"], failed["message"]) == ("EngineError", "scripted: gone")
+        assert waiting["message"] == "another rank failed: rank 1: EngineError: scripted: gone"
+    else:
+        assert {rank["error"] for rank in ranks} == {"Interrupted"}

@@ -40,6 +40,10 @@ class Queue:
         self._of_rank.setdefault(rank, {})[request] = None
         self._num += 1
 
+    @property
+    def next_rank(self) -> int:
+        return next(iter(self._of_rank))
+
     def take(self) -> int:
         rank, requests = next(iter(self._of_rank.items()))
         request = next(iter(requests))
@@ -204,7 +208,7 @@ class Allocator:
         actions: list[Action] = []
         for role in self.pool.roles:
             waiting = self._waiting[role]
-            while waiting and (slot := self._pick(role)) is not None:
+            while waiting and (slot := self._pick(role, waiting.next_rank)) is not None:
                 request = waiting.take()
                 self._running[request] = _Running(role, slot, now, self._clocks[slot].change(role, 1, now))
                 self._note(slot)
@@ -215,22 +219,27 @@ class Allocator:
             self._move_spare(now, actions)
         return actions
 
-    def _pick(self, role: str) -> int | None:
-        """The slot with the fewest in flight."""
+    def _pick(self, role: str, rank: int) -> int | None:
+        """The slot with the fewest in flight; of several the rank's own, to which it has connections."""
         if self.mode == "shared":  # the fewest of this role, then the fewest of all
             held = [(clock.in_flight_of[role], clock.in_flight) for clock in self._clocks]
             slot = min(range(self.pool.num_slots), key=held.__getitem__)
             return slot if held[slot][0] < self._learned.depth[role] else None
-        depth = self._depth_now(role)
+        depth, own = self._depth_now(role), rank % self.pool.num_slots
         free = self._free[role]
         while free:
             in_flight, slot = free[0]
             clock = self._clocks[slot]
             can_take = self._awake[slot] == role and clock.swap_began is None and clock.in_flight < depth
             if can_take and in_flight == clock.in_flight:
-                return slot
+                return own if self._is_as_free(own, slot, role) else slot
             heapq.heappop(free)  # an old entry or a full slot, which is noted again when it gets room
         return None
+
+    def _is_as_free(self, slot: int, other: int, role: str) -> bool:
+        clock = self._clocks[slot]
+        is_open = self._awake[slot] == role and clock.swap_began is None
+        return is_open and clock.in_flight == self._clocks[other].in_flight
 
     def _depth_now(self, role: str) -> int:
         """Slots still waking up for a role count as its capacity: the slots already serving it leave them a share of

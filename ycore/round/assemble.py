@@ -176,22 +176,25 @@ class Assembly:
             for slot, name in enumerate(self.started.engines)
         ]
 
-    def slots(self, engines: Sequence[Engine]) -> Slots:
-        """The slots of the machine under the run's placement; of a rank that generates by itself, its own.
+    def line(self) -> Line:
+        """To the allocator of the machine's slots; a rank that generates by itself has an allocator of its own.
 
         Where engines stay awake, a change of role only changes who gets requests. Where they sleep, one role of a slot
         is awake at a time, and a change of role is a sleep and a wake.
         """
         roles, rank = in_order([ROLLOUT, *(scorer.role for scorer in self.started.scorers)]), this_rank()
         capacity = None if len(roles) == 1 else dict.fromkeys(roles, self.started.max_num_seqs or _AT_ONCE)
-        pool = SlotPool(len(engines), roles, capacity, exclusive=self.started.sleeps)
-        placement, trace = parse_placement(self.config.placement), TraceWriter(self.folder.trace)
-        line: Line = OwnLine(Allocator(pool, placement), shows_depths=True)
-        if self._shares_slots and rank.local_world > 1:
-            socket = self.folder.socket(ALLOCATOR)
-            line = SocketLine(socket, pool, placement, rank=rank.local, num_ranks=rank.local_world)
+        pool = SlotPool(max(1, len(self.started.engines)), roles, capacity, exclusive=self.started.sleeps)
+        placement = parse_placement(self.config.placement)
+        if not self._shares_slots or rank.local_world == 1:
+            return OwnLine(Allocator(pool, placement), shows_depths=True)
+        return SocketLine(self.folder.socket(ALLOCATOR), pool, placement, rank=rank.local, num_ranks=rank.local_world)
+
+    def slots(self, engines: Sequence[Engine], line: Line) -> Slots:
+        """The slots behind this line."""
         sleepers = self._sleepers(engines) if self.started.sleeps else None
-        return Slots(len(engines), line=line, sleepers=sleepers, trace=trace, rank=rank.number)
+        trace = TraceWriter(self.folder.trace)
+        return Slots(len(engines), line=line, sleepers=sleepers, trace=trace, rank=this_rank().number)
 
     def _sleepers(self, engines: Sequence[Engine]) -> Mapping[str, Mapping[int, Sleeper]]:
         """The engines that sleep on this rank's own slots, by role and slot.

@@ -35,7 +35,7 @@ class Line(Protocol):
     num_ranks: int
 
     def listen(self, receive: Receive, lose: Lose) -> None:
-        """Call `receive` with each letter, and `lose` once the line is lost."""
+        """Call `receive` with each letter, of whatever kind, and `lose` once the line is lost. There may be several."""
 
     async def open(self, *, timeout_s: float) -> None:
         """Return once messages can be sent; RunError where the allocator is not there in time."""
@@ -112,20 +112,19 @@ class SocketLine(asyncio.Protocol):
         self.pool, self.rank, self.num_ranks = pool, rank, num_ranks
         self._socket = socket
         self._hello: Message = ["hello", rank, asdict(pool), str(placement)]
-        self._receive: Receive = lambda letter: None
-        self._lose: Lose = lambda error: None
+        self._listeners: list[tuple[Receive, Lose]] = []
         self._transport: asyncio.WriteTransport | None = None
         self._rest = b""
         self._is_closing = False
 
     def listen(self, receive: Receive, lose: Lose) -> None:
-        self._receive, self._lose = receive, lose
+        self._listeners.append((receive, lose))
 
     async def open(self, *, timeout_s: float) -> None:
         if self._transport is not None:
             return
         loop, deadline = asyncio.get_running_loop(), time.monotonic() + timeout_s
-        while self._transport is None:
+        while True:
             with suppress(FileNotFoundError, ConnectionRefusedError):
                 await loop.create_unix_connection(lambda: self, str(self._socket))
                 return
@@ -151,11 +150,12 @@ class SocketLine(asyncio.Protocol):
     def data_received(self, data: bytes) -> None:
         letters, self._rest = decode(self._rest + data)
         for letter in letters:
-            self._receive(letter)
+            for receive, _ in self._listeners:
+                receive(letter)
 
     def connection_lost(self, error: Exception | None) -> None:
-        if not self._is_closing:
-            self._lose(RunError(GONE))
+        for _, lose in self._listeners if not self._is_closing else ():
+            lose(RunError(GONE))
 
 
 def encode(message: Message) -> bytes:

@@ -5,10 +5,11 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from typing import Self
 
 from ycore.data.prompts import PromptOrder
 from ycore.errors import DataError
-from ycore.round.peers import Counts, Peers
+from ycore.round.peers import Counts, Peers, Tally
 from ycore.types import Draw, Finished, Group, Prompt, Score
 
 TOLERANCE = 1e-6  # rewards nearer than this count as equal: sums of floats are seldom equal to the bit
@@ -81,30 +82,39 @@ def num_to_draw(*, need: int, kept: int, in_flight: int, drawn: int, max_draws: 
 
 
 class Quota:
-    """How many groups this rank still starts in a round, from counts over all ranks."""
+    """How many groups this rank still starts in a round, from counts over all ranks: `await Quota.open(...)`."""
 
-    def __init__(self, rules: Rules, yields: Yield, peers: Peers, *, need: int, ready: int) -> None:
-        self._rules, self._yields, self._world = rules, yields, peers.world
+    _tally: Tally
+    _counts: Counts
+
+    def __init__(self, rules: Rules, yields: Yield, world: int) -> None:
+        self._rules, self._yields, self._world = rules, yields, world
+        self._first: int | None = None
         self._last_result = time.monotonic()
+
+    @classmethod
+    async def open(cls, rules: Rules, yields: Yield, peers: Peers, *, need: int, ready: int) -> Self:
+        quota = cls(rules, yields, peers.world)
         # Every rank starts its own share before it knows of any other.
-        self._first: int | None = self._room(self._num_wanted(need, Counts(ready, 0, 0)), 0)
-        self._tally = peers.open_tally(need=need, ready=ready, starts=self._first)
-        self._counts = self._tally.add()
+        quota._first = quota._room(quota._num_wanted(need, Counts(ready, 0, 0)), 0)
+        quota._tally = await peers.open_tally(need=need, ready=ready, starts=quota._first)
+        quota._counts = await quota._tally.look()
+        return quota
 
-    @property
-    def idle_s(self) -> float:
-        return time.monotonic() - self._last_result
+    async def news(self, *, num_writing: int) -> None:
+        """Return when the counts may say something new."""
+        await self._tally.news(idle_s=time.monotonic() - self._last_result, is_busy=num_writing > 0)
 
-    def finish(self, item: Finished) -> None:
+    async def finish(self, item: Finished) -> None:
         self._last_result = time.monotonic()
-        self._tally.add(kept=int(item.teaches or not self._rules.dynamic), in_flight=-1)
+        await self._tally.add(kept=int(item.teaches or not self._rules.dynamic), in_flight=-1)
 
-    def claim(self, *, num_writing: int) -> int | None:
+    async def claim(self, *, num_writing: int) -> int | None:
         """Groups to start now beside the `num_writing` that this rank writes; None when its round is over."""
         if self._first is not None:
             first, self._first = self._first, None
             return first
-        counts = self._tally.add()
+        counts = await self._tally.look()
         num_taught = counts.kept - self._counts.kept
         # The groups of all ranks, so that all ranks expect the same yield and want the same number.
         for index in range(counts.finished - self._counts.finished):
@@ -113,7 +123,7 @@ class Quota:
         wanted = self._num_wanted(self._tally.need, counts)
         if not num_writing and not wanted and (counts.kept >= self._tally.need or not counts.in_flight):
             return None
-        return self._take(wanted, num_writing)
+        return await self._take(wanted, num_writing)
 
     def _num_wanted(self, need: int, counts: Counts) -> int:
         dynamic = self._rules.dynamic
@@ -126,16 +136,16 @@ class Quota:
             rate=self._yields.rate if dynamic else 1.0,
         )
 
-    def _take(self, wanted: int, num_writing: int) -> int:
+    async def _take(self, wanted: int, num_writing: int) -> int:
         """This rank's part of the groups that all ranks want, less what other ranks took at the same moment."""
         amount = self._room(math.ceil(wanted / self._world), num_writing)
         if amount == 0:
             return 0
-        counts = self._tally.add(in_flight=amount, drawn=amount)
+        counts = await self._tally.add(in_flight=amount, drawn=amount)
         all_wanted = self._num_wanted(self._tally.need, Counts(counts.kept, 0, counts.finished))
         over = min(amount, max(0, counts.in_flight - all_wanted))
         if over:
-            self._tally.add(in_flight=-over, drawn=-over)
+            await self._tally.add(in_flight=-over, drawn=-over)
         return amount - over
 
     def _room(self, amount: int, num_writing: int) -> int:

@@ -61,16 +61,16 @@ class Controller(RankLoop):
         Returns:
             The groups that this rank finished, in the order of their draws.
         """
-        quota = Quota(self.rules, self.yields, self.peers, need=need, ready=ready)
+        quota = await Quota.open(self.rules, self.yields, self.peers, need=need, ready=ready)
         writing: set[asyncio.Task[Finished]] = set()
         finished: list[Finished] = []
         async with ending(writing):
-            while (num_new := quota.claim(num_writing=len(writing))) is not None:
+            while (num_new := await quota.claim(num_writing=len(writing))) is not None:
                 self.meter.drawn += num_new
                 for _ in range(num_new):
                     writing.add(asyncio.create_task(self.group(self.draws.draw(), step=step)))
-                for item in await next_finished(writing, idle_s=quota.idle_s):
-                    quota.finish(item)
+                for item in await next_finished(writing, quota.news(num_writing=len(writing))):
+                    await quota.finish(item)
                     finished.append(item)
         return sorted(finished, key=lambda item: item.group.draw.position)
 

@@ -11,9 +11,10 @@ from ycore.round.assemble import Assembly
 from ycore.round.journal import Journal, ReplayedRounds
 from ycore.round.peers import Peers
 from ycore.round.step import Controller
-from ycore.round.torch_peers import TorchPeers
+from ycore.round.torch_peers import MachinePeers, TorchPeers
 from ycore.run.claim import files_fingerprint, model_fingerprint
 from ycore.run.files import write_json_atomic
+from ycore.run.reports import this_rank
 from ycore.trainer.callbacks import TrackerPage
 from ycore.trainer.saved_state import Checkpoints, RoundState
 from ycore.trainer.training_run import TrainingRun
@@ -35,13 +36,22 @@ class RolloutRun(TrainingRun):
             tokenizer=parts.tokenizer,
             contents=_contents(parts),
         )
-        is_alone = self.trainer.accelerator.num_processes == 1
-        self._peers: Peers = Peers() if is_alone else TorchPeers(timeout_s=parts.config.collective_timeout_s)
+        self._line = parts.line()
+        self._peers = self._make_peers()
         self._controller = self.step_metrics.controller = self._make_controller()
         self.stop = self._controller.stop  # which also ends a round that is being generated
         self.save_with(self._take_rounds())
         project = parts.config.trl.get("project")
         self.trainer.add_callback(TrackerPage(parts.home, self.trainer.callback_handler, project=project))
+
+    def _make_peers(self) -> Peers:
+        config, rank = self._parts.config, this_rank()
+        if self.trainer.accelerator.num_processes == 1:
+            return Peers()
+        if self._line.num_ranks < rank.world:  # on other machines too, or without shared slots
+            return TorchPeers(timeout_s=config.collective_timeout_s)
+        start_timeout_s = config.engine.start_timeout_s
+        return MachinePeers(self._line, timeout_s=config.collective_timeout_s, start_timeout_s=start_timeout_s)
 
     def _make_controller(self) -> Controller:
         parts, peers, engines = self._parts, self._peers, self._engines()
@@ -52,7 +62,7 @@ class RolloutRun(TrainingRun):
             peers=peers,
             share_weights=self._share_weights if sends_weights else None,
             journal=self._journal,
-            slots=parts.slots(engines),
+            slots=parts.slots(engines, self._line),
         )
         controller.record = self.trainer.record
         self.trainer.shares_device = parts.started.sleeps

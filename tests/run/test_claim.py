@@ -22,6 +22,7 @@ from ycore.run.claim import (
     claim,
     contents_that_differ,
     files_fingerprint,
+    held_config,
     in_words,
     model_fingerprint,
     settings_that_differ,
@@ -333,3 +334,12 @@ def test_a_large_file_is_known_by_blocks_over_all_of_it(tmp_path: Path, monkeypa
         data[place] = 1
         file.write_bytes(data)
         assert files_fingerprint([file]) != first
+
+
+@pytest.mark.parametrize(("run_as", "level"), [("auto", "auto"), ("same", "none")])
+def test_a_run_of_a_version_without_a_sandbox_goes_on(tmp_path: Path, run_as: str, level: str) -> None:
+    folder = RunFolder(tmp_path)
+    settings = {"model": "m", "dataset": "d", "rewards": [{"reward": "length"}], "output": "o"}
+    write_json_atomic(folder.config, {"config": {**settings, "reward_workers": {"workers": 3, "run_as": run_as}}})
+    config = RunConfig.model_validate(held_config(folder))
+    assert config.reward_workers.workers == 3 and config.sandbox.level == level

@@ -199,7 +199,17 @@ def held_config(folder: RunFolder) -> dict[str, Any]:
     config = held.get("config") if isinstance(held, dict) else None
     if not isinstance(config, dict):
         raise RunFolderError(f"{folder.config} is not a run's; choose another --output")
-    return config
+    return _of_today(config)
+
+
+def _of_today(config: dict[str, Any]) -> dict[str, Any]:
+    """Settings of an earlier version's run.json: `sandbox.level` has taken the place of `reward_workers.run_as`."""
+    workers = config.get("reward_workers")
+    if not (isinstance(workers, dict) and "run_as" in workers):
+        return config
+    kept = {name: value for name, value in workers.items() if name != "run_as"}
+    level = {"sandbox": {"level": "none"}} if workers["run_as"] == "same" else {}
+    return {**level, **config, "reward_workers": kept}
 
 
 FREE = {

@@ -59,8 +59,9 @@ def _check_rollouts(config: RunConfig, model: "ModelPlan", site: "Site") -> dict
     from ycore.config.batch import derive_batch
     from ycore.data.prompts import load_prompts
     from ycore.judge.sources import is_rule
-    from ycore.launch.engines import choose_kind, is_vllm_installed, slots_of
-    from ycore.launch.scoring_models import check_run_placement, check_scorers
+    from ycore.launch.engines import choose_kind, is_vllm_installed
+    from ycore.launch.machine_checks import check_run
+    from ycore.launch.scoring_models import check_scorers
     from ycore.models.names import require_chat_template
     from ycore.rewards.builtin import is_code
     from ycore.rewards.code import check_tests
@@ -91,7 +92,7 @@ def _check_rollouts(config: RunConfig, model: "ModelPlan", site: "Site") -> dict
         elif is_code(reward):
             require(choose(config.sandbox.level), f"reward {reward.reward!r}")
             check_tests(reward, columns, prompts.prompts)
-    check_run_placement(config, num_slots=len(slots_of(config, site)) if engine == "vllm" else None)
+    check_run(config, site)
     num_rows = len(prompts.prompts)
     return {
         "dataset": {"rows": num_rows, "columns": columns, "chat": prompts.is_chat, "fingerprint": prompts.fingerprint},

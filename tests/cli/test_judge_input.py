@@ -28,6 +28,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+_SHM = 500_000  # two copies of the tiny model's weights in bfloat16, and not in float32
 GRPO = "grpo --model model --dataset task:addition --output out --dry-run "
 
 
@@ -66,6 +67,8 @@ def test_the_plan_shows_every_judge(
             "must divide this run's slots (1) among its roles (rollout, judge); take --placement dynamic or colocated",
         ),
         ("--set engine.count=3", "engine.count 3 is more than the 2 cores here; lower it"),
+        ("--processes 3", "--processes 3 is more than the 2 cores of this machine, and every process needs one"),
+        ("--set dtype=float32", "/dev/shm must hold the policy's weights"),
     ],
 )
 def test_a_dry_run_refuses_the_placements_that_a_launch_would(
@@ -77,7 +80,7 @@ def test_a_dry_run_refuses_the_placements_that_a_launch_would(
 ) -> None:
     """The slots are the machine's, whatever the number of ranks."""
     monkeypatch.chdir(place)
-    monkeypatch.setattr("ycore.launch.layout.this_machine", lambda: Machine(cores=(0, 1), devices=()))
+    monkeypatch.setattr("ycore.launch.layout.this_machine", lambda: Machine((0, 1), (), shm_bytes=_SHM))
     monkeypatch.setattr("ycore.launch.engines.is_vllm_installed", lambda: True)
     status = run((GRPO + "--reward judge:good.yaml " + line).split())
     _, err = capsys.readouterr()

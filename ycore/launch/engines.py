@@ -15,7 +15,7 @@ from ycore.config.schema import RunConfig
 from ycore.engine.commands import EngineSpec, kv_cache_gib
 from ycore.errors import ConfigError
 from ycore.launch.layout import Site
-from ycore.launch.scoring_models import check_run_placement, scoring_models
+from ycore.launch.scoring_models import scoring_models
 from ycore.models.folder import context_length
 from ycore.placement.placement import ROLLOUT
 from ycore.run.files import read_json
@@ -133,14 +133,8 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch, sleeps: bool = 
         return EnginePlan("replay", length, f"reading the rounds of {config.replay} from its journal: no generation")
     kind, how = choose_kind(config.engine.kind, vllm_installed=is_vllm_installed())
     if kind == "transformers":
-        if site.layout.shards_weights:
-            raise ConfigError(
-                "transformers generates with the trainer's own weights, which no rank has whole under zero3 or fsdp2; "
-                f"install vLLM ({_INSTALL_VLLM}), or take --accelerate zero2"
-            )
         return EnginePlan(kind, length, how)
     slots = slots_of(config, site)
-    check_run_placement(config, num_slots=len(slots))
     num_engines = len(slots) * site.layout.num_machines  # all completions of a round run at once
     round_size = config.prompts_per_step * (config.num_samples if config.algorithm == "eval" else config.group_size)
     spec = EngineSpec(

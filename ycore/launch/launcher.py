@@ -22,6 +22,7 @@ from ycore.launch.engine_watch import EngineWatch, start_engines
 from ycore.launch.engines import plan_engines
 from ycore.launch.guardian import guarded
 from ycore.launch.layout import Site, site_of, with_processes
+from ycore.launch.machine_checks import check_run
 from ycore.launch.processes import ManagedProcess, RankedTrainer
 from ycore.launch.supervise import Limits, StopRequests, Supervisor
 from ycore.models.fetch import fetch_model
@@ -86,6 +87,8 @@ def run_worker(
     began = time.monotonic()
     config = with_processes(config)
     site = site_of(config, trains=worker.trains)
+    if isinstance(config, RunConfig):
+        check_run(config, site)
     held = claim(site.folder, config, resume=resume)
     _note_sandbox(site.folder, config)
     if worker.trains:

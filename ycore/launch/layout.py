@@ -3,12 +3,14 @@
 import importlib.metadata
 import os
 import re
+import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
 
+import psutil
 import yaml
 
 from ycore.config.schema import AnyConfig, BaseConfig, RunConfig
@@ -20,15 +22,19 @@ Name = Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"]
 Dtype = Literal["float32", "bfloat16"]
 NAMES: tuple[Name, ...] = get_args(Name)
 
+_SHM = "/dev/shm"
 _MIXED_PRECISION: Mapping[Dtype, str] = {"float32": "no", "bfloat16": "bf16"}
 
 
 @dataclass(frozen=True, slots=True)
 class Machine:
-    """The cores that this process may use, and the devices that it may see."""
+    """The cores that this process may use, the devices that it may see, and their memory, None where not known."""
 
     cores: tuple[int, ...]
     devices: tuple[str, ...]
+    device_bytes: float | None = None  # of the smallest device
+    host_bytes: float | None = None
+    shm_bytes: float | None = None  # free in /dev/shm
 
     @property
     def parts(self) -> tuple[tuple[int | str, ...], str]:
@@ -162,8 +168,15 @@ def this_machine() -> Machine:
     except importlib.metadata.PackageNotFoundError:
         is_cpu_build = True
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
-    devices = () if is_cpu_build else tuple(gpu.id for gpu in visible_gpus())
-    return Machine(cores=tuple(cores), devices=devices)
+    gpus = () if is_cpu_build else visible_gpus()
+    sizes = [gpu.memory_gib * 2**30 for gpu in gpus if gpu.memory_gib is not None]
+    return Machine(
+        cores=tuple(cores),
+        devices=tuple(gpu.id for gpu in gpus),
+        device_bytes=min(sizes, default=None),
+        host_bytes=float(psutil.virtual_memory().total),
+        shm_bytes=float(shutil.disk_usage(_SHM).free) if os.path.isdir(_SHM) else None,
+    )
 
 
 def layout_of(config: AnyConfig, machine: Machine) -> Layout:

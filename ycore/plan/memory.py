@@ -168,6 +168,14 @@ def trainer_peak(job: Job, way: Way) -> Parts:
     return {name: value for name, value in {**states, **kept}.items() if value}
 
 
+def sync_bytes(weights: float) -> float:
+    """Of shared memory near the end of a sync: each file is written beside the one of the last sync that it replaces.
+
+    `weights`: bytes of the policy as engines get it.
+    """
+    return weights + min(float(_SYNC_FILE_BYTES), weights)
+
+
 def largest_weight(facts: ModelFacts) -> float:
     """Bytes of the largest weight in float32: a sync gathers one weight at a time."""
     return 4.0 * max(facts.head_params, facts.expert_params / 3, facts.hidden_size * facts.query_size)

@@ -147,15 +147,20 @@ def known_config(name: str) -> dict[str, Any] | None:
 
 def model_facts(name: str) -> ModelFacts:
     """The sizes of a config.json, a model's folder, a built-in name, or a hub id; ModelError where none can be read."""
+    return facts_of(model_config(name), name=name)
+
+
+def model_config(name: str, *, ask: bool = True) -> dict[str, Any]:
+    """The config.json of the same, from the hub only where it may be asked."""
     path = Path(name).expanduser()
     if path.suffix == ".json" and path.is_file():
-        return facts_of(_read(path), name=name)
+        return _read(path)
     if path.is_dir():
-        return facts_of(_read(path / "config.json"), name=name)
+        return _read(path / "config.json")
     snapshot = cached_snapshot(BUILTIN[name].hub_id if name in BUILTIN else name) if name.count("/") < 2 else None
     if snapshot is not None and (snapshot / "config.json").is_file():
-        return facts_of(_read(snapshot / "config.json"), name=name)
-    return facts_of(known_config(name) or _from_hub(name), name=name)
+        return _read(snapshot / "config.json")
+    return known_config(name) or _from_hub(name, ask=ask)
 
 
 def _read(path: Path) -> dict[str, Any]:
@@ -170,8 +175,8 @@ def _read(path: Path) -> dict[str, Any]:
     return config
 
 
-def _from_hub(name: str) -> dict[str, Any]:
-    answer = ask_hub(lambda api: _download(api, name)) if name.count("/") == 1 else None
+def _from_hub(name: str, *, ask: bool) -> dict[str, Any]:
+    answer = ask_hub(lambda api: _download(api, name)) if ask and name.count("/") == 1 else None
     if answer is not None and answer.state == "here":
         return _read(Path(str(answer.info)))
     why = f" ({answer.problem})" if answer is not None and answer.problem else ""

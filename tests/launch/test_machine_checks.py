@@ -1,0 +1,142 @@
+"""What a described machine cannot run is refused in one line, with the nearest that works; what it can run passes."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
+from ycore.engine import weights
+from ycore.errors import ConfigError
+from ycore.launch.layout import Machine, Site, layout_of
+from ycore.launch.machine_checks import check_run, facts_here
+from ycore.plan.memory import sync_bytes
+from ycore.run.paths import RunFolder
+
+GIB = 2**30
+H100 = Machine(tuple(range(64)), tuple("01234567"), device_bytes=80e9, host_bytes=1e12, shm_bytes=500e9)
+TWO_24 = Machine(tuple(range(16)), ("0", "1"), device_bytes=24e9, host_bytes=64e9, shm_bytes=32e9)
+SLICES = Machine(tuple(range(16)), ("MIG-3333", "MIG-4444"), device_bytes=10e9, host_bytes=64e9, shm_bytes=32e9)
+CORES = Machine((0, 1), (), host_bytes=16e9, shm_bytes=8e9)
+SMALL_SHM = Machine((0, 1), (), host_bytes=16e9, shm_bytes=64 * 2.0**20)
+BIG, SMALL = "Qwen/Qwen2.5-72B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"
+EIGHT = "Qwen/Qwen3-8B"
+
+
+def check(machine: Machine, *, judge: str | None = None, engine: Mapping[str, Any] | None = None, **more: Any) -> None:
+    rewards = [RewardConfig(reward="exact_answer")]
+    if judge is not None:
+        rewards = [RewardConfig(reward="judge:mine", args={"rubric": "right?", "verdict": {"kind": "score"}})]
+        rewards[0].args["model"] = judge
+    values = {"model": SMALL, "dataset": "task:addition", "output": "o", "rewards": rewards, **more}
+    config = RunConfig(engine=EngineSettings(**(engine or {})), **values)
+    check_run(config, Site(RunFolder(Path("o")), layout_of(config, machine), machine), vllm=True)
+
+
+@pytest.mark.parametrize(
+    ("machine", "settings"),
+    [
+        (H100, {}),
+        (H100, {"judge": EIGHT, "placement": "split:5:3"}),
+        (H100, {"judge": EIGHT, "processes": 2, "placement": "split:1:7"}),
+        (TWO_24, {"judge": SMALL}),
+        (TWO_24, {"model": EIGHT, "engine": {"gpu_memory_utilization": 0.8}}),
+        (SLICES, {"judge": SMALL, "placement": "split:1:1"}),
+        (CORES, {"judge": SMALL, "processes": 2}),
+        (SMALL_SHM, {"sync_weights": False}),
+        (SMALL_SHM, {"algorithm": "eval"}),
+        (SMALL_SHM, {"engine": {"kind": "transformers"}}),
+        (SMALL_SHM, {"model": "unknown/model"}),
+    ],
+)
+def test_what_works_passes(machine: Machine, settings: dict[str, Any]) -> None:
+    check(machine, **settings)
+
+
+@pytest.mark.parametrize(
+    ("machine", "settings", "message"),
+    [
+        (
+            H100,
+            {"judge": EIGHT, "placement": "split:5:4"},
+            "placement split:5:4 must divide this run's slots (8) among its roles (rollout, judge); "
+            "e.g. --placement split:7:1",
+        ),
+        (
+            H100,
+            {"judge": BIG},
+            f"judge {BIG}: its weights take 135.4 GiB, and an engine gets 0.3 of a device's 74.5 GiB, which is 22.4; "
+            "take a model of 37 billion parameters or fewer, or a judge with a base_url",
+        ),
+        (
+            TWO_24,
+            {"model": EIGHT},
+            "an engine gets 0.3 of a device's 22.4 GiB, which is 6.7; say --set engine.gpu_memory_utilization=0.75",
+        ),
+        (SLICES, {"judge": EIGHT}, "of a device's 9.3 GiB, which is 2.8; take a model of 3.9 billion parameters"),
+        (
+            H100,
+            {"judge": EIGHT, "engine": {"sleep": False, "gpu_memory_utilization": 0.6}},
+            "twice engine.gpu_memory_utilization 0.6 is more than a device; take 0.45, or leave engine.sleep out",
+        ),
+        (
+            replace(CORES, host_bytes=12e9),
+            {"judge": "Qwen/Qwen2.5-3B-Instruct"},
+            f"the engines' weights take 13.3 GiB (2 of each: rollout {SMALL} 0.9, judge Qwen/Qwen2.5-3B-Instruct 5.7), "
+            "and this machine has 11.2 GiB; say --set engine.count=1",
+        ),
+        (CORES, {"judge": BIG}, f"and this machine has 14.9 GiB; take a smaller model than judge {BIG}"),
+        (H100, {"prompts_per_step": 12}, "prompts_per_step must be a multiple of the 8 ranks"),
+        (TWO_24, {"processes": 3}, "--processes 3 is more than the 2 devices of this machine"),
+        (
+            SMALL_SHM,
+            {},
+            "/dev/shm must hold the policy's weights, and a new file beside the old ones: 1976131072 bytes; 67108864 "
+            "are free; make it larger, e.g. docker run --shm-size=8g",
+        ),
+        (CORES, {"engine": {"count": 3}}, "engine.count 3 is more than the 2 cores here; lower it"),
+        (
+            CORES,
+            {"engine": {"kind": "transformers"}, "accelerate": "zero3"},
+            "transformers generates with the trainer's own weights",
+        ),
+    ],
+)
+def test_what_cannot_work_is_one_line(machine: Machine, settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check(machine, **settings)
+    assert message in str(refused.value) and "\n" not in str(refused.value)
+
+
+@pytest.mark.parametrize("file_bytes", [100, 1_000, 10**9])
+def test_a_sync_takes_as_much_shared_memory_as_is_asked_for(
+    file_bytes: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two syncs, with the folder's size after every file that is written."""
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16, bias=False) for _ in range(8)))
+    sizes = []
+
+    def save(tensors: dict[str, torch.Tensor], path: Path, **more: Any) -> None:
+        save_file(tensors, path, **more)
+        data = (sum(tensor.nbytes for tensor in tensors.values()), path.stat().st_size)
+        sizes.append(sum(file.stat().st_size for file in tmp_path.iterdir()) - (data[1] - data[0]))
+
+    monkeypatch.setattr(weights, "save_file", save)
+    monkeypatch.setattr(weights, "FILE_BYTES", file_bytes)
+    monkeypatch.setattr("ycore.plan.memory._SYNC_FILE_BYTES", max(file_bytes, 1024))  # one weight has 1024 bytes
+    num_bytes, _ = (weights.write_weights(model, tmp_path, dtype=torch.float32) for _ in range(2))
+    headers = 200 * 8
+    assert num_bytes == 8192
+    assert sync_bytes(num_bytes) - 1024 <= max(sizes) <= sync_bytes(num_bytes) + headers
+
+
+def test_sizes_are_known_of_models_here_and_of_the_usual_form(tmp_path: Path) -> None:
+    facts = facts_here(SMALL)
+    assert facts is not None and facts.num_params == 494_032_768
+    assert facts_here("nobody/nothing") is None and facts_here(str(tmp_path)) is None
+    (tmp_path / "config.json").write_text('{"quantization_config": {}, "hidden_size": 1}')
+    assert facts_here(str(tmp_path)) is None

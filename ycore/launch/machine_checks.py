@@ -1,0 +1,147 @@
+"""What a machine cannot run: one check for a dry run, a launch, and each way that `ycore plan` lists.
+
+The bounds on memory are the certain part of the plan's formulas: what does not pass must fail, while what passes may
+still run out of memory.
+"""
+
+import math
+from collections.abc import Callable
+from contextlib import suppress
+
+from ycore.config.batch import derive_batch
+from ycore.config.schema import RunConfig
+from ycore.errors import ConfigError, ModelError
+from ycore.launch import engines
+from ycore.launch.layout import Machine, Site
+from ycore.launch.scoring_models import check_run_placement, scoring_models
+from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT
+from ycore.plan.devices import GIB
+from ycore.plan.memory import ON_GPU, engine_weights, sync_bytes
+from ycore.plan.model_facts import ModelFacts, facts_of, model_config
+
+FactsOf = Callable[[str], ModelFacts | None]
+"""The sizes of a model by its name; None where they are not known before it is fetched."""
+
+_UNUSUAL = {"quantization_config", "kv_lora_rank"}  # fewer bytes a value; other sizes of the attention
+_MOST_UTILIZATION = 0.95  # the share of a device that the plan gives to everything
+
+
+def facts_here(name: str) -> ModelFacts | None:
+    """Of a model whose config.json is on this machine, or is well known, and whose weights have the usual form."""
+    with suppress(ModelError, ValueError, TypeError, OverflowError):  # an unusual config.json is the engine's to read
+        config = model_config(name, ask=False)
+        return None if config.keys() & _UNUSUAL else facts_of(config, name=name)
+    return None
+
+
+def check_run(config: RunConfig, site: Site, *, known: FactsOf = facts_here, vllm: bool | None = None) -> None:
+    """ConfigError where the site's machine cannot run the config: ranks, slots, placement, batch, memory.
+
+    Args:
+        vllm: whether vLLM is installed on the machine; by default, on this one.
+    """
+    if config.algorithm != "eval":
+        derive_batch(config, world_size=site.layout.world, on_cpu=not site.machine.devices)
+    if config.replay is not None:
+        return check_run_placement(config)
+    is_installed = engines.is_vllm_installed() if vllm is None else vllm
+    kind, _ = engines.choose_kind(config.engine.kind, vllm_installed=is_installed)
+    if kind == "transformers":
+        if site.layout.shards_weights:
+            raise ConfigError(
+                "transformers generates with the trainer's own weights, which no rank has whole under zero3 or fsdp2; "
+                "install vLLM (pip install 'ycore[cpu]' or 'ycore[gpu]'), or take --accelerate zero2"
+            )
+        return check_run_placement(config)
+    num_slots = len(engines.slots_of(config, site))
+    check_run_placement(config, num_slots=num_slots)
+    if site.machine.devices:
+        _check_devices(config, site.machine, known)
+    else:
+        _check_host(config, site.machine, num_slots, known)
+    if config.algorithm != "eval" and config.sync_weights:
+        _check_shared_memory(config, site.machine, known)
+    return None
+
+
+def num_sharing(config: RunConfig, role: str) -> int:
+    """Models that share an engine's part of a device: those of a role, or all scorers where none sleeps."""
+    if role == ROLLOUT:
+        return 1
+    sleeps = config.engine.sleep and config.algorithm != "eval"
+    return sum(model.role == role or not sleeps for model in scoring_models(config))
+
+
+def _models(config: RunConfig) -> list[tuple[str, str]]:
+    """Role and name of every model that has an engine on each slot."""
+    return [(ROLLOUT, config.model), *((model.role, model.name) for model in scoring_models(config))]
+
+
+def _weights(role: str, facts: ModelFacts, config: RunConfig) -> float:
+    """Bytes of an engine's weights on a device; a reward model has a score in place of the output head."""
+    head = facts.head_params if role == REWARD_MODEL and not facts.tied else 0
+    whole = engine_weights(facts, _value_bytes(config), tensor_parallel=1)
+    return whole * (1 - head / facts.num_params)
+
+
+def _value_bytes(config: RunConfig) -> int:
+    return 4 if config.dtype == "float32" else 2
+
+
+def _check_devices(config: RunConfig, machine: Machine, known: FactsOf) -> None:
+    """vLLM takes no more of a device than it is told, so the weights must fit into that share."""
+    share, whole = config.engine.gpu_memory_utilization, machine.device_bytes
+    if whole is None:
+        return
+    for role, name in _models(config):
+        facts, sharing = known(name), num_sharing(config, role)
+        if facts is None:
+            continue
+        weights = _weights(role, facts, config)
+        if weights < share / sharing * whole:
+            continue
+        needed = math.ceil(100 * sharing * (weights + ON_GPU.engine) / whole) / 100
+        way_out = f"say --set engine.gpu_memory_utilization={needed:g}"
+        if needed > _MOST_UTILIZATION:
+            most = (_MOST_UTILIZATION * whole / sharing - ON_GPU.engine) / _value_bytes(config) / 1e9
+            way_out = f"take a model of {most:.2g} billion parameters or fewer" if most > 0.1 else "take larger devices"
+            way_out += ", or a judge with a base_url" if role == JUDGE else ""
+        raise ConfigError(
+            f"{role} {name}: its weights take {weights / GIB:.1f} GiB, and an engine gets {share / sharing:.2g} of a "
+            f"device's {whole / GIB:.1f} GiB, which is {share / sharing * whole / GIB:.1f}; {way_out}"
+        )
+    if share > 0.5 and scoring_models(config) and not config.engine.sleep:
+        raise ConfigError(
+            f"with engine.sleep=false the engines of all roles hold their memory at once, and twice "
+            f"engine.gpu_memory_utilization {share:g} is more than a device; take 0.45, or leave engine.sleep out"
+        )
+
+
+def _check_host(config: RunConfig, machine: Machine, num_slots: int, known: FactsOf) -> None:
+    """On a CPU the engines of all roles and slots stay up."""
+    sizes = [(role, name, known(name)) for role, name in _models(config)]
+    weights = {f"{role} {name}": _weights(role, facts, config) for role, name, facts in sizes if facts}
+    total = sum(weights.values())
+    if machine.host_bytes is None or num_slots * total <= machine.host_bytes:
+        return
+    fits = int(machine.host_bytes // total)
+    largest = max(weights, key=lambda name: weights[name])
+    way_out = f"say --set engine.count={fits}" if fits else f"take a smaller model than {largest}"
+    parts = ", ".join(f"{name} {size / GIB:.1f}" for name, size in weights.items())
+    raise ConfigError(
+        f"the engines' weights take {num_slots * total / GIB:.1f} GiB ({num_slots} of each: {parts}), and this machine "
+        f"has {machine.host_bytes / GIB:.1f} GiB; {way_out}"
+    )
+
+
+def _check_shared_memory(config: RunConfig, machine: Machine, known: FactsOf) -> None:
+    facts = known(config.model)
+    if facts is None or machine.shm_bytes is None:
+        return
+    needed = sync_bytes(facts.num_params * _value_bytes(config))
+    if needed > machine.shm_bytes:
+        gib = max(8, math.ceil(1.1 * needed / GIB))
+        raise ConfigError(
+            f"/dev/shm must hold the policy's weights, and a new file beside the old ones: {needed:.0f} bytes; "
+            f"{machine.shm_bytes:.0f} are free; make it larger, e.g. docker run --shm-size={gib}g"
+        )

@@ -7,7 +7,7 @@ general: an engine's arithmetic depends on what else is in its batch. Reading it
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -123,7 +123,14 @@ class ReplayedRounds:
 
 def to_bytes(group: Group) -> bytes:
     """UTF-8 JSON: nothing is pickled. A column's value without a JSON type, a date for example, becomes its text."""
-    return json.dumps(asdict(group), ensure_ascii=False, default=str).encode(errors="surrogatepass")
+    return json.dumps(group, ensure_ascii=False, default=_plain).encode(errors="surrogatepass")
+
+
+def _plain(value: Any) -> Any:
+    """Not by `asdict`, which copies token ids one by one: ten times the time of all the rest."""
+    if is_dataclass(value) and not isinstance(value, type):
+        return {field.name: getattr(value, field.name) for field in fields(value)}
+    return str(value)
 
 
 def from_bytes(data: bytes) -> Group:

@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from tests.chaos.early_kills import kill_early
 from ycore.errors import RunError
 from ycore.launch.guardian import RunWatch, guarded, kill_run, remove_leftovers
 from ycore.launch.ownership import groups_of
@@ -362,6 +363,18 @@ def test_shared_memory_of_a_process_that_was_killed_early_is_removed(folder: Run
         assert worker.wait(timeout_s=WITHIN_S) == -signal.SIGKILL and segment.exists()
     held.release()
     assert not segment.exists()
+
+
+@pytest.mark.skipif(born_at(Path("/dev/shm")) is None, reason="no /dev/shm, or it has no times of birth")
+def test_shared_memory_of_a_process_that_was_killed_at_once_is_removed(tmp_path: Path) -> None:
+    """50 ms after it was made; looks every half a second would meet at most two of these makers alive."""
+    runs, others = kill_early(tmp_path / "run", [0.05] * 6)
+    try:
+        assert sum(path.exists() for path in runs) <= 2, "a busy machine may be late now and then"
+        assert all(path.exists() for path in others)
+    finally:
+        for path in (*runs, *others):
+            path.unlink(missing_ok=True)
 
 
 def test_sockets_scratch_and_shared_memory_folder_are_removed(marked: RunFolder) -> None:

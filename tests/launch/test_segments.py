@@ -2,26 +2,28 @@
 
 import mmap
 import os
+import select
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
-from ycore.launch.segments import LIBRARY_NAME, Candidate, born_at, is_left, mapped_segments
+from ycore.launch.segments import LIBRARY_NAME, SHARED_MEMORY, Candidate, Creations, born_at, held_segments, is_left
 
 BEGAN = 1000.0
 LEFT = Candidate("psm_0123abcd", (26, 7), uid=0, born=1001.0)
-MAPPED = {(26, 7)}
+HELD = {(26, 7)}
 
 
 def test_a_file_is_left_by_the_run_only_where_everything_says_so() -> None:
-    assert is_left(LEFT, began=BEGAN, mapped=MAPPED, in_use=set(), users=[0])
+    assert is_left(LEFT, began=BEGAN, held=HELD, in_use=set(), users=[0])
     others = [replace(LEFT, name="train.jsonl"), replace(LEFT, born=999.0), replace(LEFT, born=None)]
     others += [replace(LEFT, segment=(26, 8)), replace(LEFT, segment=(27, 7)), replace(LEFT, uid=1000)]
     for other in others:
-        assert not is_left(other, began=BEGAN, mapped=MAPPED, in_use=set(), users=[0]), other
-    assert not is_left(LEFT, began=BEGAN, mapped=MAPPED, in_use=MAPPED, users=[0])
+        assert not is_left(other, began=BEGAN, held=HELD, in_use=set(), users=[0]), other
+    assert not is_left(LEFT, began=BEGAN, held=HELD, in_use=HELD, users=[0])
 
 
 @pytest.mark.parametrize(
@@ -51,7 +53,7 @@ def test_names_that_people_give_are_not(name: str) -> None:
 
 
 @pytest.mark.skipif(born_at(Path("/dev/shm")) is None, reason="no /dev/shm, or it has no times of birth")
-def test_birth_is_not_change_and_a_map_is_known_by_device_and_inode() -> None:
+def test_birth_is_not_change_and_what_a_process_holds_is_known_by_device_and_inode() -> None:
     path = Path("/dev/shm") / f"ycore-test-{os.getpid()}"
     before = time.time() - 0.1  # the file system's clock has coarse ticks
     path.write_bytes(bytes(4096))
@@ -59,9 +61,38 @@ def test_birth_is_not_change_and_a_map_is_known_by_device_and_inode() -> None:
         born, status = born_at(path), path.stat()
         os.utime(path, (0, 0))
         assert born is not None and before <= born <= time.time() and born_at(path) == born
-        with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ):
-            assert (status.st_dev, status.st_ino) in mapped_segments(os.getpid())
-        assert (status.st_dev, status.st_ino) not in mapped_segments(os.getpid())
+        with path.open("rb") as file:
+            assert (status.st_dev, status.st_ino) in held_segments(os.getpid())
+            mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        with mapped:
+            assert (status.st_dev, status.st_ino) in held_segments(os.getpid())
+        assert (status.st_dev, status.st_ino) not in held_segments(os.getpid())
     finally:
         path.unlink()
-    assert born_at(path) is None and mapped_segments(2**22 + 1) == set()
+    assert born_at(path) is None and held_segments(2**22 + 1) == set()
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="no inotify")
+def test_new_files_are_told_at_once_where_a_library_may_have_named_them() -> None:
+    creations, number = Creations(), os.getpid()
+    made = SHARED_MEMORY / f"nccl-{number % 1000000:06d}"
+    linked, gone, other = (SHARED_MEMORY / f"{name}{number}" for name in ("sem.mp-", "sem.loky-", "ycore-test-"))
+    assert not select.select(creations.descriptors, [], [], 0)[0] and creations.read() == set()
+    try:
+        gone.touch()
+        gone.unlink()
+        for path in (made, other):
+            path.touch()
+        linked.hardlink_to(other)  # as sem_open does
+        assert select.select(creations.descriptors, [], [], 0)[0] == creations.descriptors
+        expected = {(path.stat().st_dev, path.stat().st_ino) for path in (made, linked)}
+        assert expected <= creations.read() and not creations.read() & expected
+    finally:
+        for path in (made, linked, other):
+            path.unlink(missing_ok=True)
+
+
+def test_a_system_without_inotify_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ctypes.CDLL", lambda *arguments, **options: object())
+    creations = Creations()
+    assert creations.descriptors == [] and creations.read() == set()

@@ -22,7 +22,7 @@ import psutil
 
 from ycore.errors import RunError
 from ycore.launch.ownership import is_owned, kill_group, make_group, remove_group
-from ycore.launch.segments import Segment, mapped_segments, remove_segments, segments_changed_ns
+from ycore.launch.segments import Creations, Segment, held_segments, remove_segments, segments_changed_ns
 from ycore.run.claim import Claim
 from ycore.run.files import make_private
 from ycore.run.paths import RunFolder
@@ -36,30 +36,64 @@ _CLEARS_WITHIN_S = 30.0
 _STARTS_WITHIN_S = 60.0
 _LOOK_EVERY_S = 5.0  # a look takes 20 ms, and an idle run should cost nothing
 _SEGMENTS_EVERY_S, _BETWEEN_LOOKS_S = 0.1, 0.5
+_MARKED_WITHIN_S = 2.0  # of its start, as a fork of the launcher has no mark yet
 _READY = b"ready\n"
 
 
 class RunWatch:
     """The processes and shared memory of a run, remembered from look to look; without `keep` and this process."""
 
-    def __init__(self, run_id: str, *, keep: Collection[int] = ()) -> None:
+    def __init__(self, run_id: str, *, keep: Collection[int] = (), creations: Creations | None = None) -> None:
         self._run_id = run_id
         self._keep = {os.getpid(), *keep}
         self._known: dict[tuple[int, float], psutil.Process] = {}  # by process id and start time: ids are used again
         self._segments: set[Segment] = set()
+        self._creations = creations
+        self._others: set[int] = set()  # process ids that were not the run's at the last look
         self._users = {os.geteuid()}
 
     def look(self) -> list[psutil.Process]:
+        others: set[int] = set()
         for process in psutil.process_iter():
-            if process.pid not in self._keep and is_owned(process, self._run_id):
-                self._remember(process)
+            self.look_at_new_segments()
+            self._meet(process, others)
+        self._others = others
         for process in [process for process in self._known.values() if is_alive(process)]:
             for child in descendants(process.pid):
                 self._remember(child)
         self._known = {key: process for key, process in self._known.items() if is_alive(process)}
-        for process in self._known.values():
-            self._segments |= mapped_segments(process.pid)
+        for process in list(self._known.values()):
+            self.look_at_new_segments()
+            self._segments |= held_segments(process.pid)
         return list(self._known.values())
+
+    def look_at_new_segments(self) -> None:
+        """Find out at once which new shared memory the run's processes hold, before the maker may be gone.
+
+        Only at the run's processes, the youngest first, and at those that no look has met.
+        """
+        made = set[Segment]() if self._creations is None else self._creations.read()
+        if not made:
+            return
+        known = {pid for pid, _ in self._known}
+        for pid in sorted({*psutil.pids()} - self._others, key=lambda pid: (pid in known, pid), reverse=True):
+            with suppress(psutil.Error):
+                if pid in known or self._meet(psutil.Process(pid), self._others):
+                    held = held_segments(pid) & made
+                    self._segments |= held
+                    made -= held
+            if not made:
+                return
+
+    def _meet(self, process: psutil.Process, others: set[int]) -> bool:
+        """Remember a process that has a mark of the run; add one without to `others`, once it is too old to get one."""
+        if process.pid not in self._keep and is_owned(process, self._run_id):
+            self._remember(process)
+            return True
+        with suppress(psutil.Error):
+            if time.time() - process.create_time() > _MARKED_WITHIN_S:
+                others.add(process.pid)
+        return False
 
     def kill(self, *, grace_s: float = 3.0) -> int:
         """End every process of the run: SIGTERM first, SIGKILL after `grace_s`; returns how many there were."""
@@ -178,12 +212,16 @@ def guard(folder: RunFolder) -> None:
         signal.signal(number, signal.SIG_IGN)
     record = read_record(folder.lock)
     assert record is not None and record.run_id == folder.run_id, "the launcher has claimed the folder"
-    watch = RunWatch(record.run_id)
+    creations = Creations()
+    watch = RunWatch(record.run_id, creations=creations)
     with suppress(BrokenPipeError):  # the launcher is gone already
         os.write(sys.stdout.fileno(), _READY)
     pipe, looked, seen = sys.stdin.fileno(), 0.0, -1
-    while not select.select([pipe], [], [], _SEGMENTS_EVERY_S)[0]:
-        changed = segments_changed_ns()  # whose new shared memory is can be seen only while its maker lives
+    while pipe not in select.select([pipe, *creations.descriptors], [], [], _SEGMENTS_EVERY_S)[0]:
+        used = time.process_time()
+        watch.look_at_new_segments()
+        time.sleep(4 * (time.process_time() - used))  # a fifth of a core at most, however many others make
+        changed = segments_changed_ns()
         if time.monotonic() - looked > (_LOOK_EVERY_S if changed == seen else _BETWEEN_LOOKS_S):
             watch.look()
             looked, seen = time.monotonic(), changed

@@ -7,7 +7,8 @@ import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from typing import Annotated, Any
+from types import FrameType
+from typing import Annotated, Any, NoReturn
 
 import typer
 from ycore_cli.look import doctor, env, recipes, report, selftest, watch
@@ -60,8 +61,24 @@ def ycore(
 
 
 def main() -> None:
-    """The console script."""
-    status = run(sys.argv[1:])
+    """The console script, once everything is imported that it needs to begin."""
+    interrupts: list[int] = []
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        interrupts.append(number)
+        raise KeyboardInterrupt
+
+    try:
+        if signal.getsignal(signal.SIGINT) is not signal.SIG_IGN:
+            signal.signal(signal.SIGINT, interrupt)
+        status = run(sys.argv[1:])
+    except BaseException:
+        if not interrupts:
+            raise
+        status = Interrupted.exit_code  # an import that Ctrl-C broke fails in its own way
+        print("interrupted", file=sys.stderr)
+    if interrupts and status:
+        status = Interrupted.exit_code
     if status == Interrupted.exit_code:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C, in Python's own shutdown, would hide the status
     sys.exit(status)

@@ -4,12 +4,15 @@ Everything else is what a user starts: the command line, launcher, guardian, tra
 engine's command is exchanged, here, before the launcher is imported; the product has no option for it.
 """
 
-import importlib.metadata
 import json
+import signal
 import sys
 from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
+
+import ycore_cli
 
 ENGINE_MODULE = "tests.chaos.scripted_engine"
 
@@ -21,8 +24,15 @@ def engine_words(engine: Any, options: Mapping[str, str]) -> list[str]:
 
 
 def main() -> None:
-    """`OPTIONS` is a JSON object of the scripted engine's own options; `trainer` in it is a module in its place."""
+    """`OPTIONS` is a JSON object of the scripted engine's own options.
+
+    `trainer` in it is a module in the trainer's place; `begun` is a file that is made when the command's own first
+    instruction is done. Until then Python is starting, and a signal ends it as it ends any program.
+    """
     options = json.loads(sys.argv[1])
+    signal.signal(signal.SIGINT, ycore_cli.end_at_once)
+    if (begun := options.pop("begun", None)) is not None:
+        Path(begun).touch()
     trainer = options.pop("trainer", None)
     sys.argv = ["ycore", *sys.argv[2:]]
     from ycore.engine import commands as rollout
@@ -36,8 +46,7 @@ def main() -> None:
         from ycore.launch import launcher
 
         launcher.TRAINER = replace(launcher.TRAINER, module=trainer)
-    (command,) = importlib.metadata.entry_points(group="console_scripts", name="ycore")
-    command.load()()
+    ycore_cli.start()
 
 
 if __name__ == "__main__":

@@ -39,7 +39,7 @@ _LONG = 5000
 """Steps of a run that is to be ended."""
 
 STAGES: Mapping[str, Callable[[RunFolder], bool]] = {
-    "start": lambda folder: True,
+    "start": lambda folder: _begun(folder).exists(),
     "claimed": lambda folder: folder.config.exists(),
     "guarded": lambda folder: folder.sockets.exists(),
     "engines": lambda folder: folder.engines.exists(),
@@ -48,6 +48,12 @@ STAGES: Mapping[str, Callable[[RunFolder], bool]] = {
     "steps": lambda folder: folder.metrics.exists(),
 }
 """How far a run is; a deed is done a moment after that is reached."""
+
+
+def _begun(folder: RunFolder) -> Path:
+    """Made at the command's own first instruction: before it a signal ends Python as it ends any program."""
+    return folder.root.with_name(f"{folder.root.name}.begun")
+
 
 Deed = Callable[[Run, Witness], bool]
 
@@ -103,14 +109,14 @@ def _nothing(run: Run, witness: Witness) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class End:
-    """`exits`: what the shell may see. Before the launcher has handlers, a signal ends Python as it ends anything."""
+    """`exits`: what the shell may see."""
 
     deed: Deed
     exits: tuple[int, ...]
     stages: tuple[str, ...] = tuple(STAGES)
     steps: int = _LONG
     early: tuple[int, ...] = ()
-    """What it may see besides, up to the stage `claimed`."""
+    """What it may see besides, up to the stage `claimed`: only SIGINT is handled from the first instruction on."""
 
     is_cleared_by_the_next: bool = False
     """Whether only the folder's next run clears up, because launcher and guardian are both gone."""
@@ -121,8 +127,8 @@ _WITH_GUARDIAN = ("guarded", "engines", "trainer", "rewards", "steps")
 ENDS: Mapping[str, End] = {
     "success": End(_nothing, (0,), ("start",), steps=1),
     "error": End(_nothing, (1,), ("start",), steps=2),
-    "ctrl-c": End(_ctrl_c, (INTERRUPTED,), early=(-signal.SIGINT, 1)),
-    "ctrl-c-twice": End(signalled(signal.SIGINT, signal.SIGINT), (INTERRUPTED,), early=(-signal.SIGINT, 1)),
+    "ctrl-c": End(_ctrl_c, (INTERRUPTED,)),
+    "ctrl-c-twice": End(signalled(signal.SIGINT, signal.SIGINT), (INTERRUPTED,)),
     "sigterm": End(signalled(signal.SIGTERM), (INTERRUPTED,), early=(-signal.SIGTERM,)),
     "sighup": End(signalled(signal.SIGHUP), (INTERRUPTED,), early=(-signal.SIGHUP,)),
     "terminal-closed": End(_close_terminal, (INTERRUPTED,), early=(-signal.SIGHUP,)),
@@ -205,6 +211,7 @@ def end_one(bench: Bench, place: Path, case: Case) -> Outcome:
     segment = SHARED_MEMORY / f"psm_{secrets.token_hex(4)}"
     job = replace(bench.job, steps=end.steps, checkpoint_every=_LONG, reward=case.reward)
     scripted = {**(bench.setting.scripted or {}), "--segment": segment.name}
+    scripted["begun"] = str(_begun(RunFolder(output)))
     scripted |= {"trainer": light_trainer.MODULE} if case.is_light else {}
     setting = Setting(place.parent, scripted, bench.setting.package, stop=bench.setting.stop)
     with Foreign(output, job.inputs / "train.jsonl", Path(tempfile.gettempdir())) as foreign:

@@ -1,8 +1,10 @@
 """The visible options are few and frozen here; help imports nothing that a command needs only when it runs."""
 
+import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 import typer
@@ -88,6 +90,37 @@ def test_help_imports_none_of_the_stack(arguments: str) -> None:
     command = [sys.executable, "-c", code, *arguments.split()]
     done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+@pytest.mark.parametrize("module", ["typer", "typer.core", "ycore.config.algorithms", "ycore.config.schema"])
+def test_ctrl_c_while_the_command_is_imported_is_one_line(module: str, tmp_path: Path) -> None:
+    """At the import of the first module that it needs, of two in between, and of one that it needs when it runs."""
+    begun = tmp_path / "begun"
+    code = _STOPS_IN.format(module=module, begun=str(begun)) + "from ycore_cli import start; start()"
+    words = [sys.executable, "-c", code, "grpo", "--recipe", "quickstart", "--dry-run"]
+    process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 20
+    while not begun.exists() and process.poll() is None and time.monotonic() < deadline:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGINT)
+    assert process.communicate(timeout=20) == ("", "interrupted\n")
+    assert process.returncode == 130 and begun.exists()
+
+
+_STOPS_IN = """
+import pathlib, sys, time
+
+class Slow:
+    def find_spec(self, name, *others):
+        if name == {module!r}:
+            pathlib.Path({begun!r}).touch()
+            try:
+                time.sleep(10)
+            except KeyboardInterrupt:
+                raise ImportError("broken by an interrupt") from None
+
+sys.meta_path.insert(0, Slow())
+"""
 
 
 def test_help_is_there_in_half_a_second() -> None:

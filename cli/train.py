@@ -69,6 +69,7 @@ def resume(
     resume_from: o.ResumeFrom = None,
     accept_changes: o.AcceptChanges = False,
     steps: o.Steps = None,
+    processes: o.Processes = None,
     set_: o.Set = None,
     dry_run: o.DryRun = False,
     json: o.Json = False,
@@ -82,6 +83,7 @@ def resume(
 
     \b
     ycore resume runs/first
+    ycore resume --processes 1 runs/first
     ycore resume runs/first --resume-from 40 --learning-rate 1e-6 --accept-changes
     """
     from ycore.config.resolve import resolve
@@ -148,11 +150,12 @@ def train(
         step = None if resume_from is None else parse_checkpoint(resume_from, RunFolder(Path(config.output)))
         how = Resume(step=step, accept_changes=accept_changes)
         result = checked_plan(config, resume=resume, how=how)
-        _check_checkpoints(config, how)
+        world: int = result["ranks"]["world"]
+        _check_checkpoints(config, how, world=world if resume else None)
         if not (json and dry_run):
             print_table(plan_rows(result, resume=resume))
         if not dry_run:
-            result = run_training(config, num_steps=result["trl"]["max_steps"], resume=resume, how=how)
+            result = run_training(config, num_steps=result["trl"]["max_steps"], world=world, resume=resume, how=how)
     if json:
         print_json(result)
     elif dry_run:
@@ -163,15 +166,17 @@ def train(
         print_table(_closing_rows(config, result))
 
 
-def _check_checkpoints(config: "AnyConfig", how: "Resume") -> None:
-    """Refuse checkpoints and journals that the run cannot use."""
+def _check_checkpoints(config: "AnyConfig", how: "Resume", *, world: int | None) -> None:
+    """Refuse checkpoints and journals that the run cannot use; `world` is the number of ranks of a run that goes on."""
     from ycore.config.schema import RunConfig
     from ycore.run.checkpoints import MIN_KEPT
     from ycore.run.paths import RunFolder
-    from ycore.run.resuming import check_checkpoint, check_replay
+    from ycore.run.resuming import check_checkpoint, check_replay, check_world
 
     if how.step is not None:
         check_checkpoint(RunFolder(Path(config.output)), how.step)
+    if world is not None:
+        check_world(RunFolder(Path(config.output)), how, world=world)
     if not isinstance(config, RunConfig):
         return
     limit = config.trl.get("save_total_limit")
@@ -185,14 +190,14 @@ def _check_checkpoints(config: "AnyConfig", how: "Resume") -> None:
         check_replay(replayed.root, replayed.journal)
 
 
-def run_training(config: "AnyConfig", *, num_steps: int, resume: bool, how: "Resume") -> dict[str, Any]:
-    """Train in the foreground; the run's summary."""
+def run_training(config: "AnyConfig", *, num_steps: int, world: int, resume: bool, how: "Resume") -> dict[str, Any]:
+    """Train in the foreground on `world` ranks; the run's summary."""
     from ycore.launch.launcher import TRAINER, run_worker
     from ycore.run.paths import RunFolder
     from ycore.run.resuming import settle
 
     if resume:
-        settle(RunFolder(Path(config.output)), config, how, say=print)
+        settle(RunFolder(Path(config.output)), config, how, world=world, say=print)
     return run_worker(TRAINER, config, resume=resume, num_steps=num_steps)
 
 
@@ -290,5 +295,6 @@ def _run_stage(config: "AnyConfig", resume: bool) -> Mapping[str, Any]:
     plan = checked_plan(config, resume=resume)
     if isinstance(config, RunConfig) and config.algorithm == "eval":
         return run_worker(EVALUATOR, config)
-    summary: Mapping[str, Any] = run_training(config, num_steps=plan["trl"]["max_steps"], resume=resume, how=AS_IT_WAS)
+    sizes = {"num_steps": plan["trl"]["max_steps"], "world": plan["ranks"]["world"]}
+    summary: Mapping[str, Any] = run_training(config, **sizes, resume=resume, how=AS_IT_WAS)
     return summary

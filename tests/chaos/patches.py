@@ -293,7 +293,7 @@ PARTS: tuple[Patch, ...] = (
     _timed(
         "flush and manifest",
         "ycore/run/checkpoints.py",
-        "from ycore.errors import RunError, RunFolderError",
+        "from ycore.errors import RunFolderError",
         "publish",
     ),
 )

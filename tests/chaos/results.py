@@ -171,24 +171,39 @@ Rounds = Sequence[Mapping[str, Any]]
 
 
 def read_rounds(journal: Path) -> Rounds:
-    """The rounds of rank 0, in the order of their steps; the first line of each file is its label."""
-    files = sorted(journal.glob("round-*-rank-0.json"))
-    return [json.loads(file.read_bytes().partition(b"\n")[2]) for file in files]
+    """Each step's groups and its ranks' states, in order. A file's first line, its label, has the number of ranks."""
+    rounds = []
+    for first in sorted(journal.glob("round-*-rank-0.json")):
+        world = json.loads(first.read_bytes().partition(b"\n")[0])["world"]
+        files = [first.with_name(first.name.replace("rank-0", f"rank-{rank}")) for rank in range(world)]
+        parts = [json.loads(file.read_bytes().partition(b"\n")[2]) for file in files]
+        groups = [group for part in parts for group in part["groups"]]
+        rounds.append({"groups": groups, "states": [part["state"] for part in parts]})
+    return rounds
 
 
 def account(rounds: Rounds, *, steps: int, seed: int) -> list[str]:
     """What is wrong with the rounds of a run that took so many steps; nothing where the account is even. Pure."""
     if len(rounds) != steps:
         return [f"{len(rounds)} rounds for {steps} steps"]
-    state, order = rounds[-1]["state"], PromptOrder(seed=seed, num_rows=NUM_ROWS)
+    states, order = rounds[-1]["states"], PromptOrder(seed=seed, num_rows=NUM_ROWS)
     taken = Counter(_position(group) for round_ in rounds for group in round_["groups"])
-    taken.update(_position(item["group"]) for item in state["surplus"])
-    drawn = range(state["cursor"])
+    taken.update(_position(item["group"]) for state in states for item in state["surplus"])
+    drawn = _drawn(states)
     lost = [place for place in drawn if place not in taken and not is_dull(order.row_at(place))]
     twice = sorted(place for place, count in taken.items() if count > 1)
     unknown = sorted(taken.keys() - set(drawn))
     problems = {"lost": lost, "taken twice": twice, "never drawn": unknown}
     return [f"prompts {what}, at positions {places}" for what, places in problems.items() if places]
+
+
+def _drawn(states: Sequence[Mapping[str, Any]]) -> list[int]:
+    """Positions that will not come. The ranks take turns at the gaps that earlier ranks left, then from `start` on."""
+    world, most = len(states), max(state["cursor"] for state in states)
+    gaps, start = states[0].get("gaps", []), states[0].get("start", 0)
+    turns = [*gaps, *range(start, start + (most + 1) * world)]
+    now = {place for rank, state in enumerate(states) for place in turns[rank::world][: state["cursor"]]}
+    return sorted(now | (set(range(start)) - set(gaps)))
 
 
 def _position(group: Mapping[str, Any]) -> int:

@@ -90,22 +90,28 @@ def dynamic(job: Job) -> Job:
 
 
 def account_row(bench: Bench) -> Row:
-    """Kills of the trainer at random moments."""
+    """Kills of the trainer at random moments; in turn it goes on with as many ranks, with fewer and with more."""
     oracle = bench.oracle()
-    moments = draw_moments(max(2, bench.count // 3), steps=bench.job.steps, seed=bench.seed, row="account")
+    moments = draw_moments(max(len(_RANKS), bench.count // 3), steps=bench.job.steps, seed=bench.seed, row="account")
 
     def one(case: tuple[int, Moment]) -> Outcome:
         number, moment = case
-        attempt = partial(account_trial, oracle, bench.setting)
-        return until_it_lands(attempt, f"account-{number}", moment)
+        before, after = _RANKS[number % len(_RANKS)]
+        attempt = partial(account_trial, oracle, bench.setting, before=before, after=after)
+        return until_it_lands(attempt, f"account-{number}-{before}-to-{after}", moment)
 
     outcomes = bench.all(one, list(enumerate(moments)))
-    return row_of("account", "dynamic sampling, kill -9: no prompt is lost or taken twice", outcomes)
+    return row_of("account", "kill -9, other ranks: no prompt is lost or taken twice", outcomes)
 
 
-def account_trial(oracle: Oracle, setting: Setting, name: str, moment: Moment) -> Outcome:
-    """`oracle` is of the plain job: it lends its pace."""
-    job = dynamic(oracle.job)
+_RANKS = ((1, 1), (2, 1), (1, 2))
+
+
+def account_trial(
+    oracle: Oracle, setting: Setting, name: str, moment: Moment, *, before: int = 1, after: int = 1
+) -> Outcome:
+    """A run of `before` ranks, which goes on with `after`. `oracle` is of the plain job: it lends its pace."""
+    job = dynamic(replace(oracle.job, ranks=before))
     run = Run(setting, job.words(setting.place / name), setting.place / name)
     try:
         landed = wait_for_moment(run, moment, oracle) and kill("trainer")(run)
@@ -115,7 +121,7 @@ def account_trial(oracle: Oracle, setting: Setting, name: str, moment: Moment) -
         run.end()
     outcome = Outcome(name, (status,), phase=phase, left=left, said=run.tail(1), landed=landed)
     if status not in (None, 0):
-        outcome = go_on(outcome, replace(oracle, job=job), setting)
+        outcome = go_on(outcome, replace(oracle, job=replace(job, ranks=after)), setting)
     problems = account(read_rounds(run.folder.journal), steps=job.steps, seed=job.seed)
     return replace(outcome, difference=Difference(notes=tuple(problems)))
 

@@ -165,7 +165,7 @@ def test_a_patch_whose_text_is_gone_says_so(tmp_path: Path) -> None:
 def round_of(*positions: int, cursor: int, surplus: tuple[int, ...] = ()) -> dict[str, object]:
     groups = [{"draw": {"position": position}} for position in positions]
     waiting = [{"group": {"draw": {"position": position}}, "teaches": True} for position in surplus]
-    return {"groups": groups, "state": {"cursor": cursor, "surplus": waiting}}
+    return {"groups": groups, "states": [{"cursor": cursor, "surplus": waiting}]}
 
 
 def test_an_account_of_prompts_is_even_or_says_what_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,6 +176,12 @@ def test_an_account_of_prompts_is_even_or_says_what_is_not(monkeypatch: pytest.M
     assert account([round_of(0, 1, cursor=4)], steps=1, seed=0) == ["prompts lost, at positions [2, 3]"]
     twice = [round_of(0, 1, cursor=2), round_of(1, cursor=2)]
     assert account(twice, steps=2, seed=0) == ["prompts taken twice, at positions [1]"]
+    two = [{"cursor": 1, "surplus": [], "gaps": [1], "start": 3}, {"cursor": 1, "surplus": []}]
+    assert account([{**round_of(0, 2, 1, 3, cursor=0), "states": two}], steps=1, seed=0) == []
+    two[0]["cursor"] = 2
+    assert account([{**round_of(0, 2, 1, 3, cursor=0), "states": two}], steps=1, seed=0) == [
+        "prompts lost, at positions [4]"
+    ]
     assert [is_dull(row) for row in (0, 1, 3)] == [True, False, True]
 
 

@@ -9,10 +9,10 @@ import pytest
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.errors import RunFolderError
 from ycore.run.checkpoints import checkpoint_of, checkpoints_in, publish, staging, step_of
-from ycore.run.claim import Resume, claim
+from ycore.run.claim import Resume, claim, settings_that_differ
 from ycore.run.files import read_json, write_json_atomic
 from ycore.run.paths import RunFolder
-from ycore.run.resuming import parse_checkpoint, read_round, round_file, rounds_in, settle
+from ycore.run.resuming import check_world, parse_checkpoint, read_round, round_file, rounds_in, settle
 
 
 def config_for(folder: RunFolder, **changes: Any) -> RunConfig:
@@ -39,10 +39,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunFolder:
     return folder
 
 
-def settled(folder: RunFolder, how: Resume, **changes: Any) -> tuple[list[str], list[int], list[int]]:
+def settled(
+    folder: RunFolder, how: Resume, *, world: int = 1, **changes: Any
+) -> tuple[list[str], list[int], list[int]]:
     """What was said, and the steps of the checkpoints and rounds that are left."""
     said: list[str] = []
-    settle(folder, config_for(folder, **changes), how, say=said.append)
+    settle(folder, config_for(folder, **changes), how, world=world, say=said.append)
     return said, [step_of(path) for path in checkpoints_in(folder.checkpoints)], list(rounds_in(folder.journal))
 
 
@@ -112,3 +114,52 @@ def test_a_round_in_the_journal_of_an_earlier_version_is_read(tmp_path: Path) ->
     head, content = read_round(path)
     assert path.name == "round-000003-rank-0.json" and (head["step"], head["seed"]) == (3, 7)
     assert content == {"groups": [], "state": {"cursor": 4}, "metrics": {"ycore/reward": 0.5}}
+
+
+def save(folder: RunFolder, step: int, *names: str, world: int) -> None:
+    staged = staging(folder.checkpoints, step) / f"checkpoint-{step}"
+    staged.mkdir(parents=True)
+    for name in (
+        "model.safetensors",
+        "trainer_state.json",
+        *(f"rng_state_{rank}.pth" for rank in range(world)),
+        *names,
+    ):
+        (staged / name).write_bytes(b"w")
+    publish(folder.checkpoints, step, world=world)
+
+
+def test_another_number_of_ranks_is_said(folder: RunFolder) -> None:
+    save(folder, 8, "controller-0.json", "controller-1.json", "optimizer.pt", world=2)
+    said, *_ = settled(folder, Resume(), world=1, processes=1)
+    assert said[0] == "going on from step 8" and said[1].startswith("1 rank instead of 2: the prompts come in the same")
+    assert settled(folder, Resume(), world=2)[0] == ["going on from step 8"]
+
+
+@pytest.mark.parametrize(
+    ("names", "why"),
+    [
+        (("optimizer.pt",), "a run on given examples keeps its number of ranks"),
+        (("controller-0.json",), "the optimizer's state is in shards, one a rank"),
+        (("controller-0.json", "optimizer.pt", "round-0.safetensors"), "later steps still learn from its round"),
+    ],
+)
+def test_what_cannot_go_on_with_other_ranks_is_refused(folder: RunFolder, names: tuple[str, ...], why: str) -> None:
+    save(folder, 8, *names, world=2)
+    for refuse in (lambda: settled(folder, Resume(), world=3), lambda: check_world(folder, Resume(), world=3)):
+        with pytest.raises(
+            RunFolderError, match=f"checkpoint-8 was saved by 2 ranks, and this run has 3; {why}"
+        ) as error:
+            refuse()
+        assert "go on with --processes 2, or" in str(error.value)
+    check_world(folder, Resume(), world=2)
+    check_world(folder, Resume(step=6), world=1)
+
+
+def test_how_a_rank_divides_its_part_is_free_with_the_number_of_ranks() -> None:
+    there = {"processes": 2, "trl": {"per_device_train_batch_size": 4, "learning_rate": 1e-5}}
+    here = {"processes": 1, "trl": {"per_device_train_batch_size": 8, "learning_rate": 1e-5}}
+    assert settings_that_differ(there, here) == []
+    assert [one.name for one in settings_that_differ({**there, "processes": 1}, here)] == [
+        "trl.per_device_train_batch_size"
+    ]

@@ -12,9 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from ycore.errors import ConfigError, RunFolderError
+from ycore.round.regroup import regroup_round, regroup_states
 from ycore.run.files import make_folder
 from ycore.run.paths import RunFolder
-from ycore.run.resuming import check_replay, damaged_round, drop_rounds, read_round, round_file, rounds_in, write_round
+from ycore.run.resuming import check_replay, damaged_round, drop_rounds, read_label, read_round, round_file, write_round
 from ycore.types import Completion, Draw, Finished, Group, Prompt, Score
 
 
@@ -35,6 +36,15 @@ class Journal:
     def path(self, step: int) -> Path:
         return round_file(self._folder, step, self._rank)
 
+    def world_of(self, step: int) -> int | None:
+        """The number of ranks that committed the round of that step; None where not all of them did."""
+        first = round_file(self._folder, step, 0)
+        if not first.is_file():
+            return None
+        world = read_label(first).get("world", self._world)
+        is_whole = all(round_file(self._folder, step, rank).is_file() for rank in range(world))
+        return world if is_whole else None
+
     def commit(
         self, step: int, groups: list[Group], state: dict[str, Any], metrics: Mapping[str, float] | None = None
     ) -> None:
@@ -45,30 +55,50 @@ class Journal:
         """
         make_folder(self._folder)
         content = {"groups": [group_to_json(group) for group in groups], "state": state, "metrics": dict(metrics or {})}
-        write_round(self.path(step), {**self._label(step), "seed": self._seed}, content)
+        label = {"step": step, "rank": self._rank, "world": self._world, "seed": self._seed}
+        write_round(self.path(step), label, content)
 
     def read(self, step: int) -> Committed | None:
-        """The round of that step; None where it was never committed; RunFolderError where its file is damaged."""
-        path, label = self.path(step), self._label(step)
-        if not path.is_file():
+        """This rank's part of the round of that step; RunFolderError where a file of it is damaged.
+
+        A round that another number of ranks committed is dealt anew. None where some rank did not commit its part; a
+        part that is left from such a round may be there, and counts for nothing.
+        """
+        world = self.world_of(step)
+        if world is None:
             return None
+        if world == self._world:
+            return self._part(step, self._rank, world)
+        parts = [part for rank in range(world) if (part := self._part(step, rank, world)) is not None]
+        if len(parts) < world:
+            return None
+        groups = regroup_round([part.groups for part in parts], world=self._world)
+        states = regroup_states([part.state for part in parts], world=self._world)
+        return Committed(groups[self._rank], states[self._rank], parts[0].metrics)
+
+    def _part(self, step: int, rank: int, world: int) -> Committed | None:
+        """A rank's part; None where that file is of a round of another number of ranks."""
+        path, label = round_file(self._folder, step, rank), {"step": step, "rank": rank}
         head, content = read_round(path)
         found = {name: head.get(name) for name in label}
         if found != label:
             raise damaged_round(path, f"it is of {found}, not of {label}")
+        if head.get("world") != world:
+            return None
         groups = [group_from_json(group) for group in content["groups"]]
         return Committed(groups, content["state"], content.get("metrics", {}))
 
     def prune(self, before: int) -> None:
         """Delete the rounds of steps before this one: a checkpoint holds what they taught."""
-        drop_rounds(self._folder, before=before, rank=self._rank)
+        drop_rounds(self._folder, before=before, of=self._is_ours)
 
-    def forget_after(self, step: int) -> None:
-        """Delete the rounds of later steps: they followed another round of this step."""
-        drop_rounds(self._folder, after=step, rank=self._rank)
+    def forget_from(self, step: int) -> None:
+        """Delete the rounds of this step and later ones: another round of this step comes."""
+        drop_rounds(self._folder, after=step - 1, of=self._is_ours)
 
-    def _label(self, step: int) -> dict[str, int]:
-        return {"step": step, "rank": self._rank, "world": self._world}
+    def _is_ours(self, rank: int) -> bool:
+        """Each rank deletes its own files, and those of ranks that there are no more."""
+        return rank % self._world == self._rank
 
 
 def record_again(committed: Committed, record: Callable[[str, float], None]) -> None:
@@ -86,20 +116,14 @@ class ReplayedRounds:
         self, run: Path, *, rank: int, world: int, group_size: int, record: Callable[[str, float], None]
     ) -> None:
         self._run, self._folder = run, RunFolder(run).journal
-        self._world, self._group_size, self._record = world, group_size, record
+        self._group_size, self._record = group_size, record
         self._journal = Journal(self._folder, rank=rank, world=world)
 
     def check(self, *, steps: int, steps_per_round: int) -> None:
         """Raise RunFolderError where the journal lacks a round, of any rank, that this run will need."""
         check_replay(self._run, self._folder)
-        found, ranks = rounds_in(self._folder), set(range(self._world))
-        if found[0] != ranks:
-            raise RunFolderError(
-                f"{self._run} was trained by {len(found[0])} ranks and this run has {self._world}; "
-                f"say --processes {len(found[0])}"
-            )
         for step in range(0, steps, steps_per_round):
-            if found.get(step) != ranks:
+            if self._journal.world_of(step) is None:
                 raise RunFolderError(
                     f"the journal of {self._run} has no round of step {step}, and this run takes {steps} steps with a "
                     f"round every {steps_per_round}; say --steps {step}, or the batch of that run"

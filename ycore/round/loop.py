@@ -5,7 +5,7 @@ import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -28,6 +28,10 @@ ShareWeights = Callable[[int], Path]
 """Writes the policy's weights, as this version, to a folder that engines can read. All ranks call it together."""
 
 _STOP_LOOK_S = 0.1
+_OTHER_SIZE = (
+    "the journal's round of step {step} comes to {there} groups a rank, and a round has {here} here: it and the later "
+    "ones are dropped, and their prompts are drawn again"
+)
 
 
 class RankLoop:
@@ -65,7 +69,7 @@ class RankLoop:
         self.meter = RoundMeter(engines, peers, self.surplus)
         self._share_weights = share_weights
         self._journal = journal
-        self._generated = False
+        self._generates = False  # the journal has no later round
         self._synced: int | None = None
         self._seconds = 0.0
         self._metrics: dict[str, float] = {}
@@ -151,13 +155,23 @@ class RankLoop:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
-    def committed(self, step: int) -> Committed | None:
-        """The round of this step, where every rank has its part of it in the journal."""
-        if self._journal is None:
+    def committed(self, step: int, num_groups: int) -> Committed | None:
+        """The round of this step, where the journal has every rank's part of it, of so many groups.
+
+        Where it has none, this step's round is generated, and what the journal has of it and of later rounds goes.
+        """
+        if self._journal is None or self._generates:
             return None
         committed = self._journal.read(step)
+        if committed is not None and len(committed.groups) != num_groups:
+            print(_OTHER_SIZE.format(step=step, there=len(committed.groups), here=num_groups), flush=True)
+            committed = None
         num_ranks = self.peers.add_up([float(committed is not None)])
-        return committed if num_ranks == [float(self.peers.world)] else None
+        if num_ranks == [float(self.peers.world)]:
+            return committed
+        self._journal.forget_from(step)  # before the deal, where the ranks meet: none has committed anything new yet
+        self._generates = True
+        return None
 
     def take_again(self, committed: Committed) -> list[Group]:
         """Set the controller to its state after a committed round, and return that round's groups."""
@@ -174,21 +188,22 @@ class RankLoop:
             self.record(name, value)
         if self._journal is None:
             return
-        if not self._generated:  # later rounds followed another round of this step
-            self._journal.forget_after(step)
-            self._generated = True
         self._journal.commit(step, groups, self.state(), metrics)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the controller, as plain JSON values."""
         return {
             "cursor": self.draws.cursor,
+            "gaps": list(self.draws.shard.gaps),
+            "start": self.draws.shard.start,
             "yield": asdict(self.yields),
             "surplus": [finished_to_json(item) for item in self.surplus.waiting],
             "placement": self.slots.state,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
+        gaps, start = tuple(state.get("gaps", ())), state.get("start", 0)  # absent from earlier versions
+        self.draws.shard = replace(self.draws.shard, gaps=gaps, start=start)
         self.draws.cursor = state["cursor"]
         self.yields = Yield(**state["yield"])
         self.surplus.waiting = [finished_from_json(item) for item in state["surplus"]]

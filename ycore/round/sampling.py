@@ -175,13 +175,19 @@ class Surplus:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Rank `rank` of `world` owns the positions rank, rank + world, rank + 2 world, ..."""
+    """Rank `rank` of `world` owns every `world`th of the positions that are to come, from the `rank`th on.
+
+    Those are `gaps`, which an earlier number of ranks had not drawn, and then `start`, `start` + 1, ...
+    """
 
     rank: int = 0
     world: int = 1
+    gaps: tuple[int, ...] = ()
+    start: int = 0
 
     def position(self, index: int) -> int:
-        return index * self.world + self.rank
+        place = index * self.world + self.rank
+        return self.gaps[place] if place < len(self.gaps) else self.start + place - len(self.gaps)
 
 
 WHOLE = Shard()
@@ -191,7 +197,7 @@ WHOLE = Shard()
 class DrawSource:
     """Draws a rank's prompts in the run's order, or with the seed None in the order of the rows.
 
-    `encode` returns a prompt's token ids. `cursor` counts the draws, and may be set.
+    `encode` returns a prompt's token ids. `cursor` counts the draws from `shard`; both may be set.
     """
 
     prompts: Sequence[Prompt]

@@ -36,7 +36,7 @@ class Controller(RankLoop):
             Interrupted: this rank or another was asked to stop.
             YcoreError: an engine, a scorer or another rank failed.
         """
-        committed = self.committed(step)
+        committed = self.committed(step, num_groups)
         if committed is not None:  # the run was killed after the commit: train on the very same completions
             return self.take_again(committed)
 

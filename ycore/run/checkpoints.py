@@ -16,7 +16,7 @@ from typing import Annotated
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from ycore.errors import RunError, RunFolderError
+from ycore.errors import RunFolderError
 from ycore.run.files import seal, sync, unseal, write_bytes_atomic
 from ycore.run.text import Say
 
@@ -27,6 +27,7 @@ _MANIFEST = "manifest.json"
 _PREFIX = "checkpoint-"
 _SAVING = ".saving-"
 _DROPPING = ".dropping-"
+_OPTIMIZER = "optimizer.pt"  # whole: one state for all ranks
 _UNSEALED = b"{\n"  # how a manifest of schema 1 begins
 _WEIGHTS = {".safetensors", ".bin", ".pt", ".pth", ".distcp"}  # of a model, or of a sharded one with its optimizer
 
@@ -181,15 +182,37 @@ def newest_whole(folder: Path, *, say: Say) -> Path | None:
 
 
 def newest_for(folder: Path, *, world: int, say: Say) -> Path | None:
-    """Like `newest_whole`, after what a killed save left is cleared away; RunError where another `world` saved it."""
+    """Like `newest_whole`, after what a killed save left is cleared away, and `check_ranks`."""
     clear_leftovers(folder)
     newest = newest_whole(folder, say=say)
-    if newest is not None and (saved := read_manifest(newest).world) != world:
-        raise RunError(
-            f"{newest.name} was saved by {saved} ranks, and this run has {world}; each rank saves its own state, "
-            f"so go on with --processes {saved}"
-        )
+    if newest is not None:
+        check_ranks(newest, world=world)
     return newest
+
+
+def check_ranks(checkpoint: Path, *, world: int) -> None:
+    """RunFolderError where another number of ranks saved the checkpoint, and `world` ranks cannot go on from it."""
+    manifest = read_manifest(checkpoint)
+    if manifest.world == world:
+        return
+    problem = None
+    if controller_file(0) not in manifest.files:
+        problem = "a run on given examples keeps its number of ranks"
+    elif _OPTIMIZER not in manifest.files:
+        problem = "the optimizer's state is in shards, one a rank"
+    elif any(name.startswith("round-") for name in manifest.files):
+        problem = "later steps still learn from its round, of which each rank has its own part"
+    if problem is not None:
+        saved = "1 rank" if manifest.world == 1 else f"{manifest.world} ranks"
+        raise RunFolderError(
+            f"{checkpoint} was saved by {saved}, and this run has {world}; {problem}; go on with --processes "
+            f"{manifest.world}, or take another checkpoint with --resume-from (0 is the beginning)"
+        )
+
+
+def controller_file(rank: int) -> str:
+    """Of a run with rollouts: the name of what this rank's controller saved."""
+    return f"controller-{rank}.json"
 
 
 def set_aside_after(folder: Path, step: int) -> list[Path]:

@@ -213,14 +213,17 @@ def _of_today(config: dict[str, Any]) -> dict[str, Any]:
 
 
 FREE = {
-    "output", "checkpoint_every", "merge", "keep_journal", "restarts", "placement",
+    "output", "checkpoint_every", "merge", "keep_journal", "restarts", "placement", "processes",
     "step_timeout_s", "collective_timeout_s",
     "engine.count", "engine.memory_gib", "engine.gpu_memory_utilization", "engine.sleep", "engine.restarts",
     "engine.start_timeout_s", "engine.request_timeout_s", "engine.health_timeout_s", "engine.min_verified",
     "engine.environment", "reward_workers.workers", "reward_workers.deadline_s", "reward_workers.memory_gib",
     "sandbox.level",
 }  # fmt: skip
-"""Settings that a resumed run may change: where it lies, what it shows and how fast it is, not what it learns."""
+"""Settings that a resumed run may change: where it lies, what it shows and how fast it is, not what it learns.
+
+With another number of `processes` a run learns the same prompts, and its losses are those of so many ranks.
+"""
 
 FREE_OF_TRL = {
     "logging_steps", "logging_first_step", "logging_strategy", "log_level", "log_level_replica",
@@ -229,6 +232,10 @@ FREE_OF_TRL = {
     "push_to_hub", "hub_model_id", "hub_strategy", "hub_token", "hub_private_repo", "hub_always_push", "hub_revision",
 }  # fmt: skip
 """The same under `trl`."""
+
+
+FREE_WITH_RANKS = {"trl.per_device_train_batch_size", "trl.gradient_accumulation_steps"}
+"""How a rank divides its part of a step; free where the number of ranks changes too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -257,6 +264,8 @@ def settings_that_differ(there: Mapping[str, Any], here: Mapping[str, Any]) -> l
     def may_change(one: Difference) -> bool:
         if one.name == "steps":
             return isinstance(one.old, int) and isinstance(one.new, int) and one.new > one.old
+        if one.name in FREE_WITH_RANKS:
+            return there.get("processes") != here.get("processes")
         return one.name in FREE or one.name.removeprefix("trl.") in FREE_OF_TRL
 
     differences = contents_that_differ(dict(_flat(there)), dict(_flat(here)))

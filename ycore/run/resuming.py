@@ -3,8 +3,10 @@
 journal/round-000007-rank-0.json    two lines of JSON: a header with the sha256 of the second, and the round
 """
 
+import contextlib
+import json
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,11 +14,13 @@ from pydantic import BaseModel
 
 from ycore.errors import RunFolderError
 from ycore.run.checkpoints import (
+    check_ranks,
     checkpoint_of,
     checkpoints_in,
     clear_leftovers,
     newest_whole,
     problem_of,
+    read_manifest,
     set_aside_after,
     step_of,
 )
@@ -52,6 +56,20 @@ def read_round(path: Path) -> tuple[dict[str, Any], dict[str, Any]]:
         raise damaged_round(path, str(problem)) from None
 
 
+def read_label(path: Path) -> dict[str, Any]:
+    """The header alone, unverified; RunFolderError where it is none."""
+    with path.open("rb") as file:
+        line = file.readline()
+    try:
+        label: dict[str, Any] = json.loads(line)
+        is_label = int(label.get("world", 1)) > 0
+    except (ValueError, TypeError, AttributeError, RecursionError):
+        raise damaged_round(path, "its first line is not JSON") from None
+    if not is_label:
+        raise damaged_round(path, "its first line has no number of ranks")
+    return label
+
+
 def damaged_round(path: Path, problem: str) -> RunFolderError:
     return RunFolderError(f"{path} is damaged ({problem}); remove it and resume: its round is generated again")
 
@@ -64,18 +82,24 @@ def rounds_in(journal: Path) -> dict[int, set[int]]:
     return found
 
 
-def drop_rounds(journal: Path, *, before: int = 0, after: int | None = None, rank: int | None = None) -> None:
+def _any_rank(rank: int) -> bool:
+    return True
+
+
+def drop_rounds(
+    journal: Path, *, before: int = 0, after: int | None = None, of: Callable[[int], bool] = _any_rank
+) -> None:
     """Remove rounds from the journal, for good before anything else is written.
 
     Args:
         before: rounds of steps below it go.
         after: rounds of steps above it go; None keeps them.
-        rank: only this rank's; None is all ranks'.
+        of: only those of the ranks for which this is true.
     """
     dropped = [
         path
-        for path, step, its_rank in _round_files(journal)
-        if (step < before or (after is not None and step > after)) and rank in (None, its_rank)
+        for path, step, rank in _round_files(journal)
+        if (step < before or (after is not None and step > after)) and of(rank)
     ]
     for path in dropped:
         path.unlink(missing_ok=True)
@@ -123,7 +147,7 @@ def check_checkpoint(folder: RunFolder, step: int) -> None:
         raise RunFolderError(f"{checkpoint} is damaged ({problem}); {_listed(folder)}")
 
 
-def settle(folder: RunFolder, config: BaseModel, how: Resume, *, say: Say) -> None:
+def settle(folder: RunFolder, config: BaseModel, how: Resume, *, world: int, say: Say) -> None:
     """Before anything is started, leave in the folder only what the run is to go on from, or raise RunFolderError.
 
     Checkpoints of later steps than `how` names are moved aside. Later rounds stay, and are trained on again as they
@@ -131,6 +155,7 @@ def settle(folder: RunFolder, config: BaseModel, how: Resume, *, say: Say) -> No
 
     Args:
         how: the checkpoint to start from, and which changed settings are accepted.
+        world: the number of ranks that go on, which may be another than before (`check_ranks`).
         say: takes a line for whatever is moved or dropped.
     """
     held = Claim(folder)
@@ -144,7 +169,14 @@ def settle(folder: RunFolder, config: BaseModel, how: Resume, *, say: Say) -> No
             folder.summary.unlink(missing_ok=True)
         newest = newest_whole(folder.checkpoints, say=say)
         step = 0 if newest is None else step_of(newest)
+        if newest is not None:
+            check_ranks(newest, world=world)
         say(f"going on from step {step}" if step else "going on from the first step: no checkpoint was saved yet")
+        if (before := _world_before(folder, newest)) not in (None, world):
+            say(
+                f"{world} rank{'s' if world > 1 else ''} instead of {before}: the prompts come in the same order, each "
+                f"once, and from here on the losses are those of {world}"
+            )
         if how.accept_changes:
             if differences := changes(folder, config):
                 say(f"accepted: {in_words(differences)}")
@@ -153,6 +185,28 @@ def settle(folder: RunFolder, config: BaseModel, how: Resume, *, say: Say) -> No
             write_description(folder, config, resume=True)
     finally:
         held.release()
+
+
+def check_world(folder: RunFolder, how: Resume, *, world: int) -> None:
+    """`check_ranks` of the checkpoint that the run would go on from, by its manifest alone."""
+    for checkpoint in reversed(checkpoints_in(folder.checkpoints)):
+        if how.step not in (None, step_of(checkpoint)):
+            continue
+        try:
+            read_manifest(checkpoint)
+        except RunFolderError:
+            continue  # it is passed over when the run goes on
+        check_ranks(checkpoint, world=world)
+        return
+
+
+def _world_before(folder: RunFolder, newest: Path | None) -> int | None:
+    """The number of ranks that left the checkpoint or, where there is none, the first round; None where neither is."""
+    if newest is not None:
+        return read_manifest(newest).world
+    with contextlib.suppress(RunFolderError, FileNotFoundError):
+        return int(read_label(round_file(folder.journal, 0, 0)).get("world", 1))
+    return None
 
 
 def _listed(folder: RunFolder) -> str:

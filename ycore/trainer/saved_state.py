@@ -19,13 +19,16 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 
 from ycore.errors import RunError, RunFolderError, YcoreError
 from ycore.round.journal import Journal
+from ycore.round.regroup import regroup_states
 from ycore.round.step import Controller
 from ycore.run.checkpoints import (
     MIN_KEPT,
     checkpoint_of,
     checkpoints_in,
+    controller_file,
     drop_oldest,
     publish,
+    read_manifest,
     size_of,
     staging,
     step_of,
@@ -71,18 +74,21 @@ class RoundState:
         if tensors:
             save_file(tensors, batches)
 
-    def restore(self, checkpoint: Path, rank: int) -> None:
-        file, batches = _files_of(checkpoint, rank)
-        if not file.is_file():
-            raise RunError(
-                f"rank {rank} has no state in {checkpoint}; a run over several machines goes on only where "
-                "all of them see the same run folder"
-            )
-        state = read_json(file)
-        trainer = state["trainer"]
-        unfinished = _nested({**load_file(batches), **trainer["lists"]}) if batches.is_file() else None
-        self._place = Place(trainer["micro_step"], trainer["corrects"], unfinished)
-        self._state = state["controller"]
+    def restore(self, checkpoint: Path, rank: int, world: int) -> None:
+        """Take what this rank of `world` saved; where another number of ranks did, its part of what they saved."""
+        saved = read_manifest(checkpoint).world
+        if saved == world:
+            state, batches = _read_state(checkpoint, rank), _files_of(checkpoint, rank)[1]
+            trainer = state["trainer"]
+            unfinished = _nested({**load_file(batches), **trainer["lists"]}) if batches.is_file() else None
+            self._place = Place(trainer["micro_step"], trainer["corrects"], unfinished)
+            self._state = state["controller"]
+        else:
+            states = [_read_state(checkpoint, number) for number in range(saved)]
+            # Micro-batches have another size now, and are counted anew: the next one begins a round.
+            self._place = Place(0, states[0]["trainer"]["corrects"])
+            controllers = [state["controller"] for state in states]
+            self._state = regroup_states(controllers, world=world)[rank] if self._controller is not None else {}
         self._trainer.go_to(self._place)
         if self._controller is not None:
             self._controller.restore(self._state)
@@ -149,7 +155,7 @@ class Checkpoints(TrainerCallback):
     def restore(self, checkpoint: Path) -> None:
         """Set this rank to what it wrote, before transformers loads its own part."""
         if self._rounds is not None:
-            self._rounds.restore(checkpoint, self._rank)
+            self._rounds.restore(checkpoint, self._rank, self._trainer.accelerator.num_processes)
         self.saved_step = step_of(checkpoint)
 
     def check_room(self) -> None:
@@ -218,7 +224,17 @@ def accept_numbered_cpus() -> None:
 
 def _files_of(checkpoint: Path, rank: int) -> tuple[Path, Path]:
     """A rank's own: its controller, and its micro-batches."""
-    return checkpoint / f"controller-{rank}.json", checkpoint / f"round-{rank}.safetensors"
+    return checkpoint / controller_file(rank), checkpoint / f"round-{rank}.safetensors"
+
+
+def _read_state(checkpoint: Path, rank: int) -> Any:
+    file, _ = _files_of(checkpoint, rank)
+    if not file.is_file():
+        raise RunError(
+            f"rank {rank} has no state in {checkpoint}; a run over several machines goes on only where "
+            "all of them see the same run folder"
+        )
+    return read_json(file)
 
 
 def _flat(batches: MicroBatches) -> tuple[dict[str, torch.Tensor], dict[str, list[Any]]]:

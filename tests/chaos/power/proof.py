@@ -206,7 +206,7 @@ def _judge(subject: Subject, cut: int, state: State, folder: RunFolder) -> str:
         raise Broken("it was said to have finished, and the summary is gone")
     check_claim(folder, config, resume=True)
     lines: list[str] = []
-    settle(folder, config, AS_IT_WAS, say=lines.append)
+    settle(folder, config, AS_IT_WAS, world=1, say=lines.append)
     newest = newest_for(folder.checkpoints, world=1, say=lines.append)
     step = 0 if newest is None else step_of(newest)
     _check_checkpoint(witness, cut, newest, step)

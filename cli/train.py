@@ -83,7 +83,7 @@ def resume(
 
     \b
     ycore resume runs/first
-    ycore resume --processes 1 runs/first
+    ycore resume runs/first --processes 1
     ycore resume runs/first --resume-from 40 --learning-rate 1e-6 --accept-changes
     """
     from ycore.config.resolve import resolve

@@ -65,8 +65,12 @@ def allocator_row(bench: Bench) -> Row:
     oracle = replace(oracle, pace=replace(oracle.pace, end_s=oracle.pace.until_model_s))
     name = f"kill-{ALLOCATOR}"
     moments = draw_moments(max(2, bench.count // 2), steps=bench.job.steps, seed=bench.seed, row=name)
-    numbered = list(enumerate(moments))
-    outcomes = bench.all(lambda item: trial(f"{name}-{item[0]}", oracle, item[1], kill(ALLOCATOR)), numbered)
+
+    def one(item: tuple[int, Moment]) -> Outcome:
+        number, moment = item
+        return until_it_lands(lambda name, at: trial(name, oracle, at, kill(ALLOCATOR)), f"{name}-{number}", moment)
+
+    outcomes = bench.all(one, list(enumerate(moments)))
     return row_of(name, f"kill -9 of the allocator of {_RANKS} ranks", outcomes)
 
 

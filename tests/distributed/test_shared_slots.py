@@ -1,7 +1,6 @@
 """Two ranks on the two slots of a machine, with real engines and a judge: whose completion each slot wrote or judged.
 
-One slot writes for both ranks, and the other judges for both. Weights come from ZeRO shards. What is learned is what
-one rank on these slots learns.
+One slot writes for both ranks, and the other judges for both. What is learned is what one rank on these slots learns.
 """
 
 import os
@@ -43,7 +42,6 @@ COMMON = (
 def run(place: Path, ranks: int) -> RunFolder:
     folder = RunFolder(place / f"ranks-{ranks}")
     words = ["grpo", *COMMON.split(), "--processes", str(ranks), "--output", str(folder.root)]
-    words += ["--accelerate", "zero3"] if ranks > 1 else []
     done = subprocess.run(
         [sys.executable, "-c", "from ycore_cli.main import main; main()", *words],
         cwd=place,

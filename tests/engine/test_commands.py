@@ -160,7 +160,7 @@ def test_a_real_engine_starts_answers_and_leaves_nothing(tmp_path: Path, cpu_eng
         log=tmp_path / "log",
         cores=engine.cores,
     )
-    watch = RunWatch(folder.run_id)
+    began, watch = time.time(), RunWatch(folder.run_id)
     try:
         deadline = time.monotonic() + 180
         while not is_healthy(engine.socket):
@@ -174,7 +174,7 @@ def test_a_real_engine_starts_answers_and_leaves_nothing(tmp_path: Path, cpu_eng
         process.wait(timeout_s=20)
     finally:
         watch.kill(grace_s=0)
-        watch.remove_segments()
+        watch.remove_segments(began=began)
         remove_leftovers(folder)
     assert RunWatch(folder.run_id).look() == []
     wait_for(lambda: not unused(shared_memory_files() - before))

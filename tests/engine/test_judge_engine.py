@@ -14,7 +14,7 @@ from ycore.engine.judge_engine import Refused, RemoteJudge, backoff_s, build_cha
 from ycore.errors import EngineError
 from ycore.judge.declaration import Judge
 from ycore.judge.sources import judge_of
-from ycore.judge.verdict import Reply
+from ycore.judge.verdict import Reply, ReplyToken
 
 T = TypeVar("T")
 QUESTION = [{"role": "user", "content": "Is it right?"}]
@@ -68,7 +68,7 @@ def test_an_address_is_asked_as_openai_takes_it(monkeypatch: pytest.MonkeyPatch)
         return httpx.Response(200, json=answer())
 
     reply = ask(make_judge(api_key_env="MY_KEY", max_tokens=9), handle)
-    assert (reply.text, reply.num_tokens, reply.first_token) == ("<score>7</score>", 12, None)
+    assert (reply.text, reply.num_tokens, reply.tokens) == ("<score>7</score>", 12, None)
     assert str(seen[0].url) == "http://judges.test/v1/chat/completions"
     assert seen[0].headers["authorization"] == "Bearer secret"
     assert json.loads(seen[0].content) == {
@@ -164,13 +164,19 @@ def test_an_answer_that_is_no_completion_is_an_error(body: Any) -> None:
         parse_reply(body, name="test")
 
 
-def test_labels_ask_for_the_first_tokens_probabilities() -> None:
+def test_labels_ask_for_every_tokens_probabilities() -> None:
     judge = make_judge(verdict={"kind": "labels", "labels": {"yes": 1, "no": 0}})
     body = build_chat_request(judge, QUESTION, model="big", seed=0, again=False)
-    assert (body["max_tokens"], body["logprobs"], body["top_logprobs"]) == (1, True, 20)
+    assert (body["max_tokens"], body["logprobs"], body["top_logprobs"]) == (67, True, 20)
+    schema = body["response_format"]["json_schema"]["schema"]
+    assert schema["required"] == ["code", "label"] and schema["additionalProperties"] is False
+    assert schema["properties"]["code"] == {"type": "string", "maxLength": 20}, "the judge writes the code itself"
+    assert schema["properties"]["label"] == {"type": "string", "enum": ["yes", "no"]}
     top = [{"token": "yes", "logprob": -0.1}, {"token": "no", "logprob": -2.0}, {"token": "yes", "logprob": -9.0}]
-    reply = parse_reply(answer("yes", logprobs={"content": [{"token": "yes", "top_logprobs": top}]}), name="test")
-    assert reply.first_token == {"yes": -0.1, "no": -2.0}
+    reply = parse_reply(
+        answer("yes", logprobs={"content": [{"token": "yes", "top_logprobs": top}, {"token": "!"}]}), name="test"
+    )
+    assert reply.tokens == [ReplyToken("yes", {"yes": -0.1, "no": -2.0}), ReplyToken("!", {})]
 
 
 def test_json_verdicts_go_with_their_schema() -> None:

@@ -102,32 +102,37 @@ def test_a_reward_model_gives_transformers_logits(servers: RunFolder, classifier
 
 
 def test_a_judges_label_probabilities_are_the_models_own(servers: RunFolder, model: Path) -> None:
+    """Where the label begins, the enforced form leaves the labels only; their ratio is that of the model.
+
+    The random model writes some code: with that one its label is read, and with any other nothing is.
+    """
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(model)
-    judge = judge_of(config_of(model, model).rewards[0])
-    questioner = Questioner(judge, special_tokens(tokenizer))
-    questions = [questioner.pointwise(PROMPT, text, key=text) for text in TEXTS]
+    judge = judge_of(config_of(model, model).rewards[0]).model_copy(update={"temperature": 1.0})
+    question = Questioner(judge, special_tokens(tokenizer)).pointwise(PROMPT, "4", key="1")
 
-    async def ask() -> list[dict[str, float]]:
+    async def ask() -> list[Reply]:
         engine = judge_engine(servers)
-        replies = await asyncio.gather(*(engine.ask(judge, question, seed=1) for question in questions))
+        replies = await asyncio.gather(*(engine.ask(judge, question, seed=seed) for seed in range(16)))
         await engine.close()
-        return [dict(reply.first_token or {}) for reply in replies]
+        return list(replies)
 
+    whole = [reply for reply in run(ask()) if reply.finish_reason == "stop" and "\\" not in reply.text]
+    assert whole, "at least one of them came to its end"
     reference = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
-    for question, told in zip(questions, run(ask()), strict=True):
-        ids = tokenizer.apply_chat_template(
-            question, add_generation_prompt=True, return_dict=False, return_tensors="pt"
-        )
+    a, b = tokenizer.convert_tokens_to_ids(["a", "b"])
+    asked = tokenizer.apply_chat_template(question, add_generation_prompt=True, return_dict=False)
+    for reply in whole:
+        before = reply.text[: reply.text.rindex('"', 0, reply.text.rindex('"')) + 1]
         with torch.inference_mode():
-            logprobs = reference(ids).logits[0, -1].log_softmax(-1)
-        likeliest = torch.topk(logprobs, 20)
-        expected = {tokenizer.decode([t]): float(p) for t, p in zip(likeliest.indices, likeliest.values, strict=True)}
-        common = expected.keys() & told.keys()
-        assert len(common) >= 18, "the twentieth may differ in its last digit"
-        assert [told[token] for token in common] == pytest.approx([expected[token] for token in common], abs=1e-3)
+            ids = torch.tensor([asked + tokenizer.convert_tokens_to_ids(list(before))])
+            logits = reference(ids).logits[0, -1]
+        expected = float(torch.sigmoid(logits[a] - logits[b]))
+        assert read_value(judge, reply, code=json.loads(reply.text)["code"]) == pytest.approx(expected, abs=1e-4)
+        with pytest.raises(Unreadable, match="lacks the code"):
+            read_value(judge, reply, code="c0de")
 
 
 def test_structured_output_holds_a_judge_to_its_json(servers: RunFolder, model: Path) -> None:
@@ -165,7 +170,7 @@ def test_a_question_that_is_too_long_is_refused_alone(servers: RunFolder, model:
         with pytest.raises(Refused, match="refused the question"):
             await engine.ask(judge, long, seed=0)
         short = await engine.ask(judge, Questioner(judge).pointwise(PROMPT, "4", key="1"), seed=0)
-        assert short.first_token
+        assert short.tokens
         await engine.close()
 
     run(ask())

@@ -47,6 +47,11 @@ def messages(*texts: str) -> list[dict[str, str]]:
         ({"messages": messages("{completion!r}")}, "plain name in braces"),
         ({"messages": messages("{completion")}, "braces do not match"),
         ({"messages": messages("{completion}")}, "must have the field {how_to_answer}: it tells the judge the code"),
+        (
+            {"verdict": {"kind": "labels", "labels": {"yes": 1, "no": 0}}, "messages": messages("{completion}")},
+            "the code without which no labels verdict is read",
+        ),
+        ({"verdict": {"kind": "labels", "labels": {'"yes"': 1, "no": 0}}}, "a label is a plain word"),
         ({"messages": messages("{completion} {how_to_answer}"), "rubric": "x"}, "no message has the field {rubric}"),
         ({"messages": messages("{completion} {rubric} {how_to_answer}")}, "there is no rubric"),
         ({"verdict": {"kind": "json", "field": "code"}}, "field must not be 'code'"),

@@ -1,6 +1,9 @@
 """Reading a verdict: what is read, and the reason for what is not; scores from pairs and rankings."""
 
 import math
+import re
+from collections.abc import Mapping
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -11,6 +14,7 @@ from ycore.judge.declaration import Judge
 from ycore.judge.sources import judge_of
 from ycore.judge.verdict import (
     Reply,
+    ReplyToken,
     Unreadable,
     follows_position,
     mean,
@@ -115,16 +119,41 @@ def test_what_is_no_json_verdict_says_why(text: str, problem: str) -> None:
         read_value(JSON, Reply(text), code=CODE)
 
 
+def labelled(likeliest: Mapping[str, float], *, label: str = "yes", code: str = CODE) -> Reply:
+    """A reply of several tokens; `likeliest` are those where the label begins."""
+    pieces = ['{"', "code", '":', ' "', code, '",', ' "', "label", '":', ' "', label, '"}', "<|im_end|>"]
+    tokens = [ReplyToken(piece, likeliest if n == 10 else {piece: 0.0}) for n, piece in enumerate(pieces)]
+    return Reply("".join(pieces[:-1]), tokens=tokens)
+
+
 def test_labels_are_weighed_by_their_probabilities() -> None:
     tokens = {"Yes": math.log(0.3), " yes": math.log(0.1), "No": math.log(0.1), "The": math.log(0.5)}
-    assert read_value(YES_NO, Reply("Yes", first_token=tokens), code=CODE) == pytest.approx(0.8)
+    assert read_value(YES_NO, labelled(tokens), code=CODE) == pytest.approx(0.8)
 
 
 def test_a_token_that_begins_a_label_counts_for_it() -> None:
     judge = make_judge("labels", labels={"excellent": 1, "poor": -1})
-    assert read_value(
-        judge, Reply("", first_token={"exc": math.log(0.75), "p": math.log(0.25)}), code=CODE
-    ) == pytest.approx(0.5)
+    tokens = {"exc": math.log(0.75), "p": math.log(0.125), 'poor"': math.log(0.125), 'p"': math.log(0.5)}
+    assert read_value(judge, labelled(tokens, label="excellent"), code=CODE) == pytest.approx(0.5)
+
+
+@pytest.mark.parametrize(
+    ("pieces", "likeliest"),
+    [
+        (['{"code":"c0de","label":"', "yes", '"}'], {"yes": -0.1, "no": -3.0}),
+        (['{\n  "code": "c0de",\n  "label": ', '"yes', '"\n}'], {'"yes': -0.1, '"no': -3.0, "yes": -1.0, '"': -1.0}),
+        (["{", '"code', '":', '"c0', 'de",', '"label', '":"', "y", "es", '"}'], {"y": -0.1, "n": -3.0}),
+        (["\u2581{", '"code":', '\u2581"c0de",', '\u0120"label":', '\u0120"', "yes", '"}'], {"yes": -0.1, "no": -3.0}),
+        (['{"code": "c0de", "label": "', "", " ", " yes", '"}'], {" yes": -0.1, "\u0120no": -3.0}),
+    ],
+)
+def test_the_token_where_the_label_begins_is_found(pieces: list[str], likeliest: dict[str, float]) -> None:
+    """However the tokenizer cuts the reply, and whether or not it shows its spaces; only that token's counts."""
+    text = '{"code": "c0de", "label": "yes"}' if "\u2581{" in pieces else "".join(pieces)
+    at = next(n for n, piece in enumerate(pieces) if re.fullmatch('[ "]*y(es)?', piece))
+    tokens = [ReplyToken(piece, likeliest if n == at else {"no": 0.0}) for n, piece in enumerate(pieces)]
+    wanted = math.exp(-0.1) / (math.exp(-0.1) + math.exp(-3.0))
+    assert read_value(YES_NO, Reply(text, tokens=tokens), code=CODE) == pytest.approx(wanted)
 
 
 @pytest.mark.parametrize(
@@ -133,7 +162,35 @@ def test_a_token_that_begins_a_label_counts_for_it() -> None:
 )
 def test_no_probability_on_the_labels_is_no_verdict(tokens: dict[str, float]) -> None:
     with pytest.raises(Unreadable, match="none of the labels"):
-        read_value(YES_NO, Reply("yes", first_token=tokens), code=CODE)
+        read_value(YES_NO, labelled(tokens), code=CODE)
+
+
+CERTAIN = {"yes": 0.0}
+
+
+@pytest.mark.parametrize(
+    ("reply", "problem"),
+    [
+        (Reply('{"code": "c0de", "label": "yes"}'), "no log-probabilities"),
+        (labelled(CERTAIN, code="0de1"), "lacks the code"),
+        (labelled(CERTAIN, code=""), "lacks the code"),
+        (labelled(CERTAIN, label="yes and no"), "none of the labels"),
+        (labelled(CERTAIN, label=""), "none of the labels"),
+        (replace(labelled(CERTAIN), text='{"code": "c0de", "label": "no"}'), "not those of its text"),
+        (replace(labelled(CERTAIN), tokens=labelled(CERTAIN).tokens[:10]), "not those of its text"),
+        *(
+            (replace(labelled(CERTAIN), text=text), "not a JSON object with code and label")
+            for text in ("", "yes", '{"code": "c0de", "label": "yes"', '{"label": "yes", "code": "c0de"}', "c0de yes",
+                         'It is {"code": "c0de", "label": "yes"}', '{"code": "c0de", "code": "c0de", "label": "yes"}',
+                         '{"code": "c0de", "label": "no", "label": "yes"}',
+                         '{"code": "\\u0063\\u0030de", "label": "yes"}',
+                         '{"code": "c0de", "label": "yes"}' + " " * 300_000, "{" + '"code":' * 20_000)
+        ),
+    ],
+)  # fmt: skip
+def test_what_is_no_label_says_why(reply: Reply, problem: str) -> None:
+    with pytest.raises(Unreadable, match=problem):
+        read_value(YES_NO, reply, code=CODE)
 
 
 @pytest.mark.parametrize(
@@ -178,7 +235,7 @@ def test_a_verdict_is_found_in_any_words_without_brackets(value: float, words: s
 @given(st.dictionaries(st.sampled_from(["yes", "Yes", " no", "No", "maybe", "\u043do"]), st.floats(-20, 0)))
 def test_a_label_verdict_lies_between_its_labels(tokens: dict[str, float]) -> None:
     try:
-        assert 0 <= read_value(YES_NO, Reply("", first_token=tokens), code=CODE) <= 1
+        assert 0 <= read_value(YES_NO, labelled(tokens), code=CODE) <= 1
     except Unreadable:
         assert sum(math.exp(p) for token, p in tokens.items() if token.strip().casefold() in ("yes", "no")) < 0.1 + 1e-9
 

@@ -15,10 +15,11 @@ from ycore.engine.server import BadRequest, Server
 from ycore.errors import EngineError
 from ycore.judge.declaration import JsonVerdict, Judge, LabelVerdict
 from ycore.judge.question import Question
-from ycore.judge.verdict import Reply
+from ycore.judge.verdict import Reply, ReplyToken
 from ycore.placement.placement import JUDGE
 
 _MAX_REFUSALS = 16  # in a row
+_FORM_TOKENS = 64  # at most, of a label's verdict without the label
 TRIES = 7  # of a request to an address
 FIRST_WAIT_S, LONGEST_WAIT_S = 1.0, 30.0
 _TRANSIENT_STATUS = (408, 409, 425, 429, 500, 502, 503, 504, 529)
@@ -154,17 +155,25 @@ def build_chat_request(judge: Judge, question: Question, *, model: str, seed: in
     body: dict[str, Any] = {"model": model, "messages": question, "seed": seed}
     body |= {"temperature": temperature, "max_tokens": judge.max_tokens}
     if isinstance(verdict, LabelVerdict):
-        body |= {"max_tokens": 1, "logprobs": True, "top_logprobs": 20}  # the most that vLLM and OpenAI give
+        longest = max(map(len, verdict.labels))
+        body |= {"max_tokens": _FORM_TOKENS + longest, "logprobs": True}
+        body["top_logprobs"] = 20  # the most that vLLM and OpenAI give
+        body["response_format"] = _json_object({"code": _CODE, "label": {"type": "string", "enum": [*verdict.labels]}})
     elif isinstance(verdict, JsonVerdict):
         number = {"type": "number", "minimum": verdict.min, "maximum": verdict.max}
         # The reason comes first, so that the model writes it before it decides on the number.
         reason = {"reason": {"type": "string", "maxLength": 400}} if verdict.reason else {}
-        # No pattern holds the code to the right one: a judge that only copies would have it from there.
-        fields = {**reason, verdict.field: number, "code": {"type": "string", "maxLength": 20}}
-        schema = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
-        json_schema = {"name": "verdict", "strict": True, "schema": schema}
-        body["response_format"] = {"type": "json_schema", "json_schema": json_schema}
+        body["response_format"] = _json_object({**reason, verdict.field: number, "code": _CODE})
     return body
+
+
+# No pattern holds the code to the right one: a judge that only copies would have it from there.
+_CODE = {"type": "string", "maxLength": 20}
+
+
+def _json_object(fields: Mapping[str, Any]) -> dict[str, Any]:
+    schema = {"type": "object", "properties": fields, "required": list(fields), "additionalProperties": False}
+    return {"type": "json_schema", "json_schema": {"name": "verdict", "strict": True, "schema": schema}}
 
 
 def parse_reply(answer: Any, *, name: str) -> Reply:
@@ -174,15 +183,20 @@ def parse_reply(answer: Any, *, name: str) -> Reply:
         text = choice["message"]["content"]
         tokens = (choice.get("logprobs") or {}).get("content") or []
         usage = answer.get("usage") or {}
-        likeliest: dict[str, float] = {}  # different tokens may have the same text
-        for candidate in tokens[0]["top_logprobs"] if tokens else ():
-            token = candidate["token"]
-            likeliest[token] = max(float(candidate["logprob"]), likeliest.get(token, float("-inf")))
         return Reply(
             text="" if text is None else str(text),
             finish_reason=str(choice.get("finish_reason")),
-            first_token=likeliest if tokens else None,
+            tokens=[ReplyToken(str(token["token"]), _likeliest(token.get("top_logprobs") or ())) for token in tokens]
+            or None,
             num_tokens=int(usage.get("total_tokens") or 0),
         )
     except (KeyError, IndexError, TypeError, AttributeError) as problem:
         raise EngineError(f"{name}: its answer is no chat completion ({problem!r}); is it an OpenAI API?") from None
+
+
+def _likeliest(candidates: Any) -> dict[str, float]:
+    likeliest: dict[str, float] = {}  # different tokens may have the same text
+    for candidate in candidates:
+        token = candidate["token"]
+        likeliest[token] = max(float(candidate["logprob"]), likeliest.get(token, float("-inf")))
+    return likeliest

@@ -57,7 +57,10 @@ class JsonVerdict(_NumberVerdict):
 
 
 class LabelVerdict(Strict):
-    """The mean value of a few words, weighted by their probabilities as the first token; no text is parsed."""
+    """`{"code": "CODE", "label": "yes"}`: the labels' mean value, by their probabilities where the label begins.
+
+    The code comes first, and the structured output leaves it free, as for `json`.
+    """
 
     kind: Literal["labels"]
     labels: Annotated[dict[str, float], Field(min_length=2)]  # the value of each label
@@ -74,7 +77,7 @@ class LabelVerdict(Strict):
     def _check_distinct(self) -> Self:
         folded = [label.strip().casefold() for label in self.labels]
         for place, label in enumerate(folded):
-            if not label or not label.isascii():
+            if not label or not label.isascii() or not label.isprintable() or set(label) & set('"\\'):
                 raise ValueError(f"a label is a plain word; one of {list(self.labels)} is not")
             if any(other.startswith(label) for other in folded[:place] + folded[place + 1 :]):
                 raise ValueError(f"no label may begin with another: {', '.join(self.labels)}")
@@ -153,7 +156,10 @@ class Judge(Strict):
 
     @property
     def template(self) -> Template:
-        """The constant part first, and the code in `how_to_answer` last: engines cache the work of a common prefix."""
+        """The constant part first, and the code in `how_to_answer` last: engines cache the work of a common prefix.
+
+        For labels it also comes first: small judges, which labels are for, then tell texts apart better.
+        """
         if self.messages:
             return [(message.role, message.content) for message in self.messages]
         rules = [_TASKS[self.mode], *(["{rubric}"] if self.rubric else [])]
@@ -204,7 +210,7 @@ def _check_template(judge: Judge) -> None:
     for name in sorted(used & _ANSWER_FIELDS - set(needed)):
         listed = " and ".join(f"{{{field}}}" for field in needed)
         raise ValueError(f"{{{name}}} is no field of a {judge.mode} judge, which has {listed}")
-    if judge.verdict.kind != "labels" and "how_to_answer" not in used:
+    if "how_to_answer" not in used:
         raise ValueError(
             f"the messages must have the field {{how_to_answer}}: it tells the judge the code without which no "
             f"{judge.verdict.kind} verdict is read"

@@ -111,7 +111,8 @@ def _how_to_answer(judge: Judge, code: str) -> str:
             return f'Answer with a JSON object with {keys}; {verdict.field} is a number {number}, code is "{code}".'
         case LabelVerdict() as verdict:
             *others, last = verdict.labels
-            return f"Answer with one word: {', '.join(others)} or {last}."
+            words = f"{', '.join(others)} or {last}"
+            return f'Answer with a JSON object with "code" and "label"; code is "{code}", label is {words}.'
         case RankingVerdict() as verdict:
             tag = f"{verdict.tag}-{code}"
             return f"End with the answers' numbers, best first, as <{tag}>2, 1, ...</{tag}>."

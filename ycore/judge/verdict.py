@@ -19,6 +19,10 @@ from ycore.judge.question import fold_lookalikes
 _NUMBER = r"[+-]?[0-9]{1,9}(?:\.[0-9]{1,9})?"
 _RANKING = r"\s*[0-9]{1,3}(?:\s*[,>]\s*[0-9]{1,3}|\s+[0-9]{1,3})*\s*"
 _MAX_LENGTH = 200_000  # characters
+_LABELLED = re.compile(
+    r'\s*\{\s*"code"\s*:\s*"(?P<code>[^"\\]*)"\s*,\s*"label"\s*:\s*"(?P<label>[^"\\]*)"\s*\}\s*', re.ASCII
+)
+_SPACES = re.compile("[\\s\u0120\u010a\u2581]+")  # also as byte-level and SentencePiece tokenizers write them
 
 
 class Unreadable(ValueError):
@@ -26,10 +30,16 @@ class Unreadable(ValueError):
 
 
 @dataclass(frozen=True, slots=True)
+class ReplyToken:
+    text: str
+    likeliest: Mapping[str, float]  # the log-probability of every likely token in its place, by its text
+
+
+@dataclass(frozen=True, slots=True)
 class Reply:
     text: str  # what a judge wrote in its own turn, and nothing else
     finish_reason: str = "stop"
-    first_token: Mapping[str, float] | None = None  # for labels: the logprob of every likely first token, by its text
+    tokens: Sequence[ReplyToken] | None = None  # of the text, for labels
     num_tokens: int = 0  # of question and reply
 
 
@@ -37,11 +47,11 @@ def read_value(judge: Judge, reply: Reply, *, code: str) -> float:
     """Any verdict but a ranking, from its min to its max; Unreadable, with the reason, where there is none.
 
     `code` is that of the question (`verdict_code`): only who read the question's own words, and not only what is
-    judged, can write it. Labels have none: their probabilities are read, and no text.
+    judged, can write it.
     """
     match judge.verdict:
         case LabelVerdict() as verdict:
-            return _mean_label(verdict, reply)
+            return _mean_label(verdict, reply, code)
         case ScoreVerdict() as verdict:
             inside = _only_tag(_without_thinking(judge, reply), verdict.tag, code).strip(" \t\n")
             if re.fullmatch(_NUMBER, inside, re.ASCII) is None:
@@ -156,20 +166,52 @@ def _no_constant(name: str) -> float:
     raise Unreadable("its verdict is not a number")
 
 
-def _mean_label(verdict: LabelVerdict, reply: Reply) -> float:
+def _mean_label(verdict: LabelVerdict, reply: Reply, code: str) -> float:
     """The labels' mean value, weighted by probability; a token counts for a label if it begins that label only."""
-    if reply.first_token is None:
+    if not reply.tokens:
         raise Unreadable("no log-probabilities")
+    found = _LABELLED.fullmatch(reply.text) if len(reply.text) <= _MAX_LENGTH else None
+    if found is None:
+        raise Unreadable("not a JSON object with code and label")
+    if found["code"] != code:
+        raise Unreadable("its verdict lacks the code")
+    names = {label: _without_spaces(label).casefold() for label in verdict.labels}
+    if _without_spaces(found["label"]).casefold() not in names.values():
+        raise Unreadable("none of the labels")
+    before, likeliest = _token_at(reply.tokens, reply.text, found.start("label"))
     mass = dict.fromkeys(verdict.labels, 0.0)
-    for token, logprob in reply.first_token.items():
-        start = token.strip(" \n\u0120\u2581").casefold()
-        begun = [label for label in verdict.labels if start and label.strip().casefold().startswith(start)]
-        if len(begun) == 1 and math.isfinite(logprob):
+    for token, logprob in likeliest.items():
+        word = _without_spaces(token)
+        start, ended, _ = word.removeprefix(before).casefold().partition('"')
+        if not start or not word.startswith(before) or not math.isfinite(logprob):
+            continue
+        begun = [label for label, name in names.items() if (name == start if ended else name.startswith(start))]
+        if len(begun) == 1:
             mass[begun[0]] += math.exp(min(0.0, logprob))
     total = sum(mass.values())
     if total < verdict.min_mass:
         raise Unreadable("none of the labels")
     return sum(mass[label] * value for label, value in verdict.labels.items()) / total
+
+
+def _token_at(tokens: Sequence[ReplyToken], text: str, place: int) -> tuple[str, Mapping[str, float]]:
+    """The token that holds the first letter at or after `place`: what of it stands before, and the likeliest tokens.
+
+    Spaces are left out: some tokenizers drop them where a token is decoded alone.
+    """
+    whole, start, done = _without_spaces(text), len(_without_spaces(text[:place])), 0
+    for token in tokens:
+        piece = _without_spaces(token.text)
+        if not whole.startswith(piece, done):
+            break
+        if done + len(piece) > start:
+            return whole[done:start], token.likeliest
+        done += len(piece)
+    raise Unreadable("its log-probabilities are not those of its text")
+
+
+def _without_spaces(text: str) -> str:
+    return _SPACES.sub("", text)
 
 
 def ring_pairs(size: int, opponents: int) -> list[tuple[int, int]]:

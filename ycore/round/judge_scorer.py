@@ -11,7 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from ycore.engine.judge_engine import JudgeEngine, Refused
-from ycore.judge.declaration import Judge, LabelVerdict
+from ycore.judge.declaration import Judge
 from ycore.judge.question import Question, Questioner, as_text, verdict_code
 from ycore.judge.verdict import (
     Reply,
@@ -143,8 +143,6 @@ class JudgeScorer(Scorer):
             except Unreadable as why:
                 self.meter.parse_failures += 1
                 problem = str(why)
-            if isinstance(self.judge.verdict, LabelVerdict):
-                break  # probabilities do not depend on the seed
         raise Unreadable(problem)
 
     async def _ask(self, question: Question, writing: Writing, *, seed: int, again: bool) -> Reply:

@@ -1,6 +1,7 @@
 """`ycore plan`: the memory and time of a run, from the model's config.json alone and without its devices."""
 
 from collections.abc import Iterator
+from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
 Top = Annotated[str, typer.Option(metavar="N", help="Ways to show.")]
 
 _GIB = 2**30
+_EXAMPLE: dict[str, Any] = {"dataset": "task:addition", "rewards": ["exact_answer"], "output": "runs/planned"}
 
 
 def plan(
@@ -48,26 +50,33 @@ def plan(
     """
     from ycore_cli.output import print_json, print_line, stdout_for_json
 
+    from ycore.judge.sources import with_declarations
+    from ycore.launch.machine_checks import check_described, facts_here
     from ycore.plan.search import make_plan
 
     with stdout_for_json(json):
-        config = sizes_of(context, recipe)
-        named, judge_tokens = _first_judge(config)
+        config = _with_judge(sizes_of(context, recipe), judge)
+        declared = with_declarations(config)
+        named, judge_tokens = _first_judge(declared)
+        known = cache(facts_here)
         made = make_plan(
             config,
             devices=devices,
-            judge=judge or named,
+            judge=named,
             judge_tokens=judge_tokens,
+            check=lambda one, fleet: check_described(
+                one.model_copy(update={"rewards": declared.rewards}), fleet, known=known
+            ),
             prompt_tokens=None if prompt_tokens is None else whole_number("--prompt-tokens", prompt_tokens),
             completion_tokens=None
             if completion_tokens is None
             else whole_number("--completion-tokens", completion_tokens),
         )
-    num_shown = whole_number("--top", top)
+    num_shown, command = whole_number("--top", top), _command(made, recipe)
     if json:
-        print_json(made.as_json(top=num_shown))
+        print_json(made.as_json(top=num_shown) | {"command": command})
     else:
-        for line in _lines(made, top=num_shown):
+        for line in (*_lines(made, top=num_shown), *(("", "start the first with", f"  {command}") if command else ())):
             print_line(line)
     if not made.fitting:
         raise typer.Exit(1)
@@ -79,9 +88,39 @@ def sizes_of(context: typer.Context, recipe: str | None, **fill_in: str) -> "Run
     from ycore.config.resolve import require_rollouts, resolve
 
     options = o.typed_keys(context, algorithm="grpo") | {"algorithm": "grpo"}
-    base: dict[str, Any] = {"dataset": "task:addition", "rewards": ["exact_answer"], "output": "runs/planned"}
-    base |= fill_in | (load_recipe(recipe) if recipe else {})
+    base = _EXAMPLE | fill_in | (load_recipe(recipe) if recipe else {})
     return require_rollouts(resolve(recipe=base, sets=context.params.get("set_") or (), options=options))
+
+
+def _with_judge(config: "RunConfig", judge: str | None) -> "RunConfig":
+    """The config with full names of its models, and with `judge` as the model of its first judge, or of a new one."""
+    from ycore.config.schema import RewardConfig
+    from ycore.judge.sources import is_judge
+    from ycore.plan.model_facts import hub_id_of
+
+    rewards = list(config.rewards)
+    if judge is not None:
+        first = next((number for number, reward in enumerate(rewards) if is_judge(reward)), None)
+        rewards = rewards if first is not None else [RewardConfig(reward="judge:cheerful")]
+        one = rewards[first or 0]
+        rewards[first or 0] = one.model_copy(update={"args": {**one.args, "model": hub_id_of(judge)}})
+    return config.model_copy(update={"model": hub_id_of(config.model), "rewards": rewards})
+
+
+def _command(made: "Plan", recipe: str | None) -> str | None:
+    """The command line that starts the first way; None where there is none."""
+    from ycore.config.recipe_files import load_recipe
+    from ycore.config.resolve import require_rollouts, resolve
+    from ycore.plan.way_settings import command_line
+
+    if made.first is None:
+        return None
+    base = {"model": made.first.model} | _EXAMPLE | (load_recipe(recipe) if recipe else {})
+    preset = {"preset": made.first.preset} if made.first.preset else {}
+    alone = require_rollouts(resolve(recipe=base, options=preset | {"algorithm": "grpo"}))
+    if made.fleet.device.on_cpu or made.fleet.count == 1:
+        alone = alone.model_copy(update={"processes": 1})  # what `auto` is there
+    return command_line(made.first, alone, recipe=recipe)
 
 
 def whole_number(option: str, text: str) -> int:
@@ -93,10 +132,9 @@ def whole_number(option: str, text: str) -> int:
 
 def _first_judge(config: "RunConfig") -> tuple[str | None, int | None]:
     """Model and longest answer, in tokens, of the first judge among the rewards."""
-    from ycore.judge.sources import with_declarations
     from ycore.launch.scoring_models import scoring_models
 
-    judges = [model for model in scoring_models(with_declarations(config)) if model.role == "judge"]
+    judges = [model for model in scoring_models(config) if model.role == "judge"]
     return (judges[0].name, judges[0].max_new_tokens) if judges else (None, None)
 
 
@@ -119,6 +157,11 @@ def _lines(made: "Plan", *, top: int) -> Iterator[str]:
     if unfit:
         yield from ["", "does not fit"] if made.fitting else ["nothing fits"]
         yield from (f"  {forecast.way.in_words}: {why_not(forecast)}" for forecast in unfit)
+    if made.refused:
+        yield from ["", "fits, and cannot be run"]
+        fastest = {why: forecast for forecast, why in reversed(made.refused)}  # for each reason
+        shown = sorted(fastest.items(), key=lambda pair: pair[1].step_s)[:2]
+        yield from (f"  {forecast.way.in_words}: {why}" for why, forecast in shown)
     if made.fitting:
         return
     if not made.nearest:

@@ -24,6 +24,9 @@ def test_a_plan_for_devices_that_are_not_here(capsys: pytest.CaptureFixture[str]
     assert set(best["seconds"]) == {"sync", "generate", "judge", "round", "train", "step"}
     assert best["peak_bytes"] <= best["capacity_bytes"] < 80e9
     assert {"trainer", "judge"} <= set(best["memory"]["judge"])
+    assert best["way"]["tensor_parallel"] == 1 and told["cannot_be_run"]
+    assert "--reward judge:cheerful" in told["command"]
+    assert "--set rewards.0.args.model=Qwen/Qwen3-8B" in told["command"]
 
 
 def test_the_table_says_what_a_person_wants_to_know(capsys: pytest.CaptureFixture[str]) -> None:
@@ -32,6 +35,10 @@ def test_the_table_says_what_a_person_wants_to_know(capsys: pytest.CaptureFixtur
     assert "8.03 billion parameters, every weight" in told and "4 x H100" in told
     assert "zero3" in told and "zero2" not in told and "reference" in told
     assert "wake-up and sync" in told
+    *_, before, line = told.splitlines()
+    assert before == "start the first with"
+    start = "ycore grpo --model meta-llama/Llama-3.1-8B --dataset task:addition --processes 4 --accelerate zero3"
+    assert line.startswith(f"  {start} --reward exact_answer --full") and "--beta 0.1" in line
 
 
 def test_what_does_not_fit_says_why_and_what_would(capsys: pytest.CaptureFixture[str]) -> None:
@@ -60,6 +67,8 @@ def test_a_recipe_is_planned_for_the_machine_here(capsys: pytest.CaptureFixture[
     [
         ("--model nosuch/model --devices 1x80GB", "no config of 'nosuch/model'"),
         ("--model smollm2-135m --devices 8xh1000", "did you mean 'h100'"),
+        ("--model smollm2-135m --devices 8xT4", "bfloat16, and device T4 has none; train with --set dtype=float32"),
+        ("--model smollm2-135m --devices 2x24GB --per-device-train-batch-size 5", "5 does not divide it"),
         ("--devices 8x80GB", "model"),
         ("--model smollm2-135m --devices 1x80GB --prompt-tokens few", "--prompt-tokens takes a whole number"),
         ("--model smollm2-135m --devices 1x80GB --judge nosuch/judge", "no config of 'nosuch/judge'"),

@@ -21,10 +21,11 @@ from ycore.launch.layout import (
     Name,
     Site,
     accelerate_config,
-    check_bfloat16,
+    check_deepspeed,
     layout_of,
     with_processes,
 )
+from ycore.plan.devices import check_bfloat16
 from ycore.run.paths import RunFolder
 
 CORES = Machine(cores=tuple(range(8)), devices=())
@@ -176,7 +177,7 @@ def test_an_unknown_name() -> None:
 def test_without_deepspeed_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(layout, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"DeepSpeed is not installed; pip install 'ycore\[deepspeed\]'"):
-        layout_of(config(processes=2, accelerate="zero2"), CORES)
+        check_deepspeed(config(accelerate="zero2"), layout_of(config(processes=2, accelerate="zero2"), CORES))
 
 
 KINDS = {
@@ -211,8 +212,15 @@ def test_accelerate_reads_it(name: Name, dtype: Dtype, on_cpu: bool, tmp_path: P
         assert seen.deepspeed_config["zero3_init_flag"] is (name == "zero3")
 
 
-def test_a_device_without_bfloat16_is_refused() -> None:
+def test_a_device_without_bfloat16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     old = Gpu("1", "GPU-b", "Tesla T4", "535.129.03", 15.0, 14.0, (7, 5))
+    gpus = [replace(old, id="0", capability=(8, 0), memory_gib=80.0), old]
+    monkeypatch.setattr(layout, "visible_gpus", lambda: tuple(gpus))
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "2.13.0+cu130")
+    machine = layout.this_machine()
+    assert (machine.devices, machine.device_bytes) == (("0", "1"), 15 * 2**30)
     with pytest.raises(ConfigError, match=r"device 1 \(Tesla T4\) has none; train with --set dtype=float32"):
-        check_bfloat16([replace(old, id="0", capability=(8, 0)), old])
-    check_bfloat16([replace(old, capability=None)])
+        check_bfloat16("auto", machine.without_bfloat16)
+    check_bfloat16("float32", machine.without_bfloat16)
+    gpus[1] = replace(old, capability=None)
+    check_bfloat16("auto", layout.this_machine().without_bfloat16)

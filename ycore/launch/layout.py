@@ -4,7 +4,7 @@ import importlib.metadata
 import os
 import re
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,7 +15,8 @@ import yaml
 
 from ycore.config.schema import AnyConfig, BaseConfig, RunConfig
 from ycore.errors import ConfigError, nearest
-from ycore.launch.gpus import Gpu, visible_gpus
+from ycore.launch.gpus import visible_gpus
+from ycore.plan.devices import check_bfloat16
 from ycore.run.paths import RunFolder
 
 Name = Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"]
@@ -35,6 +36,7 @@ class Machine:
     device_bytes: float | None = None  # of the smallest device
     host_bytes: float | None = None
     shm_bytes: float | None = None  # free in /dev/shm
+    without_bfloat16: tuple[str, ...] = ()  # devices, in words
 
     @property
     def parts(self) -> tuple[tuple[int | str, ...], str]:
@@ -129,9 +131,9 @@ def site_of(config: AnyConfig, *, trains: bool = True) -> Site:
         ConfigError: the machine lacks what the ranks need, or the accelerate config cannot work.
     """
     machine = this_machine()
-    if machine.devices and config.dtype != "float32":
-        check_bfloat16(visible_gpus())
+    check_bfloat16(config.dtype, machine.without_bfloat16)
     layout = layout_of(config, machine) if trains else ONE_RANK
+    check_deepspeed(config, layout)
     home = Path(config.output)
     return Site(RunFolder(home if layout.machine_rank == 0 else home / f"node-{layout.machine_rank}"), layout, machine)
 
@@ -152,13 +154,12 @@ def check_ranks(config: AnyConfig, layout: Layout, machine: Machine) -> None:
     raise ConfigError(f"{asked} {rule}; {way_out}")
 
 
-def check_bfloat16(gpus: Sequence[Gpu]) -> None:
-    """ConfigError where a device has no bfloat16."""
-    old = [f"{gpu.id} ({gpu.name})" for gpu in gpus if not gpu.has_bfloat16]
-    if old:
-        raise ConfigError(
-            f"the run computes in bfloat16, and device {', '.join(old)} has none; train with --set dtype=float32"
-        )
+def check_deepspeed(config: AnyConfig, layout: Layout) -> None:
+    """ConfigError where the ranks need DeepSpeed, and it is not installed."""
+    needs = layout.accelerate is not None and layout.accelerate["distributed_type"] == "DEEPSPEED"
+    if needs and find_spec("deepspeed") is None:
+        way_out = "pip install 'ycore[deepspeed]'"
+        raise ConfigError(f"--accelerate {config.accelerate}: DeepSpeed is not installed; {way_out}")
 
 
 def this_machine() -> Machine:
@@ -176,6 +177,7 @@ def this_machine() -> Machine:
         device_bytes=min(sizes, default=None),
         host_bytes=float(psutil.virtual_memory().total),
         shm_bytes=float(shutil.disk_usage(_SHM).free) if os.path.isdir(_SHM) else None,
+        without_bfloat16=tuple(f"{gpu.id} ({gpu.name})" for gpu in gpus if not gpu.has_bfloat16),
     )
 
 
@@ -192,10 +194,6 @@ def layout_of(config: AnyConfig, machine: Machine) -> Layout:
         world = int(config.processes)
         layout = Layout(world, accelerate=accelerate_config(name, processes=world, on_cpu=on_cpu, dtype=dtype))
     check_ranks(config, layout, machine)
-    needs_deepspeed = layout.accelerate is not None and layout.accelerate["distributed_type"] == "DEEPSPEED"
-    if needs_deepspeed and find_spec("deepspeed") is None:
-        way_out = "pip install 'ycore[deepspeed]'"
-        raise ConfigError(f"--accelerate {config.accelerate}: DeepSpeed is not installed; {way_out}")
     return layout
 
 

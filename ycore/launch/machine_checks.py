@@ -5,19 +5,21 @@ still run out of memory.
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from pathlib import Path
 
 from ycore.config.batch import derive_batch
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError, ModelError
 from ycore.launch import engines
-from ycore.launch.layout import Machine, Site
-from ycore.launch.scoring_models import check_run_placement, scoring_models
+from ycore.launch.layout import Machine, Site, check_deepspeed, layout_of
+from ycore.launch.scoring_models import ScoringModel, check_run_placement, scoring_models
 from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT
-from ycore.plan.devices import GIB
+from ycore.plan.devices import GIB, Fleet
 from ycore.plan.memory import ON_GPU, engine_weights, sync_bytes
 from ycore.plan.model_facts import ModelFacts, facts_of, model_config
+from ycore.run.paths import RunFolder
 
 FactsOf = Callable[[str], ModelFacts | None]
 """The sizes of a model by its name; None where they are not known before it is fetched."""
@@ -53,28 +55,44 @@ def check_run(config: RunConfig, site: Site, *, known: FactsOf = facts_here, vll
                 "install vLLM (pip install 'ycore[cpu]' or 'ycore[gpu]'), or take --accelerate zero2"
             )
         return check_run_placement(config)
-    num_slots = len(engines.slots_of(config, site))
-    check_run_placement(config, num_slots=num_slots)
+    num_slots, scorers = len(engines.slots_of(config, site)), scoring_models(config)
+    check_run_placement(config, num_slots=num_slots, models=scorers)
     if site.machine.devices:
-        _check_devices(config, site.machine, known)
+        _check_devices(config, site.machine, scorers, known)
     else:
-        _check_host(config, site.machine, num_slots, known)
+        _check_host(config, site.machine, num_slots, scorers, known)
     if config.algorithm != "eval" and config.sync_weights:
         _check_shared_memory(config, site.machine, known)
     return None
 
 
-def num_sharing(config: RunConfig, role: str) -> int:
-    """Models that share an engine's part of a device: those of a role, or all scorers where none sleeps."""
-    if role == ROLLOUT:
-        return 1
+def check_described(config: RunConfig, fleet: Fleet, *, known: FactsOf = facts_here) -> None:
+    """The same on described devices, or on cores of this machine, with what is installed here."""
+    device, machine = fleet.device, described(fleet)
+    layout = layout_of(config, machine)
+    if device.on_cpu:
+        check_deepspeed(config, layout)
+    site = Site(RunFolder(Path(config.output)), layout, machine)
+    check_run(config, site, known=known, vllm=None if device.on_cpu else True)
+
+
+def described(fleet: Fleet) -> Machine:
+    device, count = fleet.device, fleet.count
+    if device.on_cpu:
+        return Machine(tuple(range(count)), (), host_bytes=device.memory_bytes)
+    devices = tuple(map(str, range(count)))
+    old = () if device.has_bfloat16 else (device.name,)
+    return Machine(tuple(range(count)), devices, device_bytes=device.memory_bytes, without_bfloat16=old)
+
+
+def _models(config: RunConfig, scorers: Sequence[ScoringModel]) -> list[tuple[str, str, int]]:
+    """Role and name of every model that has an engine on each slot, and how many share an engine's part of a device.
+
+    Those of a role share it, or all scorers where no engine sleeps.
+    """
     sleeps = config.engine.sleep and config.algorithm != "eval"
-    return sum(model.role == role or not sleeps for model in scoring_models(config))
-
-
-def _models(config: RunConfig) -> list[tuple[str, str]]:
-    """Role and name of every model that has an engine on each slot."""
-    return [(ROLLOUT, config.model), *((model.role, model.name) for model in scoring_models(config))]
+    sharing = [sum(other.role == one.role or not sleeps for other in scorers) for one in scorers]
+    return [(ROLLOUT, config.model, 1), *((one.role, one.name, n) for one, n in zip(scorers, sharing, strict=True))]
 
 
 def _weights(role: str, facts: ModelFacts, config: RunConfig) -> float:
@@ -88,13 +106,13 @@ def _value_bytes(config: RunConfig) -> int:
     return 4 if config.dtype == "float32" else 2
 
 
-def _check_devices(config: RunConfig, machine: Machine, known: FactsOf) -> None:
+def _check_devices(config: RunConfig, machine: Machine, scorers: Sequence[ScoringModel], known: FactsOf) -> None:
     """vLLM takes no more of a device than it is told, so the weights must fit into that share."""
     share, whole = config.engine.gpu_memory_utilization, machine.device_bytes
     if whole is None:
         return
-    for role, name in _models(config):
-        facts, sharing = known(name), num_sharing(config, role)
+    for role, name, sharing in _models(config, scorers):
+        facts = known(name)
         if facts is None:
             continue
         weights = _weights(role, facts, config)
@@ -110,16 +128,18 @@ def _check_devices(config: RunConfig, machine: Machine, known: FactsOf) -> None:
             f"{role} {name}: its weights take {weights / GIB:.1f} GiB, and an engine gets {share / sharing:.2g} of a "
             f"device's {whole / GIB:.1f} GiB, which is {share / sharing * whole / GIB:.1f}; {way_out}"
         )
-    if share > 0.5 and scoring_models(config) and not config.engine.sleep:
+    if share > 0.5 and scorers and not config.engine.sleep:
         raise ConfigError(
             f"with engine.sleep=false the engines of all roles hold their memory at once, and twice "
             f"engine.gpu_memory_utilization {share:g} is more than a device; take 0.45, or leave engine.sleep out"
         )
 
 
-def _check_host(config: RunConfig, machine: Machine, num_slots: int, known: FactsOf) -> None:
+def _check_host(
+    config: RunConfig, machine: Machine, num_slots: int, scorers: Sequence[ScoringModel], known: FactsOf
+) -> None:
     """On a CPU the engines of all roles and slots stay up."""
-    sizes = [(role, name, known(name)) for role, name in _models(config)]
+    sizes = [(role, name, known(name)) for role, name, _ in _models(config, scorers)]
     weights = {f"{role} {name}": _weights(role, facts, config) for role, name, facts in sizes if facts}
     total = sum(weights.values())
     if machine.host_bytes is None or num_slots * total <= machine.host_bytes:

@@ -55,9 +55,14 @@ def scoring_models(config: RunConfig) -> list[ScoringModel]:
     return list(models.values())
 
 
-def check_run_placement(config: RunConfig, *, num_slots: int | None = None) -> None:
-    """ConfigError where the run's roles cannot be placed so on `num_slots`, None where these are not known yet."""
-    roles = in_order([ROLLOUT, *(model.role for model in scoring_models(config))])
+def check_run_placement(
+    config: RunConfig, *, num_slots: int | None = None, models: Sequence[ScoringModel] | None = None
+) -> None:
+    """ConfigError where the run's roles cannot be placed so on `num_slots`, None where these are not known yet.
+
+    `models`: the run's scoring models, where they have been read already.
+    """
+    roles = in_order([ROLLOUT, *(model.role for model in (scoring_models(config) if models is None else models))])
     placement = parse_placement(config.placement)
     check_placement(placement, roles=roles, num_slots=sum(placement.shares) if num_slots is None else num_slots)
 

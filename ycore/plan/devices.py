@@ -8,7 +8,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -31,6 +31,7 @@ class Device:
     link: float  # bytes a second to the other devices, one way
     source: str
     on_cpu: bool = False
+    has_bfloat16: bool = True
 
     @property
     def in_words(self) -> str:
@@ -53,9 +54,18 @@ DEVICES: Mapping[str, Device] = {
         bandwidth=row["bandwidth_tb_s"] * 1e12,
         link=row["link_gb_s"] * GB,
         source=row["source"],
+        has_bfloat16=row.get("has_bfloat16", True),
     )
     for row in json.loads(Path(__file__).with_name("devices.json").read_text(encoding="utf-8"))
 }
+
+
+def check_bfloat16(dtype: str, without: Sequence[str]) -> None:
+    """ConfigError for a run that computes in bfloat16 on devices that have none, which `without` names."""
+    if without and dtype != "float32":
+        old = ", ".join(without)
+        raise ConfigError(f"the run computes in bfloat16, and device {old} has none; train with --set dtype=float32")
+
 
 _COMMON = ("t4", "a10", "a100-40gb", "l40s", "a100", "h20", "h200")  # the nearest in size, where only that is given
 _PATTERN = re.compile(r"^(?:(\d+)\s*[xX*]\s*)?([\w.-]+)$")
@@ -87,7 +97,7 @@ def _of_memory(gigabytes: float) -> Device:
     size = gigabytes * GB
     alike = min((DEVICES[name] for name in _COMMON), key=lambda device: abs(device.memory_bytes - size))
     source = f"speed taken as {alike.name}'s, since only the size was given ({alike.source})"
-    return replace(alike, name=f"{gigabytes:g} GB device", memory_bytes=size, source=source)
+    return replace(alike, name=f"{gigabytes:g} GB device", memory_bytes=size, source=source, has_bfloat16=True)
 
 
 _SIZE = 1024

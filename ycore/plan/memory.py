@@ -67,30 +67,27 @@ def step_memory(job: Job, way: Way, fleet: Fleet) -> tuple[Parts, Mapping[str, E
     peak = sum(trainer.values())
     resident = sum(states.values()) - states.get("gradients", 0.0) - states.get("copies", 0.0) + libraries
     syncing = resident + largest_weight(job.policy)
-    others = footing.asleep * (0 if way.kind == "split" or job.judge is None else 1)
+    others = footing.asleep * (0 if job.judge is None else 1)
     engines = _engines(job, way, fleet, beside=syncing + others if way.sleeps else peak)
     if not fleet.device.on_cpu:
         return trainer, engines, _gpu_phases(way, footing, engines, peak, resident, syncing)
     policy_bytes = float(job.policy.num_params * job.bytes_per_value)
     peak = max(peak, syncing + min(_SYNC_FILE_BYTES, policy_bytes))
-    slots = {"rollout": way.slots - way.judge_slots, "judge": way.judge_slots or way.slots}
-    processes = {role: engine.awake * slots[role] for role, engine in engines.items()}
+    processes = {role: engine.awake * way.slots for role, engine in engines.items()}
     return trainer, engines, {"all at once": {"trainer": peak * way.ranks, **processes}}
 
 
 def _gpu_phases(
     way: Way, footing: Footing, engines: Mapping[str, Engine], peak: float, resident: float, syncing: float
 ) -> Mapping[str, Parts]:
-    """The phases of a device that has every role, or in a split of the fullest device of each phase."""
+    """The phases of a device. In a split too it has an engine of every role, of which one is never used."""
     resting = {role: footing.asleep if way.sleeps else engine.awake for role, engine in engines.items()}
-    in_split = way.kind == "split"
-    largest = max(resting, key=lambda role: resting[role])
 
     def working(role: str, trainer: float) -> Parts:
-        return {"trainer": trainer, **({} if in_split else resting), role: engines[role].awake}
+        return {"trainer": trainer, **resting, role: engines[role].awake}
 
     phases: dict[str, Parts] = {
-        "train": {"trainer": peak, **({largest: resting[largest]} if in_split else resting)},
+        "train": {"trainer": peak, **resting},
         "wake-up and sync": working("rollout", syncing),
         "generate": working("rollout", resident),
     }
@@ -188,7 +185,7 @@ def _engines(job: Job, way: Way, fleet: Fleet, *, beside: float) -> Mapping[str,
     if job.judge is not None:
         longest = job.judge_prompt_tokens + job.max_tokens + job.judge_tokens
         needs["judge"] = (job.judge, way.judge_slots if in_split else way.slots, longest)
-    room = (capacity_of(fleet) - beside) / (1 if way.sleeps or in_split else len(needs))
+    room = (capacity_of(fleet) - beside) / (1 if way.sleeps else len(needs))
     return {
         role: _engine(job, facts, way, fleet, slots=max(1, slots), longest=longest, room=room)
         for role, (facts, slots, longest) in needs.items()

@@ -134,6 +134,14 @@ def _size(config: Mapping[str, Any], key: str, name: str) -> int:
     raise ModelError(f"{problem}; only text decoders can be planned")
 
 
+def hub_id_of(name: str) -> str:
+    """The hub id that a plan takes a short name for, e.g. `Qwen/Qwen3-8B` for `Qwen3-8B`; else the name as it is."""
+    if "/" in name or name in BUILTIN or Path(name).expanduser().exists():
+        return name
+    ids = [one for hub_id in KNOWN_CONFIGS for one in (hub_id, hub_id.removesuffix("-Instruct"))]
+    return next((one for one in ids if one.rpartition("/")[2].lower() == name.lower()), name)
+
+
 def known_config(name: str) -> dict[str, Any] | None:
     """The config in models.json of a hub id, its base model's id, or its last part; None where there is none."""
     wanted = BUILTIN[name].hub_id if name in BUILTIN else name

@@ -1,17 +1,25 @@
 """The plan of a run on some devices: the ways that fit, fastest first, and otherwise the nearest change that fits."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from ycore.config.schema import RunConfig
-from ycore.plan.devices import GIB, Device, Fleet, measured_core, num_cores, parse_devices
+from ycore.errors import ConfigError
+from ycore.plan.devices import GIB, Device, Fleet, check_bfloat16, measured_core, num_cores, parse_devices
 from ycore.plan.job import SHARDINGS, Job, Way, job_of, micro_batch_of
 from ycore.plan.model_facts import KNOWN_CONFIGS, model_facts
 from ycore.plan.step_forecast import Forecast, forecast, simulated
+from ycore.plan.way_settings import NOT_YET, config_of
 
 _MOST_ON_CPU = 2  # engines that a run starts by default (ycore/launch/engines.py)
+
+
+Check = Callable[[RunConfig, Fleet], None]
+"""Raises ConfigError where a machine of these devices cannot run the config."""
+
+CanRun = Callable[[Job, Fleet, Forecast], bool]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +35,8 @@ class Plan:
     fitting: tuple[Forecast, ...]  # ways that fit, fastest first
     others: tuple[Forecast, ...]  # those that do not, least over first
     nearest: tuple[Change, ...]  # where nothing fits, the nearest settings that do
+    refused: tuple[tuple[Forecast, str], ...] = ()  # ways that fit and that no command starts, and why
+    first: RunConfig | None = None  # the run that goes the first way
 
     def as_json(self, *, top: int) -> dict[str, Any]:
         """JSON values, in bytes and seconds, with the first `top` ways that fit and that do not."""
@@ -37,6 +47,7 @@ class Plan:
             "job": {key: value for key, value in asdict(self.job).items() if key not in ("policy", "judge")},
             "fits": [_as_json(one) for one in self.fitting[:top]],
             "does_not_fit": [_as_json(one) | {"why": why_not(one)} for one in self.others[:top]],
+            "cannot_be_run": [_as_json(one) | {"why": why} for one, why in self.refused[:top]],
             "nearest": [{"change": near.change} | _as_json(near.forecast) for near in self.nearest],
         }
 
@@ -64,6 +75,7 @@ def make_plan(
     prompt_tokens: int | None = None,
     completion_tokens: int | None = None,
     core: Device | None = None,
+    check: Check = lambda config, fleet: None,
 ) -> Plan:
     """The plan of a run; UserError where a model, a device or a size is not known.
 
@@ -73,6 +85,7 @@ def make_plan(
         prompt_tokens: mean length; 256 by default.
         completion_tokens: mean length; by default the longest.
         core: one core of this machine; by default measured where the plan is for cores.
+        check: what a launch checks; a way that does not pass is not among those that fit.
     """
     policy, judge_facts = model_facts(config.model), None if judge is None else model_facts(judge)
     devices = devices or "cpu"
@@ -80,20 +93,46 @@ def make_plan(
         unused = Device("core", GIB, 1e9, 1e9, 1e9, "not measured", on_cpu=True)
         core = measured_core() if devices.strip().lower().endswith("cpu") else unused
     fleet = parse_devices(devices, core=core, num_cores=num_cores())
+    check_bfloat16(config.dtype, () if fleet.device.has_bfloat16 else (fleet.device.name,))
     job = job_of(
         config, policy, judge=judge_facts, judge_tokens=judge_tokens,
         prompt_tokens=prompt_tokens, completion_tokens=completion_tokens,
     )  # fmt: skip
-    micro_batch = micro_batch_of(config, ranks=fleet.count, on_cpu=fleet.device.on_cpu)
+    micro_batch = micro_batch_of(config, ranks=most_ranks(job, fleet), on_cpu=fleet.device.on_cpu)
     shardings = [config.accelerate] if config.accelerate in SHARDINGS else None
     candidates = ways(job, fleet, micro_batch=micro_batch, shardings=shardings)
     if (checkpointing := config.trl.get("gradient_checkpointing")) is not None:
         candidates = [way for way in candidates if way.checkpointing == bool(checkpointing)]
-    fitting, others = ranked(job, fleet, candidates)
+    refused: list[tuple[Forecast, str]] = []
+
+    def can_run(job: Job, fleet: Fleet, one: Forecast) -> bool:
+        try:
+            check(config_of(config, job, one, fleet), fleet)
+        except ConfigError as problem:
+            refused.append((one, str(problem)))
+            return False
+        return True
+
+    fitting, others = ranked(job, fleet, candidates, can_run=can_run)
+    left_out = tuple(sorted(refused, key=lambda pair: pair[0].step_s))
     near: list[Change] = []
     if not fitting:
-        near = nearest(job, fleet, micro_batch=micro_batch) or _smaller_model(job, fleet, micro_batch)
-    return Plan(job, fleet, tuple(fitting), tuple(others), tuple(near))
+        reasons = {why for _, why in left_out}
+        if len(reasons) == 1 and reasons != {NOT_YET}:
+            raise ConfigError(*reasons)  # whatever the way, the run itself is refused
+        near = nearest(job, fleet, micro_batch=micro_batch, can_run=can_run)
+        near = near or _smaller_model(job, fleet, micro_batch, can_run)
+    first = config_of(config, job, fitting[0], fleet) if fitting else None
+    return Plan(job, fleet, tuple(fitting), tuple(others), tuple(near), left_out, first)
+
+
+def most_ranks(job: Job, fleet: Fleet) -> int:
+    """The most devices that can train, each with as many prompts."""
+    return max(ranks for ranks in range(1, fleet.count + 1) if not job.prompts_per_step % ranks)
+
+
+def _always(job: Job, fleet: Fleet, one: Forecast) -> bool:
+    return True
 
 
 def ways(job: Job, fleet: Fleet, *, micro_batch: int, shardings: Iterable[str] | None = None) -> list[Way]:
@@ -106,9 +145,8 @@ def ways(job: Job, fleet: Fleet, *, micro_batch: int, shardings: Iterable[str] |
     sharded = [name for name in SHARDINGS if name in chosen]
     widths = [2**power for power in range(1 if on_cpu else count.bit_length()) if not count % 2**power]
     found: list[Way] = []
-    for ranks in {1, count} if on_cpu else {count}:
-        if job.prompts_per_step % ranks:
-            continue
+    most = most_ranks(job, fleet)
+    for ranks in {1, most} if on_cpu else {most}:
         size = min(micro_batch, job.completions // ranks)
         for sharding in sharded if ranks > 1 else SHARDINGS[:1]:
             for width in widths:
@@ -130,10 +168,12 @@ def _placed(job: Job, base: Way, on_cpu: bool) -> list[Way]:
     return found + [replace(base, kind="split", judge_slots=a, sleeps=asleep) for a in splits for asleep in sleeps]
 
 
-def ranked(job: Job, fleet: Fleet, candidates: Iterable[Way]) -> tuple[list[Forecast], list[Forecast]]:
-    """Forecasts that fit, fastest first, and those that do not, least over first."""
+def ranked(
+    job: Job, fleet: Fleet, candidates: Iterable[Way], *, can_run: CanRun = _always
+) -> tuple[list[Forecast], list[Forecast]]:
+    """Forecasts that fit and that a run can take, fastest first, and those that do not fit, least over first."""
     forecasts = [forecast(job, way, fleet) for way in candidates]
-    fitting = _by_time(one for one in forecasts if one.fits)
+    fitting = _by_time(one for one in forecasts if one.fits and can_run(job, fleet, one))
     if job.judge is not None:
         # The best way to train for each placement of the engines: rounds do not depend on how training is sharded.
         best: dict[tuple[object, ...], Forecast] = {}
@@ -169,17 +209,18 @@ def why_not(one: Forecast) -> str:
 _Settings = tuple[Job, Fleet, int]  # and the micro-batch
 
 
-def nearest(job: Job, fleet: Fleet, *, micro_batch: int, limit: int = 3) -> list[Change]:
+def nearest(job: Job, fleet: Fleet, *, micro_batch: int, limit: int = 3, can_run: CanRun = _always) -> list[Change]:
     """The nearest settings that fit, the smallest change first; two changes at once where no single one is enough."""
     singles = _changes(job, fleet, micro_batch)
-    found = _fitting(singles)
+    found = _fitting(singles, can_run)
     if not found:
-        found = _fitting(
+        pairs = (
             (f"{first} and {second}", after_both)
             for first, after_first in singles
             for second, after_both in _changes(*after_first)
             if first.partition(" ")[0] < second.partition(" ")[0]
         )
+        found = _fitting(pairs, can_run)
     return found[:limit]
 
 
@@ -200,21 +241,21 @@ def _changes(job: Job, fleet: Fleet, micro_batch: int) -> list[tuple[str, _Setti
     return found
 
 
-def _fitting(changes: Iterable[tuple[str, _Settings]]) -> list[Change]:
+def _fitting(changes: Iterable[tuple[str, _Settings]], can_run: CanRun) -> list[Change]:
     """The changes after which a way fits; of several with the same options, the first."""
     found: dict[str, Change] = {}
     for change, (job, fleet, micro_batch) in changes:
         options = " ".join(word for word in change.split() if word.startswith("--"))
         if options not in found:
-            fitting, _ = ranked(job, fleet, ways(job, fleet, micro_batch=micro_batch))
+            fitting, _ = ranked(job, fleet, ways(job, fleet, micro_batch=micro_batch), can_run=can_run)
             if fitting:
                 found[options] = Change(change, fitting[0])
     return list(found.values())
 
 
-def _smaller_model(job: Job, fleet: Fleet, micro_batch: int) -> list[Change]:
+def _smaller_model(job: Job, fleet: Fleet, micro_batch: int, can_run: CanRun) -> list[Change]:
     for facts in sorted(map(model_facts, sorted(KNOWN_CONFIGS)), key=lambda facts: -facts.num_params):
         change = (f"--model {facts.name}", (replace(job, policy=facts), fleet, micro_batch))
-        if facts.num_params < job.policy.num_params and (found := _fitting([change])):
+        if facts.num_params < job.policy.num_params and (found := _fitting([change], can_run)):
             return found
     return []

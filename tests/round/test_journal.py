@@ -136,8 +136,9 @@ def test_pruning_keeps_what_a_checkpoint_still_needs(make: Make, tmp_path: Path)
         (lambda data: b"", "its first line is not JSON"),
         (lambda data: data.replace(b'"schema": 1', b'"schema": 9', 1), "its schema is not 1"),
         (lambda data: data.replace(b'"step": 0', b'"step": 5', 1), "it is of {'step': 5"),
+        (lambda data: data.replace(b'"world": 1', b'"world": 3', 1), "it is of {'step': 0, 'rank': 0, 'world': 3}"),
     ],
-    ids=["cut", "a digit", "empty", "schema", "another step"],
+    ids=["cut", "a digit", "empty", "schema", "another step", "other ranks"],
 )
 def test_damage_is_named(make: Make, tmp_path: Path, damage: Callable[[bytes], bytes], said: str) -> None:
     source, journal = make(tmp_path), Journal(tmp_path, rank=0)

@@ -43,6 +43,8 @@ class Journal:
             return None
         world = read_label(first).get("world", self._world)
         is_whole = all(round_file(self._folder, step, rank).is_file() for rank in range(world))
+        if not is_whole:
+            self._part(step, 0, world)  # an error where it is the number of ranks that is damaged
         return world if is_whole else None
 
     def commit(
@@ -54,7 +56,12 @@ class Journal:
         full, leaves no file of that name.
         """
         make_folder(self._folder)
-        content = {"groups": [group_to_json(group) for group in groups], "state": state, "metrics": dict(metrics or {})}
+        content = {
+            "world": self._world,  # here it is under the sha256
+            "groups": [group_to_json(group) for group in groups],
+            "state": state,
+            "metrics": dict(metrics or {}),
+        }
         label = {"step": step, "rank": self._rank, "world": self._world, "seed": self._seed}
         write_round(self.path(step), label, content)
 
@@ -78,8 +85,9 @@ class Journal:
 
     def _part(self, step: int, rank: int, world: int) -> Committed | None:
         """A rank's part; None where that file is of a round of another number of ranks."""
-        path, label = round_file(self._folder, step, rank), {"step": step, "rank": rank}
+        path = round_file(self._folder, step, rank)
         head, content = read_round(path)
+        label = {"step": step, "rank": rank, "world": content.get("world", head.get("world"))}
         found = {name: head.get(name) for name in label}
         if found != label:
             raise damaged_round(path, f"it is of {found}, not of {label}")

@@ -159,7 +159,6 @@ def test_more_steps_are_no_change(stopped: Path, capfd: pytest.CaptureFixture[st
     [
         ("--set seed=5", "seed: 0 there, 5 here"),
         ("--beta 0.5", "trl.beta: 0.25 there, 0.5 here"),
-        ("--set processes=2", "processes: 1 there, 2 here"),
         ("--set prompts_per_step=4", "prompts_per_step: 8 there, 4 here"),
         ("--resume-from 3", "no checkpoint of step 3; no checkpoint was saved yet"),
         ("--resume-from later", "--resume-from takes a step or a folder"),

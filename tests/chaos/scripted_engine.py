@@ -23,6 +23,7 @@ import json
 import math
 import mmap
 import random
+import re
 import sys
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
@@ -108,11 +109,14 @@ class ScriptedEngine:
     def judge(self, request: dict[str, Any]) -> dict[str, Any]:
         """The body of an answer to `/v1/chat/completions`: a number in the range of the schema that was sent along."""
         schema = request["response_format"]["json_schema"]["schema"]
-        source = random.Random(json.dumps(request["messages"]))
+        question = json.dumps(request["messages"])
+        source = random.Random(question)
+        code = re.search(r'code is \\"([0-9a-f]+)', question)
+        made_up = {"code": code[1]} if code else {}
         verdict = {
             name: round(source.uniform(schema_["minimum"], schema_["maximum"]), 3)
             if schema_["type"] == "number"
-            else "made up"
+            else made_up.get(name, "made up")
             for name, schema_ in schema["properties"].items()
         }
         message = {"role": "assistant", "content": json.dumps(verdict)}

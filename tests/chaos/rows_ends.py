@@ -15,6 +15,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -224,10 +225,9 @@ def end_one(bench: Bench, place: Path, case: Case) -> Outcome:
         try:
             landed = _do(run, witness, case, foreign)
             status = run.wait(timeout_s=_COMES_WITHIN_S)
-            if end.is_cleared_by_the_next:
-                _run_next(setting, words, output, witness)
+            notes = _run_next(setting, words, output, witness) if end.is_cleared_by_the_next else []
             left = _left(run, witness, segment)
-            notes = [*foreign.touched(), *(twin.touched() if twin is not None else [])]
+            notes += [*foreign.touched(), *(twin.touched() if twin is not None else [])]
         finally:
             if twin is not None:
                 twin.close()
@@ -259,8 +259,8 @@ def _do(run: Run, witness: Witness, case: Case, foreign: Foreign) -> bool:
     return run.exit_code is None and ENDS[case.kind].deed(run, witness)
 
 
-def _run_next(setting: Setting, words: list[str], output: Path, witness: Witness) -> None:
-    """The same folder's next run, ended as soon as it is guarded; it has a witness of its own in the same group."""
+def _run_next(setting: Setting, words: list[str], output: Path, witness: Witness) -> list[str]:
+    """The same folder's next run, ended as soon as it is guarded, in the same witness's group; what went wrong."""
     told = [*words, "--resume"] if (output / "run.json").is_file() else words
     run = Run(setting, told, output)
     witness.add(run.process.pid)
@@ -268,9 +268,10 @@ def _run_next(setting: Setting, words: list[str], output: Path, witness: Witness
         run.wait_for(lambda: bool(witness.role("guardian")), timeout_s=_COMES_WITHIN_S, every_s=0.05)
         time.sleep(_BETWEEN_S)
         run.process.send_signal(signal.SIGINT)
-        run.wait(timeout_s=_COMES_WITHIN_S)
+        status = run.wait(timeout_s=_COMES_WITHIN_S)
     finally:
         run.end()
+    return [] if status == INTERRUPTED else [f"the next run ended with {status}"]
 
 
 def _left(run: Run, witness: Witness, segment: Path) -> list[str]:
@@ -279,7 +280,10 @@ def _left(run: Run, witness: Witness, segment: Path) -> list[str]:
     groups = [path / f"ycore-{folder.run_id}" for path in Path("/sys/fs/cgroup").glob("*/")]
     paths = [folder.sockets, folder.shared_memory, folder.temporary, segment, *groups]
     while True:
-        left = [f"process {process.pid} {process.name()}" for process in witness.processes()]
+        left = []
+        for process in witness.processes():
+            with suppress(psutil.Error):  # ended meanwhile
+                left.append(f"process {process.pid} {process.name()}")
         left += [str(path) for path in dict.fromkeys(paths) if path.exists()]
         if not left or time.monotonic() > deadline:
             return left

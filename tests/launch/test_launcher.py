@@ -355,6 +355,26 @@ def test_a_stop_before_the_first_step_waits_for_no_save(
     assert_nothing_is_left(config)
 
 
+def test_a_trainer_that_lost_the_signal_is_asked_again_when_it_begins_a_step(
+    worker: Callable[..., Worker], config: RunConfig
+) -> None:
+    made = worker("""
+        import signal
+        lost = []
+        signal.signal(signal.SIGINT, lambda *_: lost.append(1))
+        os.kill(os.getppid(), signal.SIGINT)
+        while not lost:
+            time.sleep(0.01)
+        signal.signal(signal.SIGINT, lambda *_: sys.exit(130))
+        time.sleep(0.5)
+        (root / "step_began").touch()
+        time.sleep(20)
+    """)
+    with pytest.raises(Interrupted, match="stopped after step 3"):
+        run(made, config)
+    assert_nothing_is_left(config)
+
+
 def test_a_killed_launcher_leaves_nothing(worker: Callable[..., Worker], config: RunConfig) -> None:
     worker(DEAF)
     started = launch(config)

@@ -193,9 +193,12 @@ class Supervisor:
         what = "the trainer finishes its step and saves a checkpoint" if self._will_save else "there is nothing to save"
         self.progress.say(f"stopping: {what}; press Ctrl-C again to stop at once")
         self._trainer.send(signal.SIGINT)
-        saving, began = SaveWatch(self._trainer, self.home), time.monotonic()
+        saving, began, asked_ns = SaveWatch(self._trainer, self.home), time.monotonic(), time.time_ns()
         while self._trainer.exit_code is None:
             self._show_progress()
+            if self._step_began_ns > asked_ns:  # the signal was lost, as Python may lose one in the midst of an import
+                self._trainer.send(signal.SIGINT)
+                asked_ns = time.time_ns()
             waited_s = time.monotonic() - began
             if self.stops.count > 1 or (not self._will_save and waited_s > _END_WITHIN_S):
                 self._trainer.send(signal.SIGKILL)

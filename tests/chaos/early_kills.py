@@ -71,9 +71,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos.early_kills", description=__doc__)
     parser.add_argument("--trials", type=int, default=50)
     parser.add_argument("--after-ms", default="0,5,20,50")
-    options = parser.parse_args()
-    gone = 0
-    for after_ms in map(float, options.after_ms.split(",")):
+    parser.add_argument("--dry-run", action="store_true", help="start nothing")
+    options, gone = parser.parse_args(), 0
+    times = [float(word) for word in options.after_ms.split(",")]
+    if options.dry_run:
+        print(f"{options.trials} trials each, killed after {times} ms. Nothing was started.")
+        return 0
+    for after_ms in times:
         with tempfile.TemporaryDirectory() as place:
             began = time.monotonic()
             runs, others = kill_early(Path(place) / "run", [after_ms / 1000] * options.trials)

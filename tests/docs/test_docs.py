@@ -120,7 +120,7 @@ def test_every_command_is_of_a_program_that_is_checked_here() -> None:
 @pytest.mark.parametrize(("page", "line"), of_program("python"))
 def test_lines_of_the_scorecard_name_rows_that_are_there(page: Path, line: str) -> None:
     words = shlex.split(line, comments=True)
-    known = ("tests.chaos", "tests.chaos.power", "tests.fuzz", "tests.sandbox")
+    known = ("tests.chaos", "tests.chaos.early_kills", "tests.chaos.power", "tests.fuzz", "tests.sandbox")
     assert words[:2] == ["python", "-m"] and words[2] in known
     done = subprocess.run(
         [sys.executable, *words[1:], "--dry-run"], cwd=ROOT, capture_output=True, text=True, timeout=60, check=False

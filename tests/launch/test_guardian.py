@@ -13,7 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.chaos.early_kills import kill_early
+from tests.chaos.early_kills import MAKER
 from ycore.errors import RunError
 from ycore.launch.guardian import RunWatch, guarded, kill_run, remove_leftovers
 from ycore.launch.ownership import groups_of
@@ -365,16 +365,43 @@ def test_shared_memory_of_a_process_that_was_killed_early_is_removed(folder: Run
     assert not segment.exists()
 
 
+WITHOUT_LOOKS = """
+import sys
+from pathlib import Path
+import ycore.launch.guardian as guardian
+from ycore.run.paths import RunFolder
+
+guardian._LOOK_EVERY_S = guardian._BETWEEN_LOOKS_S = 1e9
+guardian.guard(RunFolder(Path(sys.argv[1])))
+"""
+
+
 @pytest.mark.skipif(born_at(Path("/dev/shm")) is None, reason="no /dev/shm, or it has no times of birth")
-def test_shared_memory_of_a_process_that_was_killed_at_once_is_removed(tmp_path: Path) -> None:
-    """50 ms after it was made; looks every half a second would meet at most two of these makers alive."""
-    runs, others = kill_early(tmp_path / "run", [0.05] * 6)
+def test_whose_shared_memory_is_known_when_it_is_made_and_not_at_a_look(folder: RunFolder) -> None:
+    """The guardian takes no look while the makers live; how soon it knows is measured by tests.chaos.early_kills."""
+    held = Claim(folder)
+    held.begin()
+    guardian = subprocess.Popen(
+        [sys.executable, "-c", WITHOUT_LOOKS, str(folder.root)], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    )
+    assert guardian.stdout is not None and guardian.stdout.readline() == b"ready\n"
+    time.sleep(0.1)  # the file system's clock has coarse ticks
+    runs, other = (SHARED_MEMORY / f"psm_{secrets.token_hex(4)}" for _ in range(2))
     try:
-        assert sum(path.exists() for path in runs) <= 2, "a busy machine may be late now and then"
-        assert all(path.exists() for path in others)
+        makers = [
+            subprocess.Popen([sys.executable, "-c", MAKER, str(path), "0", "2"], env={**os.environ, RUN_MARKER: mark})
+            for path, mark in ((runs, folder.run_id), (other, "another"))
+        ]
+        assert [maker.wait(WITHIN_S) for maker in makers] == [-signal.SIGKILL] * 2
+        assert runs.exists() and other.exists()
+        guardian.communicate(timeout=WITHIN_S)
+        assert not runs.exists() and other.exists()
     finally:
-        for path in (*runs, *others):
+        guardian.kill()
+        guardian.wait()
+        for path in (runs, other):
             path.unlink(missing_ok=True)
+        held.release()
 
 
 def test_sockets_scratch_and_shared_memory_folder_are_removed(marked: RunFolder) -> None:

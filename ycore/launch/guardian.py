@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections import defaultdict
 from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -26,7 +27,7 @@ from ycore.launch.segments import Creations, Segment, held_segments, remove_segm
 from ycore.run.claim import Claim
 from ycore.run.files import make_private
 from ycore.run.paths import RunFolder
-from ycore.run.process_tree import descendants, is_alive
+from ycore.run.process_tree import is_alive
 from ycore.run.reports import RUN_MARKER
 from ycore.run.run_record import RunRecord, read_record
 
@@ -53,13 +54,18 @@ class RunWatch:
         self._users = {os.geteuid()}
 
     def look(self) -> list[psutil.Process]:
-        others: set[int] = set()
+        others, children = set[int](), defaultdict[int, list[psutil.Process]](list)
         for process in psutil.process_iter():
             self.look_at_new_segments()
             self._meet(process, others)
+            with suppress(psutil.Error):
+                children[process.ppid()].append(process)
         self._others = others
-        for process in [process for process in self._known.values() if is_alive(process)]:
-            for child in descendants(process.pid):
+        parents = [process.pid for process in self._known.values() if is_alive(process)]
+        while parents:
+            below = children.pop(parents.pop(), [])
+            parents += [child.pid for child in below]
+            for child in below:
                 self._remember(child)
         self._known = {key: process for key, process in self._known.items() if is_alive(process)}
         for process in list(self._known.values()):

@@ -65,7 +65,7 @@ def _check_rollouts(config: RunConfig, model: "ModelPlan", site: "Site") -> dict
     from ycore.models.names import require_chat_template
     from ycore.rewards.builtin import is_code
     from ycore.rewards.code import check_tests
-    from ycore.rewards.confined import check_reward
+    from ycore.rewards.worker_client import check_reward
     from ycore.sandbox.level import choose, require
 
     engine = "replay"

@@ -22,7 +22,7 @@ from ycore.sandbox.programs import Programs
 
 PROGRAM = "def add(a, b):\n    return a + b\n\nprint(add(1, 2))\n"
 EXAM = Exam(tests=("assert add(1, 2) == 3", "assert add([1], [2]) == [1, 2]"))
-TOLD = EXAM.told(CodeSettings(timeout_s=30.0))
+TOLD = EXAM.request(CodeSettings(timeout_s=30.0))
 
 
 async def bare() -> None:
@@ -47,7 +47,7 @@ async def measure(levels: list[str], repeats: int) -> None:
     pools = []
     with tempfile.TemporaryDirectory() as folder:
         for level in levels:
-            pool = Programs(Level(level), places=1, log=Path(folder) / "log", run_id="benchmark")
+            pool = Programs(Level(level), at_once=1, log=Path(folder) / "log", run_id="benchmark")
             await pool.start()
             pools.append(pool)
             kinds[f"{level}: a script"] = lambda pool=pool: pool.run(PROGRAM, deadline_s=30.0)

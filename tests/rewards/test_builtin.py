@@ -19,7 +19,7 @@ from ycore.rewards.builtin import (
     before_the_answer,
     reference_reward,
 )
-from ycore.rewards.confined import check_reward
+from ycore.rewards.worker_client import check_reward
 
 # Tasks whose scorer evaluates something, but never the text that the policy wrote.
 EVALUATES_ONLY_ITS_OWN_TEXT = {"codeio", "number_sorting"}

@@ -10,8 +10,8 @@ import pytest
 
 from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError
-from ycore.rewards.confined import check_reward
 from ycore.rewards.loading import import_function, load_reward, reward_names
+from ycore.rewards.worker_client import check_reward
 
 PLAIN = """
 from helper_beside import ONE
@@ -152,7 +152,7 @@ def test_check_imports_neither_torch_nor_the_rewards_own_libraries() -> None:
     code = (
         "import sys\n"
         "from ycore.config.schema import RewardConfig\n"
-        "from ycore.rewards.confined import check_reward\n"
+        "from ycore.rewards.worker_client import check_reward\n"
         "for name in ('math', 'exact_answer', 'format'): check_reward(RewardConfig(reward=name), ['answer'])\n"
         f"print([name for name in {heavy!r} if name in sys.modules])\n"
     )

@@ -12,8 +12,8 @@ import pytest
 
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.errors import RewardError
-from ycore.rewards.confined import check_reward
 from ycore.rewards.pool import RewardPool
+from ycore.rewards.worker_client import check_reward
 from ycore.types import Content, Score
 
 REWARDS = """

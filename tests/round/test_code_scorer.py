@@ -27,7 +27,7 @@ class Room:
 
     def __init__(self, folder: Path) -> None:
         self.runner = asyncio.Runner()
-        self.programs = Programs(Level.NAMESPACES, places=2, log=folder / "log", run_id="test")
+        self.programs = Programs(Level.NAMESPACES, at_once=2, log=folder / "log", run_id="test")
         self.meter = CodeMeter()
         self(self.programs.start())
 
@@ -132,8 +132,8 @@ def test_tests_that_cannot_run_mask_the_completion(room: Room) -> None:
 
 
 def test_a_sandbox_that_fails_masks_the_completion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("ycore.sandbox.program_place.server_command", lambda **_: ["/bin/false"])
-    programs = Programs(Level.NAMESPACES, places=1, log=tmp_path / "log", run_id="test")
+    monkeypatch.setattr("ycore.sandbox.program_runners.server_command", lambda **_: ["/bin/false"])
+    programs = Programs(Level.NAMESPACES, at_once=1, log=tmp_path / "log", run_id="test")
     meter = CodeMeter()
     scorer = CodeScorer("code", CodeSettings(), programs, meter=meter)
     prompt, completion = Prompt(0, "q", {"tests": ["assert f(1)"]}), Completion((1,), None, RIGHT, "stop", 0)

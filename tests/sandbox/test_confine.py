@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from ycore.sandbox import Level, Limits, View, confine
+from ycore.sandbox import Level, Limits, View, confine, drop_rights
 from ycore.sandbox.confine import closed_path, confined_environment, launch_of
-from ycore.sandbox.inside import CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SETGID, CAP_SETUID
+from ycore.sandbox.drop_rights import CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SETGID, CAP_SETUID
 from ycore.sandbox.level import tried
 from ycore.sandbox.namespaces import bwrap_command
 
@@ -62,7 +62,7 @@ def test_what_is_closed_to_others_is_found_by_every_folder_on_the_way(tmp_path: 
 def test_root_becomes_another_user_wholly_or_not_at_all(
     rights: int, closed: Path | None, uid: int | None, keep: int | None, words: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(confine, "capabilities", lambda: rights)
+    monkeypatch.setattr(drop_rights, "capabilities", lambda: rights)
     monkeypatch.setattr(confine, "closed_path", lambda _paths: closed)
     steps, said = confine._unconfined(View(), Limits(), 61184)
     assert (steps["uid"], steps["keep"]) == (uid, keep)

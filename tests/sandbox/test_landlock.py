@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from ycore.sandbox import Limits, View
-from ycore.sandbox.landlock import EXIT_EXCESS, abi, confinement, refusal
+from ycore.sandbox.landlock import EXIT_EXCESS, abi, refusal, rules_of
 from ycore.sandbox.namespaces import python_folders
 
 pytestmark = pytest.mark.skipif(refusal() is not None, reason=str(refusal()))
@@ -46,7 +46,7 @@ def start(
     (folder / "confined_code.py").write_text(code)
     view = view or View()
     view = View(read=(*view.read, folder), hidden=view.hidden, working=view.working)
-    this = confinement(view, Limits(**(limits or {})), scratch=scratch, python=python_folders(), uid=UID)
+    this = rules_of(view, Limits(**(limits or {})), scratch=scratch, python=python_folders(), uid=UID)
     paths = [str(folder), *(entry for entry in sys.path if os.path.isabs(entry))]
     line = [sys.executable, "-I", "-S", "-B", "-c", BOOT.format(paths=paths), json.dumps(asdict(this)), "confined_code"]
     return subprocess.Popen(line, env={"PATH": "/usr/bin:/bin"}, stdout=-1, stderr=-1, text=True)

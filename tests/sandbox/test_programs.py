@@ -26,7 +26,7 @@ class Bench:
 
     def __init__(self, level: Level, folder: Path) -> None:
         self.level, self.runner = level, asyncio.Runner()
-        self.programs = Programs(level, places=1, log=folder / "programs.log", run_id="test")
+        self.programs = Programs(level, at_once=1, log=folder / "programs.log", run_id="test")
         self(self.programs.start())
 
     def __call__(self, coroutine: Coroutine[Any, Any, T]) -> T:
@@ -136,10 +136,10 @@ def test_a_program_sees_an_empty_environment_and_no_module_of_ours(in_namespaces
 
 
 def test_a_server_that_died_is_asked_again_and_then_named(in_namespaces: Bench) -> None:
-    place: Any = in_namespaces.programs._places[0]
+    runner: Any = in_namespaces.programs._runners[0]
     assert in_namespaces.run("print(1)").status == "ok"
-    os.kill(place._process.pid, signal.SIGKILL)
-    place._process.wait()
+    os.kill(runner._process.pid, signal.SIGKILL)
+    runner._process.wait()
     assert in_namespaces.run("print(2)").output == b"2\n"
     assert in_namespaces.programs.restarts == 1
 
@@ -147,8 +147,8 @@ def test_a_server_that_died_is_asked_again_and_then_named(in_namespaces: Bench) 
 def test_what_cannot_be_made_is_nobodys_fault(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     if tried(Level.NAMESPACES) is not None:
         pytest.skip("no namespaces here")
-    monkeypatch.setattr("ycore.sandbox.program_place.filter_bytes", lambda level: b"not a filter")
-    programs = Programs(Level.NAMESPACES, places=1, log=tmp_path / "log", run_id="test")
+    monkeypatch.setattr("ycore.sandbox.program_runners.filter_bytes", lambda level: b"not a filter")
+    programs = Programs(Level.NAMESPACES, at_once=1, log=tmp_path / "log", run_id="test")
 
     async def work() -> Outcome:
         try:
@@ -224,7 +224,7 @@ def test_a_killed_parent_leaves_nothing(bench: Bench, tmp_path: Path) -> None:
     script = (
         "import asyncio, sys; from pathlib import Path; from ycore.sandbox import Level; "
         "from ycore.sandbox.programs import Programs; "
-        "programs = Programs(Level(sys.argv[1]), places=1, log=Path(sys.argv[2]), run_id='t'); "
+        "programs = Programs(Level(sys.argv[1]), at_once=1, log=Path(sys.argv[2]), run_id='t'); "
         "asyncio.run(programs.run('import time; time.sleep(600)', deadline_s=600))"
     )
     line = [sys.executable, "-c", script, bench.level, str(tmp_path / "log")]

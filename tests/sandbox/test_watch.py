@@ -3,15 +3,17 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
 import pytest
 
-from ycore.sandbox.watch import Bounds, Usage, Watch, below, deleted_bytes, files_in, memory_of, usage
+from ycore.sandbox import Limits
+from ycore.sandbox.watch import Usage, Watch, below, deleted_bytes, files_in, memory_of, usage
 
 MIB = 2**20
-AMPLE = Bounds(2**40, 10_000, 2**40, 10_000)
+AMPLE = Limits(memory=2**40, processes=10_000, scratch=2**40, files=10_000)
 
 
 @pytest.fixture
@@ -93,16 +95,16 @@ if os.fork() == 0:
 time.sleep(60)
 """)
     assert 3 * MIB <= deleted_bytes(below(process.pid)) <= 4 * MIB
-    assert usage(process.pid, AMPLE, str(tmp_path)).scratch_bytes >= 4 * MIB
+    assert usage(process.pid, AMPLE, str(tmp_path)).scratch >= 4 * MIB
 
 
 def test_what_is_over_is_named() -> None:
-    bounds = Bounds(10 * MIB, 2, 20 * MIB, 5)
-    assert Usage(10 * MIB, 2, 20 * MIB, 5).excess(bounds) is None
-    assert Usage(11 * MIB).excess(bounds) == "11 MiB of memory, 10 MiB allowed"
-    assert Usage(0, 3).excess(bounds) == "3 processes, 2 allowed"
-    assert Usage(0, 0, 21 * MIB).excess(bounds) == "21 MiB of files, 20 MiB allowed"
-    assert Usage(0, 0, 0, 6).excess(bounds) == "6 files, 5 allowed"
+    limits = Limits(memory=10 * MIB, processes=2, scratch=20 * MIB, files=5)
+    assert Usage(10 * MIB, 2, 20 * MIB, 5).excess(limits) is None
+    assert Usage(11 * MIB).excess(limits) == "11 MiB of memory, 10 MiB allowed"
+    assert Usage(0, 3).excess(limits) == "3 processes, 2 allowed"
+    assert Usage(0, 0, 21 * MIB).excess(limits) == "21 MiB of files, 20 MiB allowed"
+    assert Usage(0, 0, 0, 6).excess(limits) == "6 files, 5 allowed"
 
 
 def test_the_watch_ends_what_grows_and_leaves_what_does_not(start) -> None:
@@ -116,7 +118,7 @@ if os.fork() == 0:
 time.sleep(60)
 """)
     killed, spared = Event(), Event()
-    watch = Watch(process.pid, AMPLE._replace(memory=64 * MIB), killed.set)
+    watch = Watch(process.pid, replace(AMPLE, memory=64 * MIB), killed.set)
     other = Watch(process.pid, AMPLE, spared.set)
     watch.start(), other.start()
     assert killed.wait(20.0)

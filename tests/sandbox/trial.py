@@ -26,7 +26,7 @@ from tests.sandbox.mutations import MUTATIONS
 from tests.sandbox.probes import PRELUDE, PROBES, Probe
 from tests.sandbox.targets import CANARY, LIMITS, Targets
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
-from ycore.rewards import confined, pool
+from ycore.rewards import confinement, pool
 from ycore.rewards.pool import RewardPool
 from ycore.sandbox import Level
 from ycore.sandbox.level import Choice, tried
@@ -183,7 +183,7 @@ class Trial:
         results = []
         with tempfile.TemporaryDirectory() as folder:
             log = Path(folder) / "programs.log"
-            programs = Programs(level, places=1, log=log, run_id="trial", limits=LIMITS, packages=["numpy"])
+            programs = Programs(level, at_once=1, log=log, run_id="trial", limits=LIMITS, packages=["numpy"])
             try:
                 for probe in [Probe("honest", "", HONEST.strip()), *self.probes]:
                     source = f"{REWARD}\nvalue = _try(*json.loads({self.text(probe)!r}))\nprint('\\n{CANARY}', value)"
@@ -222,13 +222,15 @@ def main() -> None:
     parser.add_argument("--mutation", help="break the sandbox in this way first, and try the probe that must find it")
     parser.add_argument("--no-control", action="store_true")
     given = parser.parse_args()
-    confined.Limits = lambda memory: LIMITS  # type: ignore[attr-defined]
+    confinement.Limits = lambda memory: LIMITS  # type: ignore[attr-defined]
     probes = [probe for probe in PROBES if given.only in probe.name]
     for mutation in MUTATIONS:
         if mutation.name == given.mutation:
             probes = [probe for probe in PROBES if probe.name == mutation.probe]
             mutation.make()
-            confined.choose = pool.choose = lambda wanted: Choice(Level(wanted), {})  # its self-test finds some of them
+            confinement.choose = pool.choose = lambda wanted: Choice(
+                Level(wanted), {}
+            )  # its self-test finds some of them
     began = time.monotonic()
     trial = Trial(given.rights, probes)
     try:

@@ -57,7 +57,7 @@ class Exam:
     def __len__(self) -> int:
         return len(self.tests) + len(self.calls)
 
-    def told(self, settings: CodeSettings) -> dict[str, Any]:
+    def request(self, settings: CodeSettings) -> dict[str, Any]:
         """What the examiner in the sandbox reads."""
         return {
             "tests": self.tests,

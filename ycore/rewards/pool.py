@@ -9,9 +9,10 @@ from pathlib import Path
 from typing import Any, NamedTuple, Self, TypeVar
 
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
-from ycore.rewards.confined import AUTO, Worker, confinement_of
+from ycore.rewards.confinement import confinement_of
 from ycore.rewards.loading import Inputs, reward_names
 from ycore.rewards.replies import CallFailed
+from ycore.rewards.worker_client import AUTO, Worker
 from ycore.sandbox.level import choose
 from ycore.types import Content, Score
 
@@ -43,8 +44,8 @@ class _Batch:
         return {"step": self.step, "inputs": sent}
 
 
-class _Place(NamedTuple):
-    """Which workers call a reward, and its place among theirs."""
+class _Caller(NamedTuple):
+    """The workers that call a reward, of which the idle ones wait, and its index among their rewards."""
 
     idle: asyncio.Queue[Worker]
     source: int
@@ -79,7 +80,7 @@ class RewardPool:
         self._deadline_s = settings.deadline_s
         self._workers: list[Worker] = []
         self.level = choose(sandbox.level).level
-        places: dict[int, _Place] = {}
+        callers: dict[int, _Caller] = {}
         for number, together in enumerate(_by_sandbox(specs)):
             group, idle = [specs[source] for source in together], asyncio.Queue[Worker]()
             held = confinement_of(group, settings=settings, sandbox=sandbox, run_folder=run_folder, run_id=run_id)
@@ -87,8 +88,8 @@ class RewardPool:
                 worker = Worker(group, held, log=log, name=f"{number}.{slot}")
                 self._workers.append(worker)
                 idle.put_nowait(worker)
-            places |= {source: _Place(idle, index) for index, source in enumerate(together)}
-        self._places = [places[source] for source in range(len(specs))]
+            callers |= {source: _Caller(idle, index) for index, source in enumerate(together)}
+        self._callers = [callers[source] for source in range(len(specs))]
 
     @property
     def restarts(self) -> int:
@@ -143,17 +144,17 @@ class RewardPool:
         await self.close()
 
     async def _score(self, source: int, batch: _Batch) -> list[Score]:
-        place = self._places[source]
-        worker = await place.idle.get()
+        caller = self._callers[source]
+        worker = await caller.idle.get()
         try:
             inputs = await worker.ready()
-            request = batch.request(inputs[place.source])
-            return await worker.ask(place.source, request, count=batch.size, deadline_s=self._deadline_s)
+            request = batch.request(inputs[caller.source])
+            return await worker.ask(caller.source, request, count=batch.size, deadline_s=self._deadline_s)
         except CallFailed as failure:
             if batch.size == 1:
                 return [Score(None, problem=str(failure))]
         finally:
-            place.idle.put_nowait(worker)
+            caller.idle.put_nowait(worker)
         scores = await _together([self._score(source, batch.item(index)) for index in range(batch.size)])
         return [score for (score,) in scores]
 

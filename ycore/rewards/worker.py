@@ -4,7 +4,7 @@ JSON lines come on standard input; answers go to the descriptor. The first line 
 by `{"nonce", "ready": [parameters of each]}` or `{"nonce", "error": line}`. Then each `{"nonce", "source", "step",
 "count", "inputs": {parameter: one value per completion}}` is answered by `{"nonce", "values", "problems"}`, one of each
 per completion, or by `{"nonce", "failed": line}` where the call gave no such list. Deadlines, restarts and doubts about
-what is answered are the parent's (`confined`, `replies`).
+what is answered are the parent's (`worker_client`, `replies`).
 """
 
 import asyncio

@@ -24,7 +24,7 @@ from ycore.sandbox.level import choose, require
 from ycore.sandbox.programs import PROGRAM_LIMITS, Outcome, Programs, Verdict
 from ycore.types import Completion, Prompt, Score
 
-_MOST_PLACES = 16
+_MOST_AT_ONCE = 16
 
 
 @dataclass
@@ -76,11 +76,11 @@ _COUNTED = {
 def code_scorer(
     config: RunConfig, folder: RunFolder, spec: RewardConfig, *, name: str, meter: CodeMeter
 ) -> "CodeScorer":
-    """The scorer of one `code` reward, at the sandbox level of this run; a place for each core, up to 16."""
+    """The scorer of one `code` reward, at the sandbox level of this run; a program on each core, up to 16 at once."""
     settings, rank = code_settings(spec), this_rank()
     programs = Programs(
         require(choose(config.sandbox.level), f"reward {spec.reward!r}"),
-        places=min(_MOST_PLACES, max(1, len(os.sched_getaffinity(0)) // rank.local_world)),
+        at_once=min(_MOST_AT_ONCE, max(1, len(os.sched_getaffinity(0)) // rank.local_world)),
         log=folder.log("programs"),
         run_id=folder.run_id,
         limits=replace(PROGRAM_LIMITS, memory=settings.memory_mb * MIB),
@@ -125,7 +125,7 @@ class CodeScorer(Scorer):
 
     async def _examined(self, source: str, tests: Exam) -> Score:
         deadline_s = tests.deadline_s(self.settings)
-        verdict: Verdict = await self.programs.examine(source, tests.told(self.settings), deadline_s=deadline_s)
+        verdict: Verdict = await self.programs.examine(source, tests.request(self.settings), deadline_s=deadline_s)
         self.meter.seconds += verdict.seconds
         self.meter.note(verdict.status if verdict.status != "ok" else verdict.began)
         if verdict.status == "infra_error":

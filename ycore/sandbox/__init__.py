@@ -1,8 +1,14 @@
-"""Where code runs that nobody has read: the values that every part of the sandbox speaks in, and nothing else.
+"""Where code runs that nobody has read. This file has the values that all parts of the sandbox share.
 
-Two uses share them. A reward function of a person's runs in one worker for many calls; a program that a model wrote
-runs in a fresh place each time. Both are started through `confine.start`, which knows two mechanisms (`Level`): the
-namespaces of bubblewrap, and Landlock where no namespace can be made.
+Two uses share them. A person's reward functions run in one worker for many calls (`ycore.rewards.worker_process`). A
+program that a model wrote runs in a new process each time (`programs`, `program_runners`). What holds them is a
+`Level`: the namespaces of bubblewrap, or Landlock where no namespace can be made. `level` finds out by trying which.
+
+Outside, and trusted: `confine` (how to start a module confined), `namespaces` (bubblewrap's command line),
+`syscall_filter`, `watch`, `programs`, `program_runners`. Inside, and trusted, before foreign code is there or
+beside it: `drop_rights`, `landlock`'s stage, `program_server`. Inside, with foreign code in the process or at the other
+end of a socket: `program_run`, `remote_calls`, `examiner`. What these write is checked outside. docs/overview.md has a
+picture.
 """
 
 from dataclasses import dataclass

@@ -7,6 +7,7 @@ folder, and an environment of a few harmless variables.
 import json
 import os
 import shutil
+import signal
 import stat
 import sys
 import tempfile
@@ -15,16 +16,19 @@ from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from subprocess import Popen
+from typing import Any
 
 from ycore.errors import RunError
+from ycore.run.process_tree import kill_tree
 from ycore.run.reports import RUN_MARKER
 from ycore.sandbox import MIB, Level, Limits, View
-from ycore.sandbox.inside import CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SETGID, CAP_SETUID, Steps, capabilities
-from ycore.sandbox.landlock import LEAST_ABI, abi, confinement
+from ycore.sandbox.drop_rights import CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, Steps, capabilities, missing_rights
+from ycore.sandbox.landlock import LEAST_ABI, abi, rules_of
 from ycore.sandbox.namespaces import SCRATCH, bwrap_command, find_bwrap, python_paths
 from ycore.sandbox.syscall_filter import filter_bytes
 
-_FIRST_UID, _NUM_UIDS = 61184, 4336  # the range that systemd sets apart for users that exist only while they run
+FIRST_UID, NUM_UIDS = 61184, 4336  # the range that systemd sets apart for users that exist only while they run
 _PASSED_ON = frozenset({"LANG", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONHASHSEED", "OMP_NUM_THREADS"})
 _WITH_NETWORK = frozenset({"SSL_CERT_FILE", "SSL_CERT_DIR", "REQUESTS_CA_BUNDLE"})
 _SHARED_MEMORY = 16 * MIB
@@ -35,6 +39,7 @@ class Launch:
     """All that starts a confined process: `Popen(command, env=environment, cwd=working)`, in a session of its own.
 
     `scratch` is a folder to remove afterwards, where the scratch is not in memory. `words` say what holds the process.
+    `has_stage`: the process that is started is ours, and ends what it confines when it gets SIGTERM (`landlock`).
     """
 
     command: list[str]
@@ -42,6 +47,18 @@ class Launch:
     working: Path | None
     scratch: Path | None
     words: str
+    has_stage: bool = False
+
+    def start(self, **descriptors: Any) -> "Popen[bytes]":
+        """Start it; `stdin`, `stdout`, `stderr` and `pass_fds` are those of Popen."""
+        return Popen(self.command, env=self.environment, cwd=self.working, start_new_session=True, **descriptors)
+
+    def end(self, pid: int) -> None:
+        """End the started process with all below it. Our own stage does so itself: no new process escapes it."""
+        if not self.has_stage:
+            return kill_tree(pid)
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
 
     def clear(self) -> None:
         """Remove what the process left, once it is gone."""
@@ -72,7 +89,7 @@ def launch_of(
     """
     uid = None
     if os.geteuid() == 0 and (level is not Level.NONE or own_user):
-        uid = _FIRST_UID + zlib.crc32(f"{run_id} {os.getpid()} {name}".encode()) % _NUM_UIDS
+        uid = FIRST_UID + zlib.crc32(f"{run_id} {os.getpid()} {name}".encode()) % NUM_UIDS
     if level is Level.NAMESPACES:
         return _in_namespaces(module, arguments, view, limits, run_id, uid)
     scratch = Path(tempfile.mkdtemp(prefix=f"ycore-{run_id}-scratch-"))  # the guardian knows it by this name
@@ -82,11 +99,12 @@ def launch_of(
         os.chown(scratch, uid, uid)
     if level is Level.LANDLOCK:
         keep = None if uid is None or closed_path(view.read) is None else _reading_right()
-        told = confinement(view, limits, scratch=scratch, python=python_paths(), uid=uid, keep=keep)
-        stage = ["ycore.sandbox.landlock", json.dumps(asdict(told))]
-        return Launch([*python, *stage, module, *arguments], environment, scratch, scratch, "confined by Landlock")
+        rules = rules_of(view, limits, scratch=scratch, python=python_paths(), uid=uid, keep=keep)
+        stage = ["ycore.sandbox.landlock", json.dumps(asdict(rules))]
+        command = [*python, *stage, module, *arguments]
+        return Launch(command, environment, scratch, scratch, "confined by Landlock", has_stage=True)
     steps, words = _unconfined(view, limits, uid)
-    stage = ["ycore.sandbox.inside", json.dumps(steps)]
+    stage = ["ycore.sandbox.drop_rights", json.dumps(steps)]
     return Launch([*python, *stage, module, *arguments], environment, view.working or scratch, scratch, words)
 
 
@@ -107,7 +125,7 @@ def _in_namespaces(
         keep=CAP_DAC_READ_SEARCH if closed else None,
         filter=filter_bytes(Level.NAMESPACES, network=view.network).hex(),
     )
-    program = [sys.executable, "-P", "-m", "ycore.sandbox.inside", json.dumps(steps), module, *arguments]
+    program = [sys.executable, "-P", "-m", "ycore.sandbox.drop_rights", json.dumps(steps), module, *arguments]
     command = bwrap_command(program, view, bwrap=bwrap, as_root=uid is not None, python=python)
     environment = confined_environment(view, run_id=run_id, scratch=SCRATCH)
     return Launch(command, environment, None, None, "confined in namespaces of its own")
@@ -119,11 +137,7 @@ def _unconfined(view: View, limits: Limits, uid: int | None) -> tuple[Steps, str
     if uid is not None:
         closed = closed_path((*python_paths(), *_interpreter(), *view.read))
         keep = CAP_DAC_READ_SEARCH if closed else None
-        missing = [
-            number
-            for number in (CAP_SETUID, CAP_SETGID, *([] if keep is None else [keep]))
-            if not capabilities() >> number & 1
-        ]
+        missing = missing_rights(keep)
         words = f"not confined, but runs as uid {uid}, without any right of root's"
         if missing and closed:
             words = f"not confined, and stays root: {closed} is closed to others; `chmod o+rx` it and what it lies in"
@@ -156,9 +170,14 @@ def confined_environment(
         kept["HF_HOME"] = str(cache)
     if not view.network:
         kept["HF_HUB_OFFLINE"] = "1"  # else libraries wait for a network that is not there
+    return {**kept, **own_variables(run_id, scratch), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+def own_variables(run_id: str, scratch: Path) -> dict[str, str]:
+    """What every confined process has: home and temporary files in its scratch folder, programs, and the run's mark."""
     folders = [os.path.dirname(sys.executable), "/usr/local/bin", "/usr/bin", "/bin"]
-    here = {"HOME": str(scratch), "TMPDIR": str(scratch), "PATH": os.pathsep.join(folders)}
-    return {**kept, **here, "PYTHONDONTWRITEBYTECODE": "1", RUN_MARKER: run_id}
+    own = {"HOME": str(scratch), "TMPDIR": str(scratch), "PATH": os.pathsep.join(folders)}
+    return {**own, RUN_MARKER: run_id}
 
 
 def closed_path(paths: Iterable[Path], *, roots: Sequence[Path] = ()) -> Path | None:

@@ -1,12 +1,12 @@
-"""The tests' side, inside a sandbox of its own: it runs a row's tests against a program in another process.
+"""The examiner: a confined process that runs a row's tests against a program, which runs in another such process.
 
-No code of the program's ever runs here, and no test is ever seen there: the program gets one call's arguments at a time
-and gives back plain data (`exchange`). So it cannot end the tests, redefine what they call, or read what they expect.
-Verdicts are JSON lines on a descriptor that only this process has. Standard library only.
+No code of the program's ever runs here, and the program never sees a test: it gets the arguments of one call at a time
+and gives back plain data (`remote_calls`). So it cannot end the tests, redefine what they call, or read what they
+expect. Results are JSON lines on a descriptor that only this process has. Standard library only.
 
-Every `assert` is a unit: passed when it ran and never failed. A verdict is `{"units": how many}`, `{"unit", "passed"}`
+Every `assert` is a unit: passed when it ran and never failed. The lines are `{"units": how many}`, `{"unit", "passed"}`
 where a unit's state changes, then `{"ended": true}` where the tests came to their end; or `{"broken": line}` where the
-tests themselves cannot run. `{"state", "why"}` tells how the program began, `{"timed_out": true}` that it hung.
+tests themselves cannot run. `{"state", "why"}` says how the program began, `{"timed_out": true}` that it hung.
 """
 
 import ast
@@ -21,7 +21,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
-from ycore.sandbox.exchange import Gone, Handle, NoPlainData, Side, Silent
+from ycore.sandbox.remote_calls import Gone, Handle, Link, NoPlainData, Silent
 
 _ALIASES = {"np": "numpy", "pd": "pandas"}
 _RECORD = "__unit_ran__"
@@ -31,7 +31,7 @@ class Failed(BaseException):
     """A unit failed, and the rest need not run."""
 
 
-class Verdict:
+class Results:
     """Writes each unit's state as it changes."""
 
     def __init__(self, descriptor: int, *, stop_at_failure: bool) -> None:
@@ -67,59 +67,59 @@ class Units(ast.NodeTransformer):
         return ast.fix_missing_locations(ast.copy_location(wrapped, node))
 
 
-def examine(source: int, link: int, verdict: int) -> None:
-    """Run the tests that the descriptor `source` holds as JSON (`Examination`) against the program behind `link`."""
+def examine(source: int, connection: int, results: int) -> None:
+    """Run the tests that the descriptor `source` holds as JSON against the program behind `connection`."""
     with os.fdopen(source, "rb") as file:
         exam = json.loads(file.read())
     sys.set_int_max_str_digits(0)
-    side = Side(link)
-    told = Verdict(verdict, stop_at_failure=exam["stop_at_failure"])
+    link = Link(connection)
+    written = Results(results, stop_at_failure=exam["stop_at_failure"])
     try:
-        _examine(exam, side, told)
+        _examine(exam, link, written)
     except Silent:
-        told.write(timed_out=True)
+        written.write(timed_out=True)
     except (Gone, Failed):
         pass
 
 
-def _examine(exam: Mapping[str, Any], side: Side, told: Verdict) -> None:
-    side.deadline = time.monotonic() + exam["timeout_s"]
-    told.write(state="gone", why="")
-    state = side.receive()
-    told.write(state=str(state.get("state")), why=str(state.get("why", ""))[:300])
+def _examine(exam: Mapping[str, Any], link: Link, results: Results) -> None:
+    link.deadline = time.monotonic() + exam["timeout_s"]
+    results.write(state="gone", why="")
+    state = link.receive()
+    results.write(state=str(state.get("state")), why=str(state.get("why", ""))[:300])
     if state.get("state") != "ready":
         return
     try:
         if exam["calls"]:
-            _run_calls(exam, side, told)
+            _run_calls(exam, link, results)
         else:
-            _run_asserts(exam, side, told)
+            _run_asserts(exam, link, results)
     except NoPlainData as error:
-        told.write(broken=str(error))
+        results.write(broken=str(error))
     except (Silent, Gone, Failed):
         raise
     except BaseException as error:  # noqa: BLE001 (a test that raises has failed, whatever it raises)
-        if not side.num_asked:  # before the program had any part in it
-            told.write(broken=f"{type(error).__name__}: {error}"[:300])
+        if not link.num_asked:  # before the program had any part in it
+            results.write(broken=f"{type(error).__name__}: {error}"[:300])
         return
-    if not side.is_gone:
-        told.write(ended=True)
+    if not link.is_gone:
+        results.write(ended=True)
 
 
-def _run_calls(exam: Mapping[str, Any], side: Side, told: Verdict) -> None:
+def _run_calls(exam: Mapping[str, Any], link: Link, results: Results) -> None:
     """Arguments and expected values, for one function."""
-    told.write(units=len(exam["calls"]))
-    function = side.ask("name", exam["entry_point"])
+    results.write(units=len(exam["calls"]))
+    function = link.ask("name", exam["entry_point"])
     for unit, (args, expected) in enumerate(exam["calls"]):
-        side.deadline = time.monotonic() + exam["timeout_s"]
+        link.deadline = time.monotonic() + exam["timeout_s"]
         try:
             passed = same(function(*args), expected, exam["tolerance"])
         except Exception:  # noqa: BLE001 (the program's, or a value that cannot be compared)
             passed = False
-        told.record(unit, passed)
+        results.record(unit, passed)
 
 
-def _run_asserts(exam: Mapping[str, Any], side: Side, told: Verdict) -> None:
+def _run_asserts(exam: Mapping[str, Any], link: Link, results: Results) -> None:
     """Texts of Python, each a test or the definition of `check`."""
     space: dict[str, Any] = {"__name__": "tests", "__builtins__": builtins}
     setup = [ast.parse(text) for text in exam["setup"]]
@@ -129,30 +129,30 @@ def _run_asserts(exam: Mapping[str, Any], side: Side, told: Verdict) -> None:
         _run_given(exam["given"], entry_point, space)
     units = Units()
     wrapped = [units.visit(tree) for tree in tests]
-    told.write(units=max(1, units.count))
-    space[_RECORD] = told.record
+    results.write(units=max(1, units.count))
+    space[_RECORD] = results.record
     for tree in setup:
-        _bind(tree, space, side)
+        _bind(tree, space, link)
         exec(compile(tree, "setup", "exec"), space)
     for tree in wrapped:
-        side.deadline = time.monotonic() + exam["timeout_s"]
-        _bind(tree, space, side)
+        link.deadline = time.monotonic() + exam["timeout_s"]
+        _bind(tree, space, link)
         exec(compile(tree, "tests", "exec"), space)
     if entry_point:
-        side.deadline = time.monotonic() + exam["timeout_s"]
-        space["check"](_Timed(side, side.ask("name", entry_point), exam["timeout_s"]))
+        link.deadline = time.monotonic() + exam["timeout_s"]
+        space["check"](_Timed(link, link.ask("name", entry_point), exam["timeout_s"]))
     if not units.count:
-        told.record(0, True)
+        results.record(0, True)
 
 
 class _Timed:
     """The function under test, with a time limit for each call."""
 
-    def __init__(self, side: Side, function: Any, timeout_s: float) -> None:
-        self._side, self._function, self._timeout_s = side, function, timeout_s
+    def __init__(self, link: Link, function: Any, timeout_s: float) -> None:
+        self._link, self._function, self._timeout_s = link, function, timeout_s
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._side.deadline = time.monotonic() + self._timeout_s
+        self._link.deadline = time.monotonic() + self._timeout_s
         return self._function(*args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
@@ -172,7 +172,7 @@ def _run_given(text: str, entry_point: str, space: dict[str, Any]) -> None:
         return
 
 
-def _bind(tree: ast.AST, space: dict[str, Any], side: Side) -> None:
+def _bind(tree: ast.AST, space: dict[str, Any], link: Link) -> None:
     """Give the names that a test does not define: of the standard library, else of the program.
 
     A module is a name that is read from, `math.isclose`, and never called: a program may have a function `bisect`.
@@ -198,7 +198,7 @@ def _bind(tree: ast.AST, space: dict[str, Any], side: Side) -> None:
                 space[name] = importlib.import_module(module)
                 continue
         with suppress(Exception):  # where the program has none, the test ends with its own NameError
-            space[name] = side.ask("name", name)
+            space[name] = link.ask("name", name)
 
 
 def same(value: Any, expected: Any, tolerance: float) -> bool:

@@ -24,9 +24,19 @@ from pathlib import Path
 from typing import NoReturn
 
 from ycore.sandbox import Level, Limits, View
-from ycore.sandbox.inside import become, install_filter, limit_resources
+from ycore.sandbox.drop_rights import (
+    LIBC,
+    PR_SET_CHILD_SUBREAPER,
+    PR_SET_NO_NEW_PRIVS,
+    PR_SET_PDEATHSIG,
+    become,
+    checked,
+    install_filter,
+    limit_resources,
+    prctl,
+)
 from ycore.sandbox.syscall_filter import filter_bytes
-from ycore.sandbox.watch import INTERVAL_S, Bounds, end_all_below, usage
+from ycore.sandbox.watch import INTERVAL_S, end_all_below, usage
 
 LEAST_ABI = 3
 """As a user: below it, a file that may be read can be emptied (`open` with O_TRUNC)."""
@@ -49,12 +59,9 @@ _SYSTEM = tuple(
     for name in (*("/usr", "/bin", "/lib", "/lib32", "/lib64"), *("/etc/ld.so.cache", "/etc/localtime"), *_DEVICES)
 )
 
-_PR_SET_PDEATHSIG, _PR_SET_CHILD_SUBREAPER, _PR_SET_NO_NEW_PRIVS = 1, 36, 38
-_LIBC = ctypes.CDLL(None, use_errno=True)
-
 
 @dataclass(frozen=True, slots=True)
-class Confinement:
+class Rules:
     """All that a process needs to confine itself, as JSON values.
 
     `files`: files and folders to read and execute; of a folder with a slash at its end, names can be listed, and no
@@ -71,17 +78,11 @@ class Confinement:
     program: str
     limits: dict[str, int]
 
-    @property
-    def bounds(self) -> Bounds:
-        """What the watch counts."""
-        limits = Limits(**self.limits)
-        return Bounds(limits.memory, limits.processes, limits.scratch, limits.files)
 
-
-def confinement(
+def rules_of(
     view: View, limits: Limits, *, scratch: Path, python: Iterable[Path], uid: int | None, keep: int | None = None
-) -> Confinement:
-    """What a process is told that shall see `view` and Python, and write in `scratch` alone.
+) -> Rules:
+    """The rules of a process that may see `view` and Python, and write in `scratch` alone.
 
     Landlock has no rule that takes back what another gives. So a folder with something hidden in it is given by its
     entries, those that are there now, and for the rest its names can be listed.
@@ -92,7 +93,7 @@ def confinement(
     shown = [path.resolve() for path in (*_SYSTEM, *python, *view.read) if path.exists()]
     files = sorted({name for path in shown for name in _around(path, hidden)})
     working = str(view.working or scratch)
-    return Confinement(files, str(scratch), working, uid, keep, program.hex(), asdict(limits))
+    return Rules(files, str(scratch), working, uid, keep, program.hex(), asdict(limits))
 
 
 def _around(path: Path, hidden: frozenset[Path]) -> Iterator[str]:
@@ -110,7 +111,7 @@ def _around(path: Path, hidden: frozenset[Path]) -> Iterator[str]:
 
 def abi() -> int:
     """The kernel's version of Landlock, 0 where it has none."""
-    return max(0, int(_LIBC.syscall(_CREATE, None, ctypes.c_size_t(0), 1)))
+    return max(0, int(LIBC.syscall(_CREATE, None, ctypes.c_size_t(0), 1)))
 
 
 def refusal() -> str | None:
@@ -130,7 +131,7 @@ class Reach:
     by the descriptor, as /proc/self/fd/N. What it starts does not get this way.
     """
 
-    def __init__(self, this: Confinement) -> None:
+    def __init__(self, this: Rules) -> None:
         self.held: dict[str, int] = {}
         for path in _search_paths():
             path[:] = map(os.path.realpath, path)
@@ -165,7 +166,7 @@ def _search_paths() -> list[list[str]]:
     return [sys.path, *(path for path in packages if isinstance(path, list))]
 
 
-def confine(this: Confinement, reach: Reach) -> None:
+def confine(this: Rules, reach: Reach) -> None:
     """Confine the calling process, which has one thread, and all that it will start. It cannot be undone."""
     others = _tasks_of(os.getuid()) if this.uid is None else 2  # the kernel counts by user; our own count is by tree
     _restrict_files(this, reach)
@@ -182,15 +183,15 @@ def main(arguments: list[str]) -> NoReturn:
     all that is left when the module ends, when it holds too much (`EXIT_EXCESS`, and a line on standard error), and
     when the stage's parent is gone.
     """
-    this = Confinement(**json.loads(arguments[0]))
+    this = Rules(**json.loads(arguments[0]))
     parent = os.getppid()
     reach = Reach(this)
     if this.uid is not None:
         become(this.uid, keep=this.keep)
-    _prctl(_PR_SET_NO_NEW_PRIVS, 1)
-    _prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, _end)
-    _prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+    prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != parent:
         os._exit(1)
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGCHLD})
@@ -208,7 +209,7 @@ def run_module(name: str, arguments: list[str]) -> None:
     runpy.run_module(name, run_name="__main__", alter_sys=True)
 
 
-def start(this: Confinement, reach: Reach, work: Callable[[], object]) -> int:
+def start(this: Rules, reach: Reach, work: Callable[[], object]) -> int:
     """Do the work in a new process that is confined first; returns its id. It is the caller's to wait for."""
     stage = os.getpid()
     child = os.fork()
@@ -219,7 +220,7 @@ def start(this: Confinement, reach: Reach, work: Callable[[], object]) -> int:
         os.setsid()
         signal.pthread_sigmask(signal.SIG_SETMASK, ())
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        _prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != stage:
             return os._exit(1)
         with suppress(KeyError):
@@ -237,13 +238,14 @@ def start(this: Confinement, reach: Reach, work: Callable[[], object]) -> int:
         os._exit(status & 0xFF)
 
 
-def watch_over(child: int, this: Confinement) -> int:
+def watch_over(child: int, this: Rules) -> int:
     """Wait until the process has ended or its tree holds too much, end what is left, and give its exit code."""
+    limits = Limits(**this.limits)
     code: int | None = None
     excess = None
     while code is None and excess is None:
         signal.sigtimedwait([signal.SIGCHLD], INTERVAL_S)
-        excess = usage(os.getpid(), this.bounds, this.scratch).excess(this.bounds)
+        excess = usage(os.getpid(), limits, this.scratch).excess(limits)
         with suppress(ChildProcessError):
             while ended := os.waitpid(-1, os.WNOHANG):
                 if ended[0] == child:
@@ -258,7 +260,7 @@ def watch_over(child: int, this: Confinement) -> int:
     return min(code, EXIT_EXCESS - 1)
 
 
-def _restrict_files(this: Confinement, reach: Reach) -> None:
+def _restrict_files(this: Rules, reach: Reach) -> None:
     version = abi()
     handled = _RIGHTS.get(version, _RIGHTS[5])
     scopes = _SCOPES if version >= 6 else 0
@@ -307,17 +309,7 @@ def _end_as(code: int) -> NoReturn:
 
 
 def _call(number: int, *arguments: object) -> int:
-    return _check(int(_LIBC.syscall(number, *arguments)))
-
-
-def _prctl(option: int, value: int) -> None:
-    _check(int(_LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0)))
-
-
-def _check(status: int) -> int:
-    if status < 0:
-        raise OSError(ctypes.get_errno(), os.strerror(ctypes.get_errno()))
-    return status
+    return checked(int(LIBC.syscall(number, *arguments)), "landlock")
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from subprocess import DEVNULL, PIPE, Popen
 from ycore.errors import ConfigError, YcoreError
 from ycore.sandbox import MIB, Level, Limits, View, canaries, landlock
 from ycore.sandbox.canaries import HONEST, MEMORY, PROCESSES, Attempts
-from ycore.sandbox.confine import Launch, launch_of
+from ycore.sandbox.confine import launch_of
 from ycore.sandbox.namespaces import find_bwrap
 
 AUTO = "auto"
@@ -34,6 +34,7 @@ NUMBERS: Mapping[Level, int] = {Level.NAMESPACES: 2, Level.LANDLOCK: 1, Level.NO
 _WITHIN_S = 60.0  # a self-test takes 0.2 s; on a busy machine, ten times that was seen
 _LIMITS = Limits(memory=256 * MIB, scratch=16 * MIB, files=100, processes=16)
 _WEAKER = "confined code can learn the names, sizes and times of your files, and has no loopback of its own"
+_ASKED_FOR = "none, as was asked for"
 _ELSEWHERE = "/var/tmp"
 _VARIABLE = "YCORE_CANARY"
 _RESTRICTED = Path("/proc/sys/kernel/apparmor_restrict_unprivileged_userns")
@@ -52,10 +53,16 @@ class Choice:
         """One line for the start of a run."""
         if self.level is Level.NAMESPACES:
             return "namespaces"
-        tried = "; ".join(f"{level}: {answer}" for level, answer in self.refused.items())
         if self.level is Level.LANDLOCK:
-            return f"landlock, the weaker level: {_WEAKER}" + (f" ({tried}; {self.mend})" if tried else "")
-        return f"none: reward functions run unconfined ({tried}; {self.mend})" if tried else "none, as was asked for"
+            return f"landlock, the weaker level: {_WEAKER}" + (
+                f" ({self.answers}; {self.mend})" if self.refused else ""
+            )
+        return f"none: reward functions run unconfined ({self.answers}; {self.mend})" if self.refused else _ASKED_FOR
+
+    @property
+    def answers(self) -> str:
+        """What each stronger level answered, in one line."""
+        return "; ".join(f"{level}: {answer}" for level, answer in self.refused.items())
 
     @property
     def mend(self) -> str | None:
@@ -89,9 +96,8 @@ def choose(wanted: str = AUTO) -> Choice:
 def require(choice: Choice, purpose: str) -> Level:
     """The level for programs that a model wrote; ConfigError where `auto` found none."""
     if choice.level is Level.NONE and choice.refused:
-        listed = "; ".join(f"{level}: {answer}" for level, answer in choice.refused.items())
         raise ConfigError(
-            f"{purpose} needs a sandbox, and there is none here ({listed}); {choice.mend}, or --sandbox none"
+            f"{purpose} needs a sandbox, and there is none here ({choice.answers}); {choice.mend}, or --sandbox none"
         )
     return choice.level
 
@@ -153,7 +159,8 @@ def self_test(level: Level) -> str | None:
             )
             plain = [sys.executable, "-I", "-S", canaries.__file__, json.dumps(this)]
             at = {**os.environ, "TMPDIR": str(folder)}
-            with Popen(plain, stdout=PIPE, stderr=DEVNULL, env=at) as outside, _started(launch) as inside:
+            streams = {"stdin": DEVNULL, "stdout": PIPE, "stderr": PIPE}
+            with Popen(plain, stdout=PIPE, stderr=DEVNULL, env=at) as outside, launch.start(**streams) as inside:
                 try:
                     seen, complaint = inside.communicate(timeout=_WITHIN_S)
                     control, _ = outside.communicate(timeout=_WITHIN_S)
@@ -178,18 +185,6 @@ def verdict(inside: Mapping[str, bool], outside: Mapping[str, bool], complaint: 
         return f"reached from inside: {', '.join(through)}"
     silent = [name for name in outside if name not in inside and name not in (MEMORY, PROCESSES)]
     return f"ended before it could try {silent[0]}" if silent else None
-
-
-def _started(launch: Launch) -> "Popen[bytes]":
-    return Popen(
-        launch.command,
-        env=launch.environment,
-        cwd=launch.working,
-        stdin=DEVNULL,
-        stdout=PIPE,
-        stderr=PIPE,
-        start_new_session=True,
-    )
 
 
 def _outcomes(output: bytes) -> dict[str, bool]:

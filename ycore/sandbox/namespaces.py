@@ -3,7 +3,7 @@
 A confined process gets a new, nearly empty tree of files: the system's libraries, Python, what its `View` names, a
 scratch folder in memory. It has no network but its own loopback, sees no other process, and no /proc. Root starts it
 without a user namespace, so that systems that forbid those to users do not matter, and drops to another user inside
-(`inside`). Everybody else needs a user namespace.
+(`drop_rights`). Everybody else needs a user namespace.
 """
 
 import os
@@ -79,7 +79,6 @@ def bwrap_command(
     as_root: bool,
     python: Sequence[Path],
     hosts_programs: bool = False,
-    scratch_bytes: int = 0,
 ) -> list[str]:
     """The command line that runs `program` confined to `view`.
 
@@ -87,7 +86,6 @@ def bwrap_command(
         as_root: ycore's user is root. The program then begins as root with the few rights that its first steps need.
         python: `python_folders()`.
         hosts_programs: the program is the server that makes further namespaces: it may, and it has a /proc.
-        scratch_bytes: a limit of the scratch folder, for a program that does not mount its own (`inside`).
     """
     line = [str(bwrap), "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]
     line += [] if view.network else ["--unshare-net"]
@@ -96,8 +94,7 @@ def bwrap_command(
     for capability in (*_SETUP, *(("CAP_KILL",) if hosts_programs else ())):
         line += ["--cap-add", capability]
     line += _system(network=view.network)
-    scratch = ["--size", str(scratch_bytes)] if scratch_bytes else []
-    line += [*scratch, "--perms", "1777", "--tmpfs", str(SCRATCH)]
+    line += ["--perms", "1777", "--tmpfs", str(SCRATCH)]
     line += _devices(gpus=view.devices)
     line += _binds((*python, *view.read), view.hidden)
     line += ["--proc", "/proc"] if hosts_programs or view.devices else []

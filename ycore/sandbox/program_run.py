@@ -1,4 +1,4 @@
-"""A program that a model wrote, in the process that was made and confined for it: as a script, or called by its tests.
+"""What runs in a process that was made and confined for one program: a script, a program that tests call, or its tests.
 
 Nothing that is written here is believed about itself. A script gives its output; a called program gives values, and
 the tests that judge them run in another process (`examiner`). Standard library only.
@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any, Literal, NoReturn
 
 from ycore.sandbox.examiner import examine
-from ycore.sandbox.exchange import Gone, Side
+from ycore.sandbox.remote_calls import Gone, Link
 
 Kind = Literal["script", "callee", "examiner"]
 NAME = "program.py"
@@ -28,7 +28,7 @@ def run(kind: Kind, fds: Sequence[int], path: Sequence[str]) -> NoReturn:
     """Run what the first of the descriptors holds, and end the process as that does.
 
     Args:
-        fds: the source; for the two other kinds then the link between them, and for the examiner its verdict.
+        fds: the source; for the two other kinds then the connection between them, and for the examiner its results.
         path: where modules are found.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -60,10 +60,10 @@ def run_script(source: int) -> None:
     exec(compile(text, NAME, "exec"), _module("__main__", text).__dict__)
 
 
-def serve_calls(source: int, link: int) -> None:
+def serve_calls(source: int, connection: int) -> None:
     """Run a program once as a module, say how that went, and answer the questions of the tests until they end."""
     module = _module("solution", text := _read(source))
-    side = Side(link, exports_all=True, names=module.__dict__)
+    link = Link(connection, exports_all=True, names=module.__dict__)
     state, why = "ready", ""
     try:
         code = compile(text, NAME, "exec")
@@ -75,9 +75,9 @@ def serve_calls(source: int, link: int) -> None:
         except BaseException as error:  # noqa: BLE001 (SystemExit at the end of a module too)
             state, why = "run_error", f"{type(error).__name__}: {error}"
     with suppress(Gone):
-        side.send({"state": state, "why": why[:300]})
+        link.send({"state": state, "why": why[:300]})
         while state == "ready":
-            side.answer(side.receive())
+            link.answer(link.receive())
 
 
 def _read(descriptor: int) -> str:

@@ -2,12 +2,13 @@
 
 It never sees a program, a test or an output: descriptors of these come with each message, and go to the new process.
 So nothing of one program, and nothing of the tests, is in the memory that the next one inherits. It makes the process,
-counts its memory, holds its deadline, kills it, and says how it ended. The parent is `programs`.
+counts its memory, holds its deadline, kills it, and says how it ended. Its parent, outside, is
+`program_runners.ServerRunner`.
 
-Messages are JSON datagrams on descriptor 0. First the server is told its settings, and answers `{"ready": true}`. Then
-a job `{"id", "kinds", "num_fds", "deadline_s"}`, with the descriptors of each program in order, is answered by `{"id",
-"ended": [how each program ended]}`; meanwhile `{"kill": id}` ends it. The first program of a job leads it: when it
-ends, the others are killed. A job's programs share their network namespace with nothing but each other.
+Messages are JSON datagrams on descriptor 0. The first one has the server's settings, and is answered by `{"ready":
+true}`. Then a job `{"id", "kinds", "num_fds", "deadline_s"}`, with the descriptors of each program in order, is answered
+by `{"id", "ended": [how each program ended]}`; meanwhile `{"kill": id}` ends it. The first program of a job leads it:
+when it ends, the others are killed. A job's programs share their network namespace with nothing but each other.
 
 A process is made in the way of `unshare --fork --kill-child`: an intermediate process makes the namespaces and forks
 once more, because only a child is in a new namespace of processes. That child is its first process: when it is killed,
@@ -15,7 +16,6 @@ the kernel ends all others in it.
 """
 
 import array
-import ctypes
 import fcntl
 import gc
 import importlib
@@ -31,7 +31,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, TypedDict
 
-from ycore.sandbox import inside, watch
+from ycore.sandbox import drop_rights, watch
+from ycore.sandbox.drop_rights import MS_NODEV, MS_NOSUID, mount
 from ycore.sandbox.program_run import Kind, run
 
 MAX_MESSAGE = 65536  # bytes
@@ -43,13 +44,12 @@ _STDLIB = (
 
 # Linux: sched.h, sys/mount.h
 _NEWNS, _NEWIPC, _NEWUSER, _NEWPID = 0x20000, 0x8000000, 0x10000000, 0x20000000
-_MS_RDONLY, _MS_NOSUID, _MS_NODEV, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 2, 4, 0x1000, 0x4000, 0x40000
-_LIBC = ctypes.CDLL(None, use_errno=True)
-_HIGH = 200  # descriptors below it are given their final places
+_MS_RDONLY, _MS_BIND, _MS_REC, _MS_PRIVATE = 1, 0x1000, 0x4000, 0x40000
+_HIGH = 200  # descriptors below it get their final numbers
 
 
 class Settings(TypedDict):
-    """What the server is told once."""
+    """The first message to the server."""
 
     uid: int | None  # root's programs become this user and those after it; None makes a user namespace for each
     memory: int  # bytes, of each program with all that it starts
@@ -69,7 +69,6 @@ class Running:
     pid: int
     ended_fd: int  # a pidfd, readable once the process and all in its namespace have ended
     reason: str | None = None  # why the server killed it
-    peak: int = 0  # bytes, as often as they were counted
     status: int | None = None  # exit code, or minus the signal
     problem: str | None = None  # it could not be made
 
@@ -83,8 +82,8 @@ class Running:
         os.close(self.ended_fd)
         self.status = os.waitstatus_to_exitcode(status)
 
-    def told(self) -> dict[str, Any]:
-        return {"status": self.status, "reason": self.reason, "peak": self.peak, "problem": self.problem}
+    def report(self) -> dict[str, Any]:
+        return {"status": self.status, "reason": self.reason, "problem": self.problem}
 
 
 class Starting(NamedTuple):
@@ -120,7 +119,7 @@ class Server:
             if "id" not in message:
                 continue  # a kill that came too late
             ended = self.run(message, fds)
-            self.control.send(json.dumps({"id": message["id"], "ended": [one.told() for one in ended]}).encode())
+            self.control.send(json.dumps({"id": message["id"], "ended": [one.report() for one in ended]}).encode())
 
     def run(self, job: Mapping[str, Any], fds: Sequence[int]) -> list[Running]:
         deadline = time.monotonic() + job["deadline_s"]
@@ -160,11 +159,9 @@ class Server:
         """Kill what holds too much memory."""
         limit = self.settings["memory"]
         for program in programs:
-            if program.status is None:
-                held = watch.memory_of([program.pid, *watch.below(program.pid)], at_most=limit)
-                program.peak = max(program.peak, held)
-                if held > limit:
-                    program.kill("memory")
+            pids = [program.pid, *watch.below(program.pid)] if program.status is None else []
+            if watch.memory_of(pids, at_most=limit) > limit:
+                program.kill("memory")
 
     def start(self, kind: Kind, fds: Sequence[int], index: int) -> "Starting":
         """Begin to make a new process in new namespaces, which runs a program with these descriptors from 0 on."""
@@ -180,7 +177,7 @@ class Server:
         uid = self.settings["uid"]
         flags = _NEWPID | _NEWNS | _NEWIPC | (_NEWUSER if uid is None else 0)
         outer, group = os.geteuid(), os.getegid()
-        _check(_LIBC.unshare(flags), "unshare")
+        drop_rights.checked(drop_rights.LIBC.unshare(flags), "unshare")
         if uid is None:
             _write("/proc/self/setgroups", "deny")
             _write("/proc/self/uid_map", f"{outer} {outer} 1")
@@ -190,7 +187,7 @@ class Server:
             os.write(written, f"{program}\n".encode())
             os._exit(0)
         os.setsid()
-        report = _placed(fds, written)
+        report = _renumbered(fds, written)
         _in_child(report, lambda: self._begin(kind, report, None if uid is None else uid + index))
 
     def _begin(self, kind: Kind, report: int, uid: int | None) -> NoReturn:
@@ -202,14 +199,10 @@ class Server:
     def _confine(self, uid: int | None) -> None:
         settings = self.settings
         _mount_all(settings["scratch"], settings["files"], settings["kept"])
-        inside.limit_resources(
+        drop_rights.limit_resources(
             memory=settings["memory"], processes=settings["processes"], file_bytes=settings["scratch"]
         )
-        if uid is not None:
-            inside.become(uid)
-        else:
-            inside.drop_capabilities()
-        inside.install_filter(bytes.fromhex(settings["filter"]))
+        drop_rights.give_up_rights(uid, refused=bytes.fromhex(settings["filter"]))
 
 
 def main() -> None:
@@ -219,7 +212,7 @@ def main() -> None:
     os.close(nothing)
     settings, _ = receive(control)
     sys.path[:] = settings["path"]
-    inside.end_with_parent()
+    drop_rights.end_with_parent()
     for name in (*_STDLIB, *settings["modules"]):
         importlib.import_module(name)
     del settings["modules"]
@@ -257,7 +250,7 @@ def _in_child(written: int, work: Any) -> NoReturn:
         os._exit(70)
 
 
-def _placed(fds: Sequence[int], written: int) -> int:
+def _renumbered(fds: Sequence[int], written: int) -> int:
     """Give the program its descriptors from 0 on, and close all others but the report's, whose new number this is."""
     high = [fcntl.fcntl(descriptor, fcntl.F_DUPFD, _HIGH) for descriptor in fds]
     kept = fcntl.fcntl(written, fcntl.F_DUPFD, _HIGH + len(fds))
@@ -270,14 +263,14 @@ def _placed(fds: Sequence[int], written: int) -> int:
 
 def _mount_all(scratch: int, files: int, kept: Sequence[str]) -> None:
     """Empty, bounded folders in memory over what earlier programs could write to, and nothing in /proc."""
-    _mount("none", "/", None, _MS_REC | _MS_PRIVATE, "")
+    mount("none", "/", None, _MS_REC | _MS_PRIVATE, "")
     with _held(kept) as folders:
-        _mount("tmpfs", "/tmp", "tmpfs", _MS_NOSUID | _MS_NODEV, f"size={scratch},nr_inodes={files},mode=1777")
+        mount("tmpfs", "/tmp", "tmpfs", MS_NOSUID | MS_NODEV, f"size={scratch},nr_inodes={files},mode=1777")
         for folder, descriptor in folders.items():  # Python's own, where it lies in the scratch folder
             os.makedirs(folder, exist_ok=True)
-            _mount(f"/proc/self/fd/{descriptor}", folder, None, _MS_BIND | _MS_REC, "")
-    _mount("tmpfs", "/dev/shm", "tmpfs", _MS_NOSUID | _MS_NODEV, "size=16m,nr_inodes=1000,mode=1777")
-    _mount("tmpfs", "/proc", "tmpfs", _MS_NOSUID | _MS_NODEV | _MS_RDONLY, "size=4k,nr_inodes=2")
+            mount(f"/proc/self/fd/{descriptor}", folder, None, _MS_BIND | _MS_REC, "")
+    mount("tmpfs", "/dev/shm", "tmpfs", MS_NOSUID | MS_NODEV, "size=16m,nr_inodes=1000,mode=1777")
+    mount("tmpfs", "/proc", "tmpfs", MS_NOSUID | MS_NODEV | _MS_RDONLY, "size=4k,nr_inodes=2")
     os.chdir("/tmp")
 
 
@@ -289,21 +282,9 @@ def _held(folders: Sequence[str]) -> Iterator[dict[str, int]]:
         os.close(descriptor)
 
 
-def _mount(source: str, target: str, kind: str | None, flags: int, options: str) -> None:
-    kind_bytes = None if kind is None else kind.encode()
-    status = _LIBC.mount(source.encode(), target.encode(), kind_bytes, ctypes.c_ulong(flags), options.encode())
-    _check(status, f"mount {target}")
-
-
 def _write(path: str, text: str) -> None:
     with open(path, "w") as file:
         file.write(text)
-
-
-def _check(status: int, what: str) -> None:
-    if status:
-        number = ctypes.get_errno()
-        raise OSError(number, f"{what}: {os.strerror(number)}")
 
 
 if __name__ == "__main__":

@@ -1,7 +1,11 @@
 """Programs that a model wrote, each run in a fresh confined process: their outputs, and the verdicts of their tests.
 
-How a program ended is decided on this side alone: by clocks, counters and the kernel's word. A place that fails is made
-again and the program asked for once more; if that fails too, the outcome is `infra_error`, and nobody's fault.
+How a program ended is decided here, outside, by clocks, counters and what the kernel says. What fails before a program
+begins, or takes its runner along, is started again and the program run once more; if that fails too, the outcome is
+`infra_error`, and nobody's fault.
+
+Pipes: a program's source and input are sealed memory files, and its output is read here up to a limit. Of an examined
+program nothing is read but what its examiner writes.
 """
 
 import asyncio
@@ -18,8 +22,7 @@ from typing import Any, Literal
 
 from ycore.errors import RunError
 from ycore.sandbox import MIB, Level, Limits
-from ycore.sandbox.program_alone import AlonePlace
-from ycore.sandbox.program_place import Job, Lost, Place, ServerPlace
+from ycore.sandbox.program_runners import Job, Lost, ProcessRunner, Runner, ServerRunner
 
 Status = Literal["ok", "error", "timeout", "memory", "output", "killed", "infra_error"]
 """`error`: an exit status that is not 0. `killed`: by a signal that was not ours."""
@@ -69,9 +72,9 @@ _Make = Callable[[ExitStack, Callable[[], None]], tuple[Job, list["_Reader"]]]
 
 
 class Programs:
-    """Runs programs, `places` at once. Belongs to one event loop.
+    """Runs programs, `at_once` of them side by side. Belongs to one event loop.
 
-    Example: `programs = Programs(Level.NAMESPACES, places=2, log=log, run_id=run_id)`, then
+    Example: `programs = Programs(Level.NAMESPACES, at_once=2, log=log, run_id=run_id)`, then
     `await programs.run("print(1)", deadline_s=2)`, and `await programs.close()` at the end.
     """
 
@@ -79,7 +82,7 @@ class Programs:
         self,
         level: Level,
         *,
-        places: int,
+        at_once: int,
         log: Path,
         run_id: str,
         limits: Limits = PROGRAM_LIMITS,
@@ -92,19 +95,19 @@ class Programs:
         """
         self.restarts = 0
         self._limits = limits
-        self._places = list[Place]()
-        for number in range(places):
+        self._runners = list[Runner]()
+        for number in range(at_once):
             if level is Level.NAMESPACES:
-                self._places.append(ServerPlace(number, log, run_id=run_id, limits=limits, packages=packages))
+                self._runners.append(ServerRunner(number, log, run_id=run_id, limits=limits, packages=packages))
             else:
-                self._places.append(AlonePlace(level, number, log, run_id=run_id, limits=limits))
-        self._idle: asyncio.Queue[Place] = asyncio.Queue()
-        for place in self._places:
-            self._idle.put_nowait(place)
+                self._runners.append(ProcessRunner(level, number, log, run_id=run_id, limits=limits))
+        self._idle: asyncio.Queue[Runner] = asyncio.Queue()
+        for runner in self._runners:
+            self._idle.put_nowait(runner)
 
     async def start(self) -> None:
-        """See an honest program run in every place; RunError where one does not."""
-        honest = [self.run("print(6 * 7)", deadline_s=20.0) for _ in self._places]
+        """See an honest program run in every runner; RunError where one does not."""
+        honest = [self.run("print(6 * 7)", deadline_s=20.0) for _ in self._runners]
         for outcome in await asyncio.gather(*honest):
             if outcome.status != "ok" or outcome.output != b"42\n":
                 why = outcome.problem or (outcome.errors or outcome.output).decode(errors="replace").strip()[-300:]
@@ -134,9 +137,9 @@ class Programs:
             nothing = [os.open(os.devnull, os.O_RDWR)] * 3
             files.callback(os.close, nothing[0])
             one, other = (files.enter_context(end).fileno() for end in socket.socketpair())
-            told = [*nothing, _sealed(files, json.dumps(exam).encode()), one, written]
+            found = [*nothing, _sealed(files, json.dumps(exam).encode()), one, written]
             program = [*nothing, _sealed(files, _bytes(source)), other]
-            job = Job(["examiner", "callee"], [told, program], deadline_s)
+            job = Job(["examiner", "callee"], [found, program], deadline_s)
             return job, [_Reader(verdict, _Count(_MAX_VERDICT, too_much))]
 
         done = await self._do(make)
@@ -145,43 +148,43 @@ class Programs:
         return read_verdict(bytes(done.readers[0].data), *done.ended, seconds=done.seconds)
 
     async def close(self) -> None:
-        """Kill every place with all in it; the pool cannot be used again."""
-        for place in self._places:
-            place.close()
+        """Kill every runner with all in it; the pool cannot be used again."""
+        for runner in self._runners:
+            runner.close()
 
     async def _do(self, make: _Make) -> _Done | str:
-        """Do a job in the next idle place, twice where the place fails; else why that cannot be done."""
-        place = await self._idle.get()
+        """Do a job in the next idle runner, twice where the runner fails; else why that cannot be done."""
+        runner = await self._idle.get()
         problem = ""
         try:
             for _ in range(2):
                 try:
-                    self.restarts += await place.ready()
-                    done = await self._attempt(place, make)
+                    self.restarts += await runner.ready()
+                    done = await self._attempt(runner, make)
                 except (Lost, OSError) as error:
                     problem = str(error)
                 else:
                     problem = next((one["problem"] for one in done.ended if one["problem"]), "")
                     if not problem:
                         return done
-                place.close()
+                runner.close()
             return problem
         except BaseException:
-            place.close()  # given up in the middle of a job: what runs there ends too
+            runner.close()  # given up in the middle of a job: what runs there ends too
             raise
         finally:
-            self._idle.put_nowait(place)
+            self._idle.put_nowait(runner)
 
-    async def _attempt(self, place: Place, make: _Make) -> _Done:
+    async def _attempt(self, runner: Runner, make: _Make) -> _Done:
         readers: list[_Reader] = []
         began = time.perf_counter()
         try:
             with ExitStack() as files:
-                job, readers = make(files, place.kill_job)
+                job, readers = make(files, runner.kill_job)
                 for reader in readers:
                     reader.begin()
-                place.send(job)
-            ended = await place.ended(job)
+                runner.send(job)
+            ended = await runner.ended(job)
             for reader in readers:
                 reader.drain()
             return _Done(ended, readers, time.perf_counter() - began)
@@ -195,15 +198,15 @@ def read_verdict(data: bytes, examiner: Mapping[str, Any], callee: Mapping[str, 
     began, why, broken, ended, hung = "gone", "", None, False, examiner["reason"] == "deadline"
     units: list[bool | None] = []
     for line in data.split(b"\n")[:-1]:
-        told = json.loads(line)
-        if "state" in told:
-            began, why = told["state"], told["why"]
-        elif "units" in told:
-            units = [None] * min(told["units"], _MAX_UNITS)
-        elif "unit" in told:
-            units[told["unit"]] = told["passed"]
-        broken = told.get("broken", broken)
-        ended, hung = told.get("ended", ended), told.get("timed_out", hung)
+        found = json.loads(line)
+        if "state" in found:
+            began, why = found["state"], found["why"]
+        elif "units" in found:
+            units = [None] * min(found["units"], _MAX_UNITS)
+        elif "unit" in found:
+            units[found["unit"]] = found["passed"]
+        broken = found.get("broken", broken)
+        ended, hung = found.get("ended", ended), found.get("timed_out", hung)
     if not data:
         return Verdict("infra_error", problem="the tests of a program did not begin", seconds=seconds)
     status: Status = "memory" if "memory" in (examiner["reason"], callee["reason"]) else "ok"

@@ -12,38 +12,31 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from typing import NamedTuple
 
+from ycore.sandbox import Limits
+
 INTERVAL_S = 0.05
 _BLOCK = 512  # bytes: the unit of st_blocks
 _KIB = 1024
 
 
-class Bounds(NamedTuple):
-    """The most that a tree of processes may hold: memory in bytes, processes, bytes and number of its scratch files."""
-
-    memory: int
-    processes: int
-    scratch_bytes: int
-    scratch_files: int
-
-
 class Usage(NamedTuple):
-    """What a tree of processes holds: memory in bytes, its number, and what is in its scratch folder."""
+    """What a tree of processes holds: bytes of memory, processes, bytes in its scratch folder, files there."""
 
     memory: int = 0
     processes: int = 0
-    scratch_bytes: int = 0
-    scratch_files: int = 0
+    scratch: int = 0
+    files: int = 0
 
-    def excess(self, bounds: Bounds) -> str | None:
+    def excess(self, limits: Limits) -> str | None:
         """What is over, in words, or None."""
-        if self.memory > bounds.memory:
-            return f"{self.memory >> 20} MiB of memory, {bounds.memory >> 20} MiB allowed"
-        if self.processes > bounds.processes:
-            return f"{self.processes} processes, {bounds.processes} allowed"
-        if self.scratch_bytes > bounds.scratch_bytes:
-            return f"{self.scratch_bytes >> 20} MiB of files, {bounds.scratch_bytes >> 20} MiB allowed"
-        if self.scratch_files > bounds.scratch_files:
-            return f"{self.scratch_files} files, {bounds.scratch_files} allowed"
+        if self.memory > limits.memory:
+            return f"{self.memory >> 20} MiB of memory, {limits.memory >> 20} MiB allowed"
+        if self.processes > limits.processes:
+            return f"{self.processes} processes, {limits.processes} allowed"
+        if self.scratch > limits.scratch:
+            return f"{self.scratch >> 20} MiB of files, {limits.scratch >> 20} MiB allowed"
+        if self.files > limits.files:
+            return f"{self.files} files, {limits.files} allowed"
         return None
 
 
@@ -102,13 +95,13 @@ def deleted_bytes(pids: list[int]) -> int:
     return sum(held.values())
 
 
-def usage(pid: int, bounds: Bounds, scratch: str | None = None) -> Usage:
+def usage(pid: int, limits: Limits, scratch: str | None = None) -> Usage:
     """What the processes below `pid` hold, and what lies in `scratch` where that is a plain folder."""
     pids = below(pid)
-    memory = memory_of(pids, at_most=bounds.memory)
+    memory = memory_of(pids, at_most=limits.memory)
     if scratch is None:
         return Usage(memory, len(pids))
-    num_bytes, num_files = files_in(scratch, at_most=bounds.scratch_files)
+    num_bytes, num_files = files_in(scratch, at_most=limits.files)
     return Usage(memory, len(pids), num_bytes + deleted_bytes(pids), num_files)
 
 
@@ -136,11 +129,11 @@ def end_all_below(pid: int, *, within_s: float = 5.0) -> bool:
 class Watch(threading.Thread):
     """Looks at the processes below `pid` every 50 ms until they hold too much or `stop` is called.
 
-    Example: `watch = Watch(process.pid, bounds, kill); watch.start()`; later `watch.stop()`, and `watch.excess` says
+    Example: `watch = Watch(process.pid, limits, kill); watch.start()`; later `watch.stop()`, and `watch.excess` says
     what was too much, or None.
     """
 
-    def __init__(self, pid: int, bounds: Bounds, kill: Callable[[], object], *, scratch: str | None = None) -> None:
+    def __init__(self, pid: int, limits: Limits, kill: Callable[[], object], *, scratch: str | None = None) -> None:
         """Start nothing yet.
 
         Args:
@@ -149,14 +142,14 @@ class Watch(threading.Thread):
         """
         super().__init__(name=f"sandbox-watch-{pid}", daemon=True)
         self.excess: str | None = None
-        self._pid, self._bounds, self._kill, self._scratch = pid, bounds, kill, scratch
+        self._pid, self._limits, self._kill, self._scratch = pid, limits, kill, scratch
         self._over = threading.Event()
 
     def run(self) -> None:
         while not self._over.wait(INTERVAL_S):
             if not os.path.exists(f"/proc/{self._pid}"):
                 return
-            self.excess = usage(self._pid, self._bounds, self._scratch).excess(self._bounds)
+            self.excess = usage(self._pid, self._limits, self._scratch).excess(self._limits)
             if self.excess is not None and not self._over.is_set():
                 self._kill()
                 return

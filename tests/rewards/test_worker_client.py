@@ -17,8 +17,8 @@ import pytest
 
 from ycore.config.schema import RewardConfig, RewardSandbox, RewardSettings, SandboxSettings
 from ycore.errors import RewardError
-from ycore.rewards.confined import check_reward
 from ycore.rewards.pool import RewardPool
+from ycore.rewards.worker_client import check_reward
 from ycore.types import Score
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux confines processes")
@@ -378,7 +378,7 @@ def test_memory_disk_files_and_output_are_bounded(folder: Path, level: str) -> N
 
 INTO_A_CONTAINER = """
 import ctypes, json, os, struct, sys
-from ycore.sandbox.inside import install_filter
+from ycore.sandbox.drop_rights import install_filter
 kept = {0, 1, 3, 4, 5, 6, 7, 8, 10, 13, 18, 27, 29, 31}  # moby/moby, oci/caps/defaults.go
 for number in set(range(64)) - kept:
     ctypes.CDLL(None).prctl(24, number, 0, 0, 0)
@@ -397,7 +397,7 @@ CHECK_AND_SCORE = """
 import asyncio, json
 from pathlib import Path
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
-from ycore.rewards.confined import check_reward
+from ycore.rewards.worker_client import check_reward
 from ycore.rewards.pool import RewardPool
 from ycore.sandbox.level import choose
 spec, log = RewardConfig(reward="numerical.py:mean"), Path("rewards.log")

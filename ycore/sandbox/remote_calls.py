@@ -1,7 +1,7 @@
-"""Questions and values between a program that nobody has read and the tests that call it, each in a process of its own.
+"""Calls between a program that nobody has read and its tests, each in a process of its own, over a socket.
 
-One JSON line is a question or an answer. Values cross as plain data: numbers, texts, lists, dictionaries and the like,
-rebuilt on the other side. What is no plain data stays where it is and is passed as a number (`Handle`), so that an
+A line of JSON is a request or its answer. Values cross as plain data: numbers, texts, lists, dictionaries and the like,
+rebuilt on the other end. What is no plain data stays where it is and is passed as a number (`Handle`), so that an
 object's own `__eq__` never meets the tests. Standard library only: it is loaded inside the sandbox.
 """
 
@@ -24,11 +24,11 @@ _FUNCTIONS = (FunctionType, BuiltinFunctionType, MethodType, type)
 
 
 class Silent(BaseException):
-    """The other side did not answer in time. No `except Exception` of a test hides it."""
+    """The other end did not answer in time. No `except Exception` of a test hides it."""
 
 
 class Gone(BaseException):
-    """The other side ended, or closed its end."""
+    """The other end ended, or closed its end."""
 
 
 class NoPlainData(Exception):
@@ -45,39 +45,39 @@ class Handle:
     It equals nothing but another object of the program's: never a value of the tests'.
     """
 
-    __slots__ = ("_number", "_side")
+    __slots__ = ("_link", "_number")
 
-    def __init__(self, side: "Side", number: int) -> None:
-        self._side, self._number = side, number
+    def __init__(self, link: "Link", number: int) -> None:
+        self._link, self._number = link, number
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return self._side.ask("call", self._number, *args, **kwargs)
+        return self._link.ask("call", self._number, *args, **kwargs)
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return self._side.ask("attribute", self._number, name)
+        return self._link.ask("attribute", self._number, name)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._side.ask("list", self._number))
+        return iter(self._link.ask("list", self._number))
 
     def __next__(self) -> Any:
-        return self._side.ask("next", self._number)
+        return self._link.ask("next", self._number)
 
     def __len__(self) -> int:
-        return int(self._side.ask("length", self._number))
+        return int(self._link.ask("length", self._number))
 
     def __getitem__(self, key: Any) -> Any:
-        return self._side.ask("item", self._number, key)
+        return self._link.ask("item", self._number, key)
 
     def __bool__(self) -> bool:
-        return self._side.ask("truth", self._number) is True
+        return self._link.ask("truth", self._number) is True
 
     def __str__(self) -> str:
-        return str(self._side.ask("text", self._number))
+        return str(self._link.ask("text", self._number))
 
     def __eq__(self, other: object) -> bool:
-        return self is other or (isinstance(other, Handle) and self._side.ask("equals", self._number, other) is True)
+        return self is other or (isinstance(other, Handle) and self._link.ask("equals", self._number, other) is True)
 
     def __hash__(self) -> int:
         return hash(self._number)
@@ -96,18 +96,18 @@ _OPERATIONS: Mapping[str, Callable[..., Any]] = {
 }
 
 
-class Side:
+class Link:
     """One end of the link: it asks, and while it waits for the answer it answers what the other end asks.
 
     The tests' end exports functions alone, which the other end may call. The program's end exports everything.
     """
 
-    def __init__(self, link: int, *, exports_all: bool = False, names: Mapping[str, Any] | None = None) -> None:
+    def __init__(self, descriptor: int, *, exports_all: bool = False, names: Mapping[str, Any] | None = None) -> None:
         """`names`: what the other end may ask for by name."""
         self.deadline: float | None = None  # of `time.monotonic`, for an answer; None waits for ever
         self.is_gone = False
         self.num_asked = 0
-        self._link, self._buffer = link, bytearray()
+        self._descriptor, self._buffer = descriptor, bytearray()
         self._exports_all, self._names = exports_all, names or {}
         self._objects: list[Any] = []
         self._numbers: dict[int, int] = {}
@@ -161,7 +161,7 @@ class Side:
             while line:
                 if self.deadline is not None:
                     self._wait(writes=True)
-                line = line[os.write(self._link, line[:65536]) :]
+                line = line[os.write(self._descriptor, line[:65536]) :]
         except OSError:
             self.is_gone = True
             raise Gone from None
@@ -172,7 +172,7 @@ class Side:
             if self.deadline is not None:
                 self._wait()
             try:
-                data = os.read(self._link, 65536)
+                data = os.read(self._descriptor, 65536)
             except OSError:
                 data = b""
             if not data or len(self._buffer) > MAX_LINE:
@@ -191,7 +191,7 @@ class Side:
         return message
 
     def encode(self, value: Any, depth: int = 0) -> Any:
-        """A value as JSON. Subclasses of plain types go as these: what they add is not seen by the other side."""
+        """A value as JSON. Subclasses of plain types go as these: what they add is not seen by the other end."""
         if value is None or value is True or value is False:
             return value
         if depth > _MAX_DEPTH:
@@ -278,8 +278,8 @@ class Side:
     def _wait(self, *, writes: bool = False) -> None:
         assert self.deadline is not None
         left = self.deadline - time.monotonic()
-        links: list[int] = [self._link]
-        ready = select.select([] if writes else links, links if writes else [], [], max(0.0, left))
+        ends: list[int] = [self._descriptor]
+        ready = select.select([] if writes else ends, ends if writes else [], [], max(0.0, left))
         if not any(ready):
             self.is_gone = True
             raise Silent

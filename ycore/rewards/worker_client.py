@@ -1,41 +1,30 @@
-"""One confined process that calls reward functions, seen from outside: what it may see, how it is asked, how it ends.
+"""`Worker` asks one confined process (`ycore.rewards.worker`) for scores; `check_reward` asks it before a run.
 
 This is the only way in which a person's reward file is ever imported: a run's workers and the check before a run,
-also under `--dry-run`, are the same process. It gets requests on standard input and answers on a pipe of its own.
-Whatever it prints passes through a third pipe into the log, up to a limit: it never holds the log itself.
+also under `--dry-run`, are the same process. The parent is trusted and holds nonces, deadlines, restarts and the log.
+What the process prints reaches the log through a pipe, up to a limit: it never holds the log itself.
 """
 
 import asyncio
 import json
-import os
 import secrets
-import signal
-import sys
-from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, TypeVar
 
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
 from ycore.errors import RewardError
 from ycore.rewards.builtin import REFERENCE, is_reference, reference_of
+from ycore.rewards.confinement import Confinement, confinement_of
 from ycore.rewards.loading import Inputs, inputs_of, load_reward, require_columns
-from ycore.rewards.pipes import Output, Replies
 from ycore.rewards.replies import BYTES_A_VALUE, MOST_BYTES, START_BYTES, CallFailed, inputs_in, plain_text, scores_in
-from ycore.rewards.seen import view_of
-from ycore.run.process_tree import kill_tree
-from ycore.sandbox import GIB, Level, Limits, View
-from ycore.sandbox.confine import Launch, launch_of
-from ycore.sandbox.level import choose
-from ycore.sandbox.watch import Bounds, Watch
+from ycore.rewards.worker_process import WorkerProcess
 from ycore.types import Score
 
 START_TIMEOUT_S = 120.0
 _CHECK_DEADLINE_S = 8.0
 _MAX_STARTS = 3
-_REAP_TIMEOUT_S = 5.0
 _NONCE_BYTES = 16
 _TAIL = 1000  # bytes of output, of which an error shows the last line
 _SETTINGS = RewardSettings()
@@ -43,31 +32,6 @@ AUTO = SandboxSettings()
 """The strongest level that works here."""
 
 T = TypeVar("T")
-
-
-@dataclass(frozen=True, slots=True)
-class Confinement:
-    """How a worker is held: the level and limits, what it may see, and the run whose mark it carries."""
-
-    level: Level
-    view: View
-    limits: Limits
-    run_id: str
-    own_user: bool = True  # at the level `none`, root becomes another user all the same
-
-
-def confinement_of(
-    specs: Sequence[RewardConfig],
-    *,
-    settings: RewardSettings,
-    sandbox: SandboxSettings,
-    run_folder: Path | None,
-    run_id: str,
-) -> Confinement:
-    """How a worker of these rewards is held. ConfigError where the level that was asked for cannot be had here."""
-    limits = Limits(memory=int(settings.memory_gib * GIB))
-    level = choose(sandbox.level).level
-    return Confinement(level, view_of(specs, run_folder=run_folder), limits, run_id, own_user=sandbox.level != "none")
 
 
 def check_reward(
@@ -143,8 +107,8 @@ class Worker:
         self._log = log
         self._room = confinement.limits.output  # bytes that may still be logged
         self._tail = b""
-        self._running: _Running | None = None
-        self._killed: _Running | None = None
+        self._running: WorkerProcess | None = None
+        self._killed: WorkerProcess | None = None
         self._inputs: list[Inputs] = []
         self._is_closed = False
 
@@ -171,7 +135,7 @@ class Worker:
         """One call's scores; CallFailed where it raised, or hung or ended the process (which is then gone).
 
         Args:
-            source: the reward's place among the worker's.
+            source: the reward's index among the worker's.
             count: how many completions the request has.
         """
         assert self._running is not None, "ask a reward worker only when it is ready"
@@ -203,7 +167,7 @@ class Worker:
         await self._reap()
         self._require_open()
         held = self._confinement
-        running = self._running = await _Running.start(held, self._name, self._printed)
+        running = self._running = await WorkerProcess.start(held, self._name, self._printed)
         self._require_open()  # it may have been closed while the process was being made
         self._printed(f"reward worker {running.process.pid}: {running.launch.words}\n".encode())
         first = {"specs": [spec.model_dump(mode="json") for spec in self._specs]}
@@ -223,7 +187,7 @@ class Worker:
 
     async def _exchange(
         self,
-        running: "_Running",
+        running: WorkerProcess,
         message: dict[str, Any],
         read: Callable[[bytes, str], T],
         *,
@@ -284,115 +248,3 @@ class Worker:
         if self._killed is not None:
             await self._killed.reap()
             self._killed = None
-
-
-class _Running:
-    """A started process, its pipes and its watch."""
-
-    def __init__(
-        self, launch: Launch, level: Level, process: Process, replies: "Replies", output: "Output", watch: Watch
-    ) -> None:
-        self.launch, self.process, self.replies = launch, process, replies
-        self._output, self._watch, self._level = output, watch, level
-
-    @classmethod
-    async def start(cls, held: Confinement, name: str, printed: Callable[[bytes], None]) -> "_Running":
-        loop = asyncio.get_running_loop()
-        pipes = [os.pipe() for _ in range(2)]  # answers, output
-        (answers, to_answers), (output, to_output) = pipes
-        launch = None
-        try:
-            launch = launch_of(
-                "ycore.rewards.worker",
-                [str(to_answers)],
-                level=held.level,
-                view=held.view,
-                limits=held.limits,
-                run_id=held.run_id,
-                name=name,
-                own_user=held.own_user,
-            )
-            process = await asyncio.create_subprocess_exec(
-                *launch.command,
-                stdin=PIPE,
-                stdout=to_output,
-                stderr=to_output,
-                env=launch.environment,
-                cwd=launch.working,
-                pass_fds=(to_answers,),
-                start_new_session=True,
-            )
-        except BaseException:
-            for end in (answers, output):
-                os.close(end)
-            if launch is not None:
-                launch.clear()
-            raise
-        finally:
-            for end in (to_answers, to_output):
-                os.close(end)
-        limits = held.limits
-        watch = Watch(
-            process.pid,
-            Bounds(limits.memory, limits.processes, limits.scratch, limits.files),
-            lambda: _end(process.pid, held.level),
-            scratch=None if launch.scratch is None else str(launch.scratch),
-        )
-        watch.start()
-        _, replies = await loop.connect_read_pipe(Replies, _file(answers))
-        _, shown = await loop.connect_read_pipe(lambda: Output(printed), _file(output))
-        return cls(launch, held.level, process, replies, shown, watch)
-
-    @property
-    def is_clean(self) -> bool:
-        """Whether it lives, and has said nothing that it was not asked."""
-        return self._is_alive and self.replies.is_empty and not self.replies.ended.is_set()
-
-    @property
-    def _is_alive(self) -> bool:
-        """As the kernel knows it: the event loop learns of an end a moment later."""
-        if sys.platform != "linux":
-            return self.process.returncode is None
-        try:
-            return os.waitid(os.P_PID, self.process.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-        except ChildProcessError:
-            return False
-
-    async def how_it_ended(self) -> str:
-        with suppress(TimeoutError):
-            await asyncio.wait_for(self.process.wait(), 1.0)
-        code = self.process.returncode
-        if self._watch.excess is not None:
-            return f"it held {self._watch.excess}"
-        if code is None:
-            return "it closed its output"
-        code = 128 - code if code > 128 else code  # bwrap reports a signal as a shell does
-        return f"signal {-code}" if code < 0 else f"exit status {code}"
-
-    def kill(self) -> None:
-        self._watch.stop()
-        _end(self.process.pid, self._level)
-
-    async def reap(self) -> None:
-        # Bounded: what a reward detached from its group may hold the pipes that these wait for.
-        with suppress(TimeoutError):
-            async with asyncio.timeout(_REAP_TIMEOUT_S):
-                await self.process.wait()
-                await self._output.ended.wait()
-        if self.process.returncode is None:
-            kill_tree(self.process.pid)
-        self.replies.close()
-        self._output.close()
-        self.launch.clear()
-
-
-def _end(pid: int, level: Level) -> None:
-    """End a process with all below it. At `landlock` it is our own stage, which misses nothing that forks meanwhile."""
-    if level is not Level.LANDLOCK:
-        return kill_tree(pid)
-    with suppress(ProcessLookupError):
-        os.kill(pid, signal.SIGTERM)
-
-
-def _file(descriptor: int) -> BinaryIO:
-    return os.fdopen(descriptor, "rb", buffering=0)

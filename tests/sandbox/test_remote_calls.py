@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ycore.sandbox.exchange import Gone, Handle, NoPlainData, Side, Silent
+from ycore.sandbox.remote_calls import Gone, Handle, Link, NoPlainData, Silent
 
 NUMBERS = st.integers() | st.floats(allow_nan=False) | st.complex_numbers(allow_nan=False) | st.fractions()
 TEXTS = st.text() | st.binary()
@@ -88,10 +88,10 @@ PROGRAM: dict[str, Any] = {
 
 
 @pytest.fixture(scope="module")
-def tests() -> Iterator[Side]:
+def tests() -> Iterator[Link]:
     """The tests' end; the program answers on a thread."""
     mine, theirs = socket.socketpair()
-    program = Side(theirs.fileno(), exports_all=True, names=PROGRAM)
+    program = Link(theirs.fileno(), exports_all=True, names=PROGRAM)
 
     def serve() -> None:
         try:
@@ -102,19 +102,19 @@ def tests() -> Iterator[Side]:
 
     thread = threading.Thread(target=serve)
     thread.start()
-    yield Side(mine.fileno())
+    yield Link(mine.fileno())
     mine.close()
     thread.join(5.0)
     theirs.close()
 
 
 @pytest.fixture
-def call(tests: Side) -> Callable[..., Any]:
+def call(tests: Link) -> Callable[..., Any]:
     return lambda name, *args: tests.ask("name", name)(*args)
 
 
 @given(PLAIN)
-def test_plain_data_comes_back_as_it_was(tests: Side, value: Any) -> None:
+def test_plain_data_comes_back_as_it_was(tests: Link, value: Any) -> None:
     returned = tests.ask("name", "same")(value)
     assert returned == value and type(returned) is type(value)
 
@@ -133,7 +133,7 @@ def test_an_object_never_equals_a_value_of_the_tests(call: Callable[..., Any]) -
     assert call("loud") == 3 and call("loud") != 4
 
 
-def test_subclasses_of_plain_types_are_these_types(tests: Side) -> None:
+def test_subclasses_of_plain_types_are_these_types(tests: Link) -> None:
     assert tests.ask("name", "point") == (1, 2)
     assert tests.ask("name", "counter") == {"a": 2, "b": 1}
     assert tests.ask("name", "ordered") == {"a": 1}
@@ -175,7 +175,7 @@ def test_an_argument_changes_only_where_the_function_returns_nothing(call: Calla
 def test_the_program_may_call_functions_it_was_given_and_ask_for_nothing_else() -> None:
     mine, theirs = socket.socketpair()
     with mine, theirs:
-        tests, program = Side(mine.fileno()), Side(theirs.fileno(), exports_all=True)
+        tests, program = Link(mine.fileno()), Link(theirs.fileno(), exports_all=True)
         tests.encode(len)  # given as number 0
         for operation, of in (("name", "exam"), ("attribute", 0), ("call", 1), ("text", 0)):
             program.send({"ask": operation, "of": of, "args": ["__globals__"], "kwargs": {}})
@@ -194,13 +194,13 @@ def test_garbage_is_no_value(line: bytes) -> None:
     with mine, theirs:
         threading.Thread(target=lambda: theirs.sendall(line)).start()
         with pytest.raises((Gone, ValueError)):
-            Side(mine.fileno()).ask("name", "f")
+            Link(mine.fileno()).ask("name", "f")
 
 
-def test_silence_ends_at_the_deadline(tests: Side, call: Callable[..., Any]) -> None:
+def test_silence_ends_at_the_deadline(tests: Link, call: Callable[..., Any]) -> None:
     mine, theirs = socket.socketpair()
     with mine, theirs:
-        side = Side(mine.fileno())
+        side = Link(mine.fileno())
         side.deadline = time.monotonic() + 0.05
         with pytest.raises(Silent):
             side.ask("name", "f")

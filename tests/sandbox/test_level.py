@@ -1,5 +1,6 @@
 import os
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -112,3 +113,13 @@ def test_a_sandbox_in_which_python_cannot_start_is_refused(one: Level, monkeypat
     monkeypatch.setattr(level, "launch_of", lambda module, *a, **k: launch_of("no.such.module", *a, **k))
     answer = self_test(one)
     assert answer is not None and "No module named" in answer
+
+
+@pytest.mark.parametrize("one", REAL)
+def test_a_machine_whose_system_calls_are_not_known_is_named(
+    one: Level, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "riscv64")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    answer = tried.__wrapped__(one)
+    assert answer is not None and answer.startswith("the filter of system calls knows") and "riscv64" in answer

@@ -228,9 +228,8 @@ def main() -> None:
         if mutation.name == given.mutation:
             probes = [probe for probe in PROBES if probe.name == mutation.probe]
             mutation.make()
-            confinement.choose = pool.choose = lambda wanted: Choice(
-                Level(wanted), {}
-            )  # its self-test finds some of them
+            # its self-test finds some of them
+            confinement.choose = pool.choose = lambda wanted: Choice(Level(wanted), {})
     began = time.monotonic()
     trial = Trial(given.rights, probes)
     try:

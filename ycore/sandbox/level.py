@@ -147,6 +147,7 @@ def self_test(level: Level) -> str | None:
             processes=3 * _LIMITS.processes,
         )
         os.environ[_VARIABLE] = word
+        launch = None
         try:
             launch = launch_of(
                 "ycore.sandbox.canaries",
@@ -169,7 +170,8 @@ def self_test(level: Level) -> str | None:
                     outside.kill()
         finally:
             del os.environ[_VARIABLE]
-            launch.clear()
+            if launch is not None:
+                launch.clear()
     return verdict(_outcomes(seen), _outcomes(control), complaint.decode(errors="replace"))
 
 

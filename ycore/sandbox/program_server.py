@@ -6,9 +6,10 @@ counts its memory, holds its deadline, kills it, and says how it ended. Its pare
 `program_runners.ServerRunner`.
 
 Messages are JSON datagrams on descriptor 0. The first one has the server's settings, and is answered by `{"ready":
-true}`. Then a job `{"id", "kinds", "num_fds", "deadline_s"}`, with the descriptors of each program in order, is answered
-by `{"id", "ended": [how each program ended]}`; meanwhile `{"kill": id}` ends it. The first program of a job leads it:
-when it ends, the others are killed. A job's programs share their network namespace with nothing but each other.
+true}`. Then a job `{"id", "kinds", "num_fds", "deadline_s"}`, with the descriptors of each program in order, is
+answered by `{"id", "ended": [how each program ended]}`; meanwhile `{"kill": id}` ends it. The first program of a job
+leads it: when it ends, the others are killed. A job's programs share their network namespace with nothing but each
+other.
 
 A process is made in the way of `unshare --fork --kill-child`: an intermediate process makes the namespaces and forks
 once more, because only a child is in a new namespace of processes. That child is its first process: when it is killed,

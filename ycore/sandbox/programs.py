@@ -137,9 +137,9 @@ class Programs:
             nothing = [os.open(os.devnull, os.O_RDWR)] * 3
             files.callback(os.close, nothing[0])
             one, other = (files.enter_context(end).fileno() for end in socket.socketpair())
-            found = [*nothing, _sealed(files, json.dumps(exam).encode()), one, written]
+            examiner = [*nothing, _sealed(files, json.dumps(exam).encode()), one, written]
             program = [*nothing, _sealed(files, _bytes(source)), other]
-            job = Job(["examiner", "callee"], [found, program], deadline_s)
+            job = Job(["examiner", "callee"], [examiner, program], deadline_s)
             return job, [_Reader(verdict, _Count(_MAX_VERDICT, too_much))]
 
         done = await self._do(make)

@@ -51,20 +51,20 @@ def plan(
     from ycore_cli.output import print_json, print_line, stdout_for_json
 
     from ycore.judge.sources import with_declarations
-    from ycore.launch.machine_checks import check_described, facts_here
+    from ycore.launch import machine_checks, widths
     from ycore.plan.search import make_plan
 
     with stdout_for_json(json):
         config = _with_judge(sizes_of(context, recipe), judge)
         declared = with_declarations(config)
         named, judge_tokens = _first_judge(declared)
-        known = cache(facts_here)
+        known = cache(widths.facts_here)
         made = make_plan(
             config,
             devices=devices,
             judge=named,
             judge_tokens=judge_tokens,
-            check=lambda one, fleet: check_described(
+            check=lambda one, fleet: machine_checks.check_described(
                 one.model_copy(update={"rewards": declared.rewards}), fleet, known=known
             ),
             prompt_tokens=None if prompt_tokens is None else whole_number("--prompt-tokens", prompt_tokens),

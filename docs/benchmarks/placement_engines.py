@@ -64,7 +64,7 @@ def engines_running(job: argparse.Namespace, output: Path, *, length_of: Callabl
     ]
     for path in (folder.sockets, planned[0].temporary):
         make_private(path)
-    watch, processes = RunWatch(folder.run_id), []
+    watch, processes, began = RunWatch(folder.run_id), [], time.time()
     try:
         for engine in planned:
             processes.append(
@@ -85,7 +85,7 @@ def engines_running(job: argparse.Namespace, output: Path, *, length_of: Callabl
         watch.kill(grace_s=0)
         for process in processes:
             process.wait(timeout_s=20)
-        watch.remove_segments()
+        watch.remove_segments(began=began)
         remove_leftovers(folder)
         shutil.rmtree(folder.root, ignore_errors=True)
 

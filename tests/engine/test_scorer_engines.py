@@ -14,7 +14,8 @@ from ycore.engine.vllm_engine import VllmRewardModel
 from ycore.judge.question import Questioner
 from ycore.judge.sources import judge_of
 from ycore.judge.verdict import Reply, Unreadable, read_value
-from ycore.launch.engines import is_vllm_installed, plan_scorers
+from ycore.launch.engines import Slot, is_vllm_installed, plan_scorers
+from ycore.launch.widths import Widths
 from ycore.models.tiny import write_tiny_model
 from ycore.round.scorers import reward_model_encoder, special_tokens
 from ycore.run.paths import RunFolder
@@ -63,7 +64,9 @@ def servers(
     """The folder of a run whose judge and reward model answer; its rollout engine is planned and not started."""
     folder = RunFolder(tmp_path_factory.mktemp("run"))
     slot = cpu_engine(folder, model, max_model_len=256)
-    plans = plan_scorers(config_of(model, classifier), folder, [slot], fetch=Path)
+    plans = plan_scorers(
+        config_of(model, classifier), folder, [slot], slots=[Slot(slot.cores)], widths=Widths(), fetch=Path
+    )
     planned = [engine for plan in plans for engine in plan.engines]
     assert [(one.name, one.role) for one in planned] == [("judge-0", "judge"), ("reward-model-0", "reward_model")]
     with serve(folder, planned):

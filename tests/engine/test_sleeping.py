@@ -116,7 +116,7 @@ def test_weights_that_may_be_lost_are_loaded_by_the_next_trainer(tmp_path: Path,
 def test_the_models_of_a_role_sleep_and_wake_together(tmp_path: Path) -> None:
     calls: list[str] = []
     servers = [ScriptedServer(tmp_path / f"{name}.sock", calls) for name in ("judge-0", "judge-1")]
-    both = SleepTogether([SleepingEngine(server, refill=server.reload) for server in servers])
+    both = SleepTogether([[SleepingEngine(server, refill=server.reload)] for server in servers])
 
     async def work() -> None:
         await both.sleep()

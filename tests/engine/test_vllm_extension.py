@@ -2,6 +2,8 @@
 
 import inspect
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +13,15 @@ pytest.importorskip("vllm")
 import torch
 from vllm.v1.sample.ops import topk_topp_sampler as stock
 
-from ycore.engine.vllm_extension import checkpoint_names, fill_with_exponentials, use_faster_sampler
+from ycore.engine.vllm_extension import (
+    checkpoint_names,
+    column_shard_of,
+    fill_with_exponentials,
+    parts_of,
+    use_faster_sampler,
+)
+from ycore.engine.weight_proof import check_read_back, part_sums, pieces_of, tensor_sums
+from ycore.errors import SyncError
 
 
 @pytest.fixture
@@ -90,3 +100,58 @@ def test_parameters_are_named_as_the_checkpoint_names_them() -> None:
     ]
     assert checkpoint_names(f"{attention}.o_proj.weight", parts) == [f"{attention}.o_proj.weight"]
     assert checkpoint_names("lm_head.weight", parts) == ["lm_head.weight"]
+
+
+# -- shards of several workers ------------------------------------------------------------------------------------
+
+
+def shards_of(layers: list[Any], names: list[str], shards: list[torch.Tensor]) -> list[Any]:
+    return [
+        piece
+        for layer, shard in zip(layers, shards, strict=True)
+        for piece in pieces_of(names, part_sums(shard, parts_of(layer)), column_shard=column_shard_of(layer, "weight"))
+    ]
+
+
+@pytest.mark.parametrize(("kv_heads", "copies"), [(4, 1), (2, 2), (1, 4)])
+def test_query_key_and_value_of_four_workers_add_up(kv_heads: int, copies: int) -> None:
+    """Layers as vLLM's `QKVParallelLinear` describes itself; with few KV heads several workers have the same one."""
+    tensors = {"q": torch.randn(64, 16), "k": torch.randn(8 * kv_heads, 16), "v": torch.randn(8 * kv_heads, 16)}
+    layers = [
+        SimpleNamespace(tp_rank=rank, tp_size=4, output_partition_sizes=[16, 8, 8], num_kv_head_replicas=copies)
+        for rank in range(4)
+    ]
+    heads = {name: tensor.split(16 if name == "q" else 8) for name, tensor in tensors.items()}
+    shards = [
+        torch.cat([heads["q"][rank], heads["k"][rank // copies], heads["v"][rank // copies]]) for rank in range(4)
+    ]
+    sent = {name: tensor_sums(tensor) for name, tensor in tensors.items()}
+    assert check_read_back(sent, shards_of(layers, ["q", "k", "v"], shards)) == 1.0
+    merged = {"qkv": tensor_sums(torch.cat(list(tensors.values())))}
+    assert check_read_back(merged, shards_of(layers, ["qkv"], shards)) == 1.0
+    for old in range(4):
+        skipped = [shard + 1 if rank == old else shard for rank, shard in enumerate(shards)]
+        with pytest.raises(SyncError, match="3 of 3 tensors are not the trainer's"):
+            check_read_back(sent, shards_of(layers, ["q", "k", "v"], skipped))
+
+
+def test_columns_and_the_vocabulary_of_two_workers_add_up() -> None:
+    down, embedding = torch.randn(16, 64), torch.randn(100, 16)
+    padded = torch.cat([embedding, torch.zeros(28, 16)])
+    columns = [
+        SimpleNamespace(
+            tp_rank=rank, tp_size=2, output_partition_sizes=[16], input_size=64, input_size_per_partition=32
+        )
+        for rank in range(2)
+    ]
+    vocabulary = [
+        SimpleNamespace(
+            tp_rank=rank, tp_size=2, shard_indices=None, num_embeddings_per_partition=64, num_embeddings_padded=128,
+            input_size=16, input_size_per_partition=16,
+        )
+        for rank in range(2)
+    ]  # fmt: skip
+    sent = {"down": tensor_sums(down), "embed": tensor_sums(embedding)}
+    pieces = shards_of(columns, ["down"], list(down.split(32, dim=1)))
+    pieces += shards_of(vocabulary, ["embed"], list(padded.split(64)))
+    assert check_read_back(sent, pieces) == 1.0

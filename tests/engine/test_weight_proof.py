@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from ycore.engine.weight_proof import Piece, TensorSums, check_read_back, part_sums, pieces_of, tensor_sums
+from ycore.engine.weight_proof import Part, Piece, TensorSums, check_read_back, part_sums, pieces_of, tensor_sums
 from ycore.errors import SyncError
 
 DTYPES = [torch.bfloat16, torch.float32]
@@ -23,11 +23,15 @@ def sums_of(tensors: dict[str, torch.Tensor]) -> dict[str, TensorSums]:
     return {name: tensor_sums(tensor) for name, tensor in tensors.items()}
 
 
+def whole(*rows: int) -> list[Part]:
+    return [Part(num, num) for num in rows]
+
+
 def held(tensors: dict[str, torch.Tensor]) -> list[Piece]:
     """As an engine keeps and tells them: q, k and v in one matrix."""
     merged = torch.cat([tensors[Q], tensors[K], tensors[V]])
     others = [piece(name, tensors[name]) for name in (O_PROJ, NEXT, NORM)]
-    return [*pieces_of([Q, K, V], part_sums(merged, [48, 16, 16])), *others]
+    return [*pieces_of([Q, K, V], part_sums(merged, whole(48, 16, 16))), *others]
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -84,7 +88,7 @@ def test_q_k_and_v_in_another_order_are_seen_where_their_sizes_are_equal() -> No
     sent = {"q": tensor_sums(q), "k": tensor_sums(k), "v": tensor_sums(v)}
     for order in ([k, q, v], [v, k, q], [q, v, k], [k, v, q]):
         with pytest.raises(SyncError, match="of 3 tensors are not the trainer's"):
-            check_read_back(sent, pieces_of(["q", "k", "v"], part_sums(torch.cat(order), [8, 8, 8])))
+            check_read_back(sent, pieces_of(["q", "k", "v"], part_sums(torch.cat(order), whole(8, 8, 8))))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -160,7 +164,7 @@ def test_what_is_told_twice_of_one_place_must_be_equal() -> None:
 
 def test_a_checkpoints_merged_tensor_is_known_by_all_of_its_parts() -> None:
     merged = torch.randn(24, 16)
-    assert check_read_back({"qkv": tensor_sums(merged)}, pieces_of(["qkv"], part_sums(merged, [8, 8, 8]))) == 1.0
+    assert check_read_back({"qkv": tensor_sums(merged)}, pieces_of(["qkv"], part_sums(merged, whole(8, 8, 8)))) == 1.0
 
 
 # -- the share -------------------------------------------------------------------------------------------------------

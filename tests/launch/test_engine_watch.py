@@ -64,7 +64,7 @@ def planned(folder: RunFolder, sockets: Path, name: str, device: str | None = No
     return EngineSpec(
         name=name, role=name.rpartition("-")[0], model=folder.root, socket=sockets / f"{name}.sock",
         temporary=folder.root, run_id=folder.run_id, dtype="float32", max_model_len=64, max_num_seqs=1, seed=0,
-        device=device, sleeps=device is not None,
+        devices=tuple(device or ()), sleeps=device is not None,
     )  # fmt: skip
 
 
@@ -84,6 +84,9 @@ def test_a_turn_has_one_engine_of_each_device(sockets: Path, folder: RunFolder) 
     named = [("rollout-0", "4"), ("rollout-1", "5"), ("judge-0", "4"), ("judge-1", "5"), ("judge-2", "4")]
     told = [[one.name for one in turn] for turn in turns([planned(folder, sockets, *one) for one in named])]
     assert told == [["rollout-0", "rollout-1"], ["judge-0", "judge-1"], ["judge-2"]]
+    wide = [("rollout-0", "4"), ("rollout-1", "5"), ("judge-0", "45"), ("reward-model-0", "5")]
+    told = [[one.name for one in turn] for turn in turns([planned(folder, sockets, *one) for one in wide])]
+    assert told == [["rollout-0", "rollout-1"], ["judge-0"], ["reward-model-0"]]
 
 
 def test_each_is_asleep_before_the_next_one_of_its_device_starts(sockets: Path, folder: RunFolder) -> None:

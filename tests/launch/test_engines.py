@@ -8,6 +8,7 @@ import pytest
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
 from ycore.errors import ConfigError
 from ycore.launch import engines
+from ycore.launch.engine_watch import turns
 from ycore.launch.engines import EnginePlan, choose_kind, model_length, plan_engines
 from ycore.launch.layout import ONE_RANK, Machine, Site, this_machine
 from ycore.run.paths import RunFolder
@@ -50,9 +51,9 @@ def plan(tmp_path: Path) -> Plan:
 def test_on_two_cores_each_engine_has_one(plan: Plan) -> None:
     made = plan(config_with(max_tokens=16), TWO_CORES)
     assert made.note == "generating with vLLM: 2 engines on 1 CPU core each"
-    assert [(engine.name, engine.cores, engine.device) for engine in made.engines] == [
-        ("rollout-0", (0,), None),
-        ("rollout-1", (1,), None),
+    assert [(engine.name, engine.cores, engine.devices) for engine in made.engines] == [
+        ("rollout-0", (0,), ()),
+        ("rollout-1", (1,), ()),
     ]
     assert {engine.max_num_seqs for engine in made.engines} == {32}
     assert {engine.memory_gib for engine in made.engines} == {1}
@@ -70,7 +71,7 @@ def test_on_many_cores_two_engines_share_them(plan: Plan) -> None:
 
 def test_on_devices_one_engine_each(plan: Plan) -> None:
     made = plan(config_with(), TWO_DEVICES)
-    assert [(engine.cores, engine.device) for engine in made.engines] == [(None, "4"), (None, "5")]
+    assert [(engine.cores, engine.devices) for engine in made.engines] == [(None, ("4",)), (None, ("5",))]
     assert made.note == "generating with vLLM: 2 engines on devices 4, 5"
     assert not made.sleeps
 
@@ -119,3 +120,46 @@ def test_an_evaluation_holds_its_samples_at_once(plan: Plan) -> None:
 
 def test_this_machine_has_a_core() -> None:
     assert this_machine().cores
+
+
+# -- engines of several devices ---------------------------------------------------------------------------------------
+
+EIGHT_DEVICES = Machine(cores=(0, 1), devices=tuple("01234567"))
+TWELVE_HEADS = {**SMOLLM2, "num_attention_heads": 12, "num_key_value_heads": 4}
+
+
+def judged(width: int, **changes: Any) -> RunConfig:
+    args = {"rubric": "right?", "verdict": {"kind": "score"}, "model": "wide", "tensor_parallel": width}
+    return config_with(rewards=[RewardConfig(reward="judge:mine", args=args)], **changes)
+
+
+def test_an_engine_of_two_devices_has_neighbours(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({**TWELVE_HEADS, "intermediate_size": 1536, "vocab_size": 49152}))
+    made = plan(config_with(engine={"tensor_parallel": 2}), EIGHT_DEVICES)
+    assert [engine.devices for engine in made.engines] == [("0", "1"), ("2", "3"), ("4", "5"), ("6", "7")]
+    assert {engine.tensor_parallel for engine in made.engines} == {2} and made.num_slots == 4
+    assert made.note.endswith("4 engines on devices 0, 1, 2, 3, 4, 5, 6, 7, tensor parallel over 2")
+    on_cores = plan(config_with(engine={"tensor_parallel": 2}), TWO_CORES)
+    assert [(one.cores, one.tensor_parallel) for one in on_cores.engines] == [((0, 1), 2)] and on_cores.num_slots == 1
+
+
+def test_beside_a_judge_of_four_devices_a_slot_has_four_policy_engines(plan: Plan, tmp_path: Path) -> None:
+    """Slots are aligned blocks, and all engines of a role on a slot are on its devices and on no others."""
+    (tmp_path / "config.json").write_text(json.dumps({**TWELVE_HEADS, "intermediate_size": 1536, "vocab_size": 49152}))
+    made = plan(judged(4), EIGHT_DEVICES, sleeps=True)
+    rollouts, judges = (model.engines for model in made.served)
+    assert [one.devices for one in rollouts] == [(device,) for device in "01234567"]
+    assert [one.devices for one in judges] == [tuple("0123"), tuple("4567")]
+    assert made.num_slots == made.as_json()["num_slots"] == 2
+    assert {one.max_num_seqs for one in rollouts} == {8} and {one.max_num_seqs for one in judges} == {32}
+    turns_of = [[one.name for one in turn] for turn in turns([*rollouts, *judges])]
+    assert turns_of == [[f"rollout-{n}" for n in range(8)], ["judge-0", "judge-1"]]
+
+
+def test_a_width_that_is_no_share_of_the_widest_is_refused(plan: Plan, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(
+        json.dumps({**TWELVE_HEADS, "num_key_value_heads": 12, "intermediate_size": 1536, "vocab_size": 49152})
+    )
+    twelve = Machine(cores=(0,), devices=tuple("0123456789ab"))
+    with pytest.raises(ConfigError, match=r"widest engine spans, 3, and engines of m span 2, which does not divide"):
+        plan(judged(3, engine={"tensor_parallel": 2}), twelve)

@@ -13,7 +13,8 @@ from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
 from ycore.engine import weights
 from ycore.errors import ConfigError
 from ycore.launch.layout import Machine, Site, layout_of
-from ycore.launch.machine_checks import check_run, facts_here
+from ycore.launch.machine_checks import check_run
+from ycore.launch.widths import facts_here
 from ycore.plan.memory import sync_bytes
 from ycore.run.paths import RunFolder
 
@@ -27,11 +28,20 @@ BIG, SMALL = "Qwen/Qwen2.5-72B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"
 EIGHT = "Qwen/Qwen3-8B"
 
 
-def check(machine: Machine, *, judge: str | None = None, engine: Mapping[str, Any] | None = None, **more: Any) -> None:
+def check(
+    machine: Machine,
+    *,
+    judge: str | None = None,
+    judge_width: int | None = None,
+    engine: Mapping[str, Any] | None = None,
+    **more: Any,
+) -> None:
     rewards = [RewardConfig(reward="exact_answer")]
     if judge is not None:
         rewards = [RewardConfig(reward="judge:mine", args={"rubric": "right?", "verdict": {"kind": "score"}})]
         rewards[0].args["model"] = judge
+        if judge_width is not None:
+            rewards[0].args["tensor_parallel"] = judge_width
     values = {"model": SMALL, "dataset": "task:addition", "output": "o", "rewards": rewards, **more}
     config = RunConfig(engine=EngineSettings(**(engine or {})), **values)
     check_run(config, Site(RunFolder(Path("o")), layout_of(config, machine), machine), vllm=True)
@@ -43,6 +53,8 @@ def check(machine: Machine, *, judge: str | None = None, engine: Mapping[str, An
         (H100, {}),
         (H100, {"judge": EIGHT, "placement": "split:5:3"}),
         (H100, {"judge": EIGHT, "processes": 2, "placement": "split:1:7"}),
+        (H100, {"judge": BIG}),  # on all eight devices
+        (H100, {"judge": EIGHT, "judge_width": 4, "placement": "split:1:1"}),
         (TWO_24, {"judge": SMALL}),
         (TWO_24, {"model": EIGHT, "engine": {"gpu_memory_utilization": 0.8}}),
         (SLICES, {"judge": SMALL, "placement": "split:1:1"}),
@@ -68,14 +80,54 @@ def test_what_works_passes(machine: Machine, settings: dict[str, Any]) -> None:
         ),
         (
             H100,
-            {"judge": BIG},
+            {"judge": BIG, "judge_width": 1},
             f"judge {BIG}: its weights take 135.4 GiB, and an engine gets 0.3 of a device's 74.5 GiB, which is 22.4; "
             "take a model of 37 billion parameters or fewer, or a judge with a base_url",
         ),
         (
             TWO_24,
+            {"judge": BIG},
+            f"judge {BIG}: its weights take 67.7 GiB on each of 2 devices, and an engine gets 0.3 of a device's "
+            "22.4 GiB, which is 6.7; take a model of 21 billion parameters or fewer, or a judge with a base_url",
+        ),
+        (
+            H100,
+            {"engine": {"tensor_parallel": 4}},
+            f"engine.tensor_parallel 4 does not divide the 14 attention heads of {SMALL}; the nearest that works is 2",
+        ),
+        (
+            H100,
+            {"judge": EIGHT, "judge_width": 3},
+            f"tensor_parallel of {EIGHT} 3 does not divide the 32 attention heads of {EIGHT}; "
+            "the nearest that works is 2",
+        ),
+        (
+            TWO_24,
+            {"judge": EIGHT, "judge_width": 4},
+            f"tensor_parallel of {EIGHT} 4 is more than the 2 devices that an engine can span here; "
+            "the nearest that works is 2",
+        ),
+        (
+            replace(H100, devices=tuple("012345"), device_bytes=None),
+            {"model": EIGHT, "engine": {"tensor_parallel": 4}, "prompts_per_step": 6},
+            "engine.tensor_parallel 4 does not divide the 6 devices of this machine; the nearest that works is 2",
+        ),
+        (SLICES, {"engine": {"tensor_parallel": 2}}, "is more than the 1 devices that an engine can span here"),
+        (
+            H100,
+            {"judge": EIGHT, "judge_width": 8, "placement": "split:1:1"},
+            "placement split:1:1 must divide this run's slots (1) among its roles",
+        ),
+        (
+            H100,
+            {"judge": EIGHT, "judge_width": 4, "engine": {"count": 3}},
+            f"tensor_parallel of {EIGHT} 4 is more than the 2 devices that an engine can span here",
+        ),
+        (
+            TWO_24,
             {"model": EIGHT},
-            "an engine gets 0.3 of a device's 22.4 GiB, which is 6.7; say --set engine.gpu_memory_utilization=0.75",
+            "its weights take 7.6 GiB on each of 2 devices, and an engine gets 0.3 of a device's 22.4 GiB, which is "
+            "6.7; say --set engine.gpu_memory_utilization=0.41",
         ),
         (SLICES, {"judge": EIGHT}, "of a device's 9.3 GiB, which is 2.8; take a model of 3.9 billion parameters"),
         (

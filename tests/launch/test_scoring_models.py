@@ -1,6 +1,7 @@
 """Which engines judges and reward models get, where, and what is refused before anything starts."""
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,10 @@ from ycore.config.schema import RewardConfig, RunConfig
 from ycore.engine.commands import EngineSpec, engine_command, engine_environment
 from ycore.errors import ConfigError, UserError
 from ycore.judge.sources import with_declarations
-from ycore.launch.engines import EnginePlan, ServedModel, plan_scorers
+from ycore.launch.engines import EnginePlan, ServedModel, Slot
+from ycore.launch.engines import plan_scorers as plan_on_slots
 from ycore.launch.scoring_models import check_run_placement, check_scorers, scoring_models
+from ycore.launch.widths import Widths
 from ycore.models.tiny import write_tiny_model
 from ycore.run.paths import RunFolder
 
@@ -36,8 +39,16 @@ def slots(folder: Path, count: int = 2, **engine: Any) -> list[EngineSpec]:
         "model": folder, "temporary": folder, "run_id": "x", "dtype": "bfloat16", "max_model_len": 512,
         "max_num_seqs": 64, "seed": 0, **engine,
     }  # fmt: skip
-    where = [{"cores": (slot,)} if "device" not in engine else {} for slot in range(count)]
+    where = [{"cores": (slot,)} if "devices" not in engine else {} for slot in range(count)]
     return [EngineSpec(name=f"rollout-{n}", socket=folder / str(n), **common, **where[n]) for n in range(count)]
+
+
+def plan_scorers(
+    config: RunConfig, folder: RunFolder, rollouts: list[EngineSpec], *, fetch: Callable[[str], Path]
+) -> list[ServedModel]:
+    """With one rollout engine a slot."""
+    slots = [Slot(one.cores, one.devices) for one in rollouts]
+    return plan_on_slots(config, folder, rollouts, slots=slots, widths=Widths(), fetch=fetch)
 
 
 def rollouts(engines: list[EngineSpec]) -> ServedModel:
@@ -109,22 +120,22 @@ def test_commands_are_those_of_the_role(folder: Path) -> None:
 
 
 def test_on_a_device_scorers_share_what_an_engine_may_take(folder: Path) -> None:
-    devices = slots(folder, 1, device="0", gpu_memory_utilization=0.3)
+    devices = slots(folder, 1, devices=("0",), gpu_memory_utilization=0.3)
     config = config_of(judge("a"), {"reward": "rm:scalar"})
     plans = plan_scorers(config, RunFolder(folder), devices, fetch=lambda name: folder)
     assert [plan.engines[0].gpu_memory_utilization for plan in plans] == [0.15, 0.15]
 
 
 def test_where_engines_sleep_the_models_of_one_role_share_it(folder: Path) -> None:
-    devices = slots(folder, 1, device="0", gpu_memory_utilization=0.6, sleeps=True)
+    devices = slots(folder, 1, devices=("0",), gpu_memory_utilization=0.6, sleeps=True)
     config = config_of(judge("a"), judge("b", model="other"), {"reward": "rm:scalar"})
     config = config.model_copy(update={"engine": config.engine.model_copy(update={"gpu_memory_utilization": 0.6})})
     plans = plan_scorers(config, RunFolder(folder), devices, fetch=lambda name: folder)
     assert [plan.engines[0].gpu_memory_utilization for plan in plans] == [0.3, 0.3, 0.6]
     engines = [*devices, *(engine for plan in plans for engine in plan.engines)]
-    assert all(one.sleeps and one.device == "0" and "--enable-sleep-mode" in engine_command(one) for one in engines)
+    assert all(one.sleeps and one.devices == ("0",) and "--enable-sleep-mode" in engine_command(one) for one in engines)
     assert note(config, devices, folder).endswith("; engines sleep while others use the device")
-    assert note(config, slots(folder, 1, device="0"), folder) == "vLLM, beside judge-0, judge-1, reward-model-0"
+    assert note(config, slots(folder, 1, devices=("0",)), folder) == "vLLM, beside judge-0, judge-1, reward-model-0"
 
 
 def test_a_judged_run_on_a_cpu_says_that_nothing_sleeps(folder: Path) -> None:

@@ -14,6 +14,10 @@ Count = Annotated[int, Field(gt=0, le=10**6, strict=True)]
 """How many things are held at once. The limit keeps products of several such numbers small enough to factorise."""
 
 
+Width = Literal["auto"] | Annotated[int, Field(gt=0, le=1024, strict=True)]
+"""How many devices one engine spans (tensor parallelism); `auto` is the fewest that fit, and on a CPU 1."""
+
+
 class Strict(BaseModel):
     """Unknown keys are refused, and values cannot be assigned."""
 
@@ -55,11 +59,13 @@ class EngineSettings(Strict):
 
     # `auto` is vLLM where it is installed, else transformers inside the trainer.
     kind: Literal["auto", "vllm", "transformers"] = "auto"
-    # Number of engines; `auto` is one per device, and on a CPU one per core, at most two.
+    # Number of slots; `auto` is as many as the devices give, and on a CPU one per core, at most two.
     count: Literal["auto"] | Positive = "auto"
+    # Devices, or cores of a CPU, that one engine of the policy spans; `auto`: the fewest that fit, on a CPU 1.
+    tensor_parallel: Width = "auto"
     # Longest prompt plus completion, in tokens; None is the model's own context, at most 4096.
     max_model_len: Positive | None = None
-    # KV cache of one engine on a CPU, in GiB; None derives it from the model and the batch.
+    # KV cache of one engine on a CPU, all its workers together, in GiB; None derives it from the model and the batch.
     memory_gib: Positive | None = None
     # Share of a device's memory for an engine beside the trainer; with `sleep`, for each role in turn.
     gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.3

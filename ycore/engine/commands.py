@@ -3,9 +3,11 @@
 On a CPU the server is two processes, not vLLM's usual three: with `--distributed-executor-backend uni` and
 VLLM_ENABLE_V1_MULTIPROCESSING=0 the worker runs inside the engine core. Starting takes half the processor time (12 s
 against 22 s, SmolLM2-135M) and decoding two thirds, because no core spins on a queue between the two; the engine also
-holds 0.6 GB less. Its threads are pinned from outside, by the process's affinity. Prefix caching is on, vLLM's default:
-the completions of a group share their prompt's blocks. On a CPU a block has 32 tokens, since few prompts fill vLLM's
-128.
+holds 0.6 GB less. Its threads are pinned from outside, by the process's affinity. An engine that spans several devices
+or cores has a worker process for each (tensor parallelism: Megatron-LM, arXiv 1909.08053), whose threads vLLM pins.
+
+Prefix caching is on, vLLM's default: the completions of a group share their prompt's blocks. On a CPU a block has 32
+tokens, since few prompts fill vLLM's 128.
 """
 
 import math
@@ -15,7 +17,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 from ycore.errors import ConfigError
 from ycore.models.hub import cache_dir
@@ -37,6 +39,7 @@ _OTHERS = re.compile(
     r"|TRITON_|VLLM_(?!CPU_)|FLASHINFER_|FLASH_|DG_|TVM_|TRANSFORMERS_|TOKENIZERS_|SAFETENSORS_|TIKTOKEN_|MKL_|OPENBLAS_"
     r"|NUMEXPR_|NUMBA_|MALLOC_|TCMALLOC_|HIP_|ROCM|ROCR_|HSA_|AMD_|AITER_|ZE_|ONEAPI_|SYCL_|CCL_|KINETO_)\w*"
 )
+T = TypeVar("T")
 _SECRET_ENDINGS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 
 _ROLE_OPTIONS: dict[str, dict[str, str]] = {
@@ -54,7 +57,7 @@ _ROLE_OPTIONS: dict[str, dict[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
-    """Everything that decides how one engine starts. It runs on `cores` or on `device`; the other is None."""
+    """Everything that decides how one engine starts. It runs on `cores`, or on `devices`, one a worker."""
 
     name: str
     model: Path
@@ -66,8 +69,9 @@ class EngineSpec:
     max_num_seqs: int
     seed: int
     cores: tuple[int, ...] | None = None
-    device: str | None = None
-    memory_gib: int = 1  # size of the KV cache on a CPU
+    devices: tuple[str, ...] = ()
+    tensor_parallel: int = 1  # workers; on a CPU they share the cores evenly
+    memory_gib: int = 1  # size of the KV cache on a CPU, all workers together
     gpu_memory_utilization: float = 0.3
     sleeps: bool = False  # with vLLM's sleep mode; on a device only
     trust_remote_code: bool = False
@@ -77,7 +81,7 @@ class EngineSpec:
 
     @property
     def on_cpu(self) -> bool:
-        return self.device is None
+        return not self.devices
 
 
 def engine_command(engine: EngineSpec) -> list[str]:
@@ -95,8 +99,10 @@ def engine_command(engine: EngineSpec) -> list[str]:
         **_ROLE_OPTIONS[engine.role],
     }
     flags = ["--disable-uvicorn-access-log", "--no-enable-log-requests"]
+    if engine.tensor_parallel > 1:
+        options["--tensor-parallel-size"] = engine.tensor_parallel
     if engine.on_cpu:
-        options["--distributed-executor-backend"] = "uni"
+        options |= {"--distributed-executor-backend": "uni"} if engine.tensor_parallel == 1 else {}
         # No chunked prefill: when a prompt is read in parts, vLLM rewinds its seeded generator, which a CPU generator
         # cannot do, and the engine dies. So one pass must hold the longest prompt.
         options["--block-size"] = 32  # tokens; the CPU kernels need a multiple of this
@@ -129,16 +135,21 @@ def engine_environment(engine: EngineSpec, *, base: Mapping[str, str] | None = N
         "PYTHONUNBUFFERED": "1",
     }
     if not engine.on_cpu:
-        return {**environment, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": str(engine.device)}
-    num_threads = len(engine.cores or (0,))
+        return {**environment, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(engine.devices)}
+    shares = split_evenly(engine.cores or (0,), engine.tensor_parallel)
+    num_threads = max(map(len, shares))
     if engine.has_neighbours and num_threads > 1:
         # Waiting threads spin and take the cores from the other engine: two engines of two threads each on two cores
         # take ten times as long together as one after the other. With so short a spin they take as long.
         environment["GOMP_SPINCOUNT"] = "1000"
+    if engine.tensor_parallel == 1:
+        environment["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"
+    else:  # each worker binds its threads by itself; by default vLLM wants a memory node for each
+        environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
     return environment | {
         "CUDA_VISIBLE_DEVICES": "",
-        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        "VLLM_CPU_KVCACHE_SPACE": str(engine.memory_gib),  # by default vLLM takes a share of all memory
+        # Of each worker, in GiB; by default vLLM takes a share of all memory.
+        "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(engine.memory_gib / engine.tensor_parallel)),
         "OMP_NUM_THREADS": str(num_threads),
         "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request waits for a C++ compiler
     }
@@ -164,12 +175,23 @@ def _is_named(name: str, patterns: Sequence[str]) -> bool:
     return any(name == one or (one.endswith("*") and name.startswith(one[:-1])) for one in patterns)
 
 
-def kv_cache_gib(model_config: Mapping[str, Any], num_tokens: int, *, bytes_per_value: int = 2) -> int:
-    """GiB of the keys and values of `num_tokens` tokens, rounded up; ConfigError where the config lacks a size."""
+def split_evenly(items: Sequence[T], count: int) -> list[tuple[T, ...]]:
+    """The items in `count` runs whose lengths differ by one at most."""
+    bounds = [len(items) * share // count for share in range(count + 1)]
+    return [tuple(items[bounds[k] : bounds[k + 1]]) for k in range(count)]
+
+
+def kv_cache_gib(
+    model_config: Mapping[str, Any], num_tokens: int, *, bytes_per_value: int = 2, tensor_parallel: int = 1
+) -> int:
+    """GiB of the keys and values of `num_tokens` tokens, rounded up; ConfigError where the config lacks a size.
+
+    Every worker has one KV head at least, where there are fewer of these than workers.
+    """
     text = model_config.get("text_config", model_config)
     try:
         num_heads = int(text["num_attention_heads"])
-        num_kv_heads = int(text.get("num_key_value_heads") or num_heads)
+        num_kv_heads = max(int(text.get("num_key_value_heads") or num_heads), tensor_parallel)
         head_dim = int(text.get("head_dim") or int(text["hidden_size"]) // num_heads)
         values_per_token = 2 * int(text["num_hidden_layers"]) * num_kv_heads * head_dim  # a key and a value each
     except KeyError as missing:

@@ -64,12 +64,13 @@ class Server:
 
     Attributes:
         restarts: How often a new process has replaced the one before, each counted by one rank's client.
+        in_flight: Requests of this client without an answer.
     """
 
     def __init__(self, name: str, socket: Path, *, request_timeout_s: float, restart_timeout_s: float = 900.0) -> None:
         self.name = name
         self.socket = socket
-        self.restarts = 0
+        self.restarts = self.in_flight = 0
         self._timeout_s = request_timeout_s
         self._restart_timeout_s = restart_timeout_s
         self._last_seen: Process | None = None
@@ -100,6 +101,7 @@ class Server:
         """
         process, failures = self._process(), list[str]()
         answer = asyncio.ensure_future(self._retry(method, path, body, failures))
+        self.in_flight += 1
         try:
             await asyncio.wait([answer], timeout=self._timeout_s)
             is_lost = process is None or self._process() != process
@@ -108,6 +110,7 @@ class Server:
             if answer.done():
                 return answer.result()
         finally:
+            self.in_flight -= 1
             answer.cancel()
         if is_lost:
             within = f"{self._timeout_s + self._restart_timeout_s:.0f} s; see logs/{self.name}.log"

@@ -12,6 +12,7 @@ that is killed then may leave weights dropped, so the next sleep is at least as 
 Written to vLLM's documentation and tested against a scripted server only: a CPU has no sleep mode.
 """
 
+import asyncio
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
@@ -91,17 +92,19 @@ class SleepingEngine:
 
 @dataclass(frozen=True, slots=True)
 class SleepTogether:
-    """The engines of one role on one slot, where several models serve the role."""
+    """The engines of one role on one slot, by model. Models change in turn. A model's engines have devices of their
+    own, and change together.
+    """
 
-    engines: Sequence[SleepingEngine]
+    models: Sequence[Sequence[SleepingEngine]]
 
     async def sleep(self) -> None:
-        for engine in self.engines:
-            await engine.sleep()
+        for engines in self.models:
+            await asyncio.gather(*(engine.sleep() for engine in engines))
 
     async def wake(self) -> None:
-        for engine in self.engines:
-            await engine.wake()
+        for engines in self.models:
+            await asyncio.gather(*(engine.wake() for engine in engines))
 
 
 async def reload_from_disk(server: Server) -> None:

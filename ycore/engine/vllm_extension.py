@@ -15,10 +15,10 @@ import numpy as np
 import torch
 from vllm.platforms import current_platform
 
-from ycore.engine.weight_proof import Piece, TensorSums, part_sums, pieces_of
+from ycore.engine.weight_proof import Part, PartSums, Piece, part_sums, pieces_of
 from ycore.run.reports import dump_stacks_on_signal
 
-PACKED_SUMS: dict[Any, list[tuple[int, TensorSums]]] = {}  # by layer, the sums of its weight as it was packed
+PACKED_SUMS: dict[Any, list[PartSums]] = {}  # by layer, the sums of its weight as it was packed
 
 
 class PolicyWorker:
@@ -34,13 +34,14 @@ class PolicyWorker:
             for module in model.modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
-        return held_pieces(model, dtype=self.model_config.dtype)
+        return held_pieces(model, dtype=self.model_config.dtype, workers=self.parallel_config.tensor_parallel_size)
 
 
-def held_pieces(model: Any, *, dtype: Any) -> list[Piece]:
+def held_pieces(model: Any, *, dtype: Any, workers: int = 1) -> list[Piece]:
     """The checkpoint's names and the sums of every parameter of this dtype, for `weight_proof.check_read_back`.
 
-    A tied head has the name of the embedding, and the sums of its own packed copy.
+    A tied head has the name of the embedding, and the sums of its own packed copy. With several workers, what is left
+    out is a parameter of which it is not known how they divide it.
     """
     fused_parts = vars(type(model)).get("packed_modules_mapping") or {}
     pieces: list[Piece] = []
@@ -51,15 +52,43 @@ def held_pieces(model: Any, *, dtype: Any) -> list[Piece]:
             if parameter.numel():
                 name = first_name.setdefault(parameter.data_ptr(), name)
             packed = PACKED_SUMS.get(module) if leaf == "weight" else None
-            if parameter.dtype == dtype and (packed or parameter.numel()):
-                parts = packed or part_sums(parameter, part_sizes(module))
-                pieces += pieces_of(checkpoint_names(name, fused_parts), parts)
+            is_known = workers == 1 or hasattr(module, "tp_rank") or leaf in ("weight", "bias")  # the latter: norms
+            if parameter.dtype == dtype and is_known and (packed or parameter.numel()):
+                sums = packed or part_sums(parameter, parts_of(module))
+                pieces += pieces_of(
+                    checkpoint_names(name, fused_parts), sums, column_shard=column_shard_of(module, leaf)
+                )
     return pieces
 
 
-def part_sizes(layer: Any) -> list[int]:
-    """Rows of each part of a layer that vLLM made of several; nothing for others."""
-    return list(getattr(layer, "output_partition_sizes", ()))
+def parts_of(layer: Any) -> list[Part]:
+    """What this worker's rows of a layer are in the checkpoint; nothing for a layer that every worker has whole.
+
+    Workers divide the rows of each part of a layer, and those of an embedding. Where there are fewer KV heads than
+    workers, several workers have the same keys and values.
+    """
+    rank, size = getattr(layer, "tp_rank", 0), getattr(layer, "tp_size", 1)
+    if hasattr(layer, "shard_indices"):  # an embedding, with rows of zeros behind the vocabulary
+        rows = layer.num_embeddings_per_partition
+        return [Part(rows, layer.num_embeddings_padded, rank * rows)]
+    rows_of_parts = list(getattr(layer, "output_partition_sizes", ()))
+    if size == 1 or _divides_columns(layer):
+        return [Part(rows, rows) for rows in rows_of_parts]
+    copies = [1] * len(rows_of_parts)
+    if (replicas := getattr(layer, "num_kv_head_replicas", 1)) > 1:
+        copies[1:] = [replicas] * (len(copies) - 1)
+    return [
+        Part(rows, rows * size // same, rank // same * rows) for rows, same in zip(rows_of_parts, copies, strict=True)
+    ]
+
+
+def column_shard_of(layer: Any, leaf: str) -> int:
+    """Which of the shards side by side this worker has, of a layer whose columns the workers divide."""
+    return int(layer.tp_rank) if leaf == "weight" and _divides_columns(layer) else 0
+
+
+def _divides_columns(layer: Any) -> bool:
+    return getattr(layer, "input_size_per_partition", None) != getattr(layer, "input_size", None)
 
 
 def checkpoint_names(name: str, fused_parts: dict[str, list[str]]) -> list[str]:
@@ -76,7 +105,7 @@ def record_packed_sums() -> None:
     def pack_and_record(layer: Any, remove_weight: bool) -> None:
         weight = layer.weight
         if not weight.is_meta and weight.dim() == 2:
-            PACKED_SUMS[layer] = part_sums(weight, part_sizes(layer))
+            PACKED_SUMS[layer] = part_sums(weight, parts_of(layer))
         pack(layer, remove_weight=remove_weight)
 
     utils.dispatch_cpu_unquantized_gemm = pack_and_record

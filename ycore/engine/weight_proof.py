@@ -8,7 +8,7 @@ at row r is multiplied by B**r, so the sums of a tensor's shards add up to the t
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import lru_cache
-from itertools import accumulate
+from itertools import accumulate, cycle
 from pathlib import Path
 
 import torch
@@ -29,6 +29,10 @@ class TensorSums:
     width: int
     rows: int
     columns: int
+
+    @property
+    def num_words(self) -> int:
+        return self.num_bytes // self.width
 
 
 Piece = tuple[str, int, int, int, int, int]
@@ -56,22 +60,40 @@ def _powers(base: int, count: int, device: torch.device) -> torch.Tensor:
     return torch.full((count,), base, dtype=torch.int64, device=device).cumprod(0)
 
 
-def part_sums(matrix: torch.Tensor, part_sizes: Sequence[int]) -> list[tuple[int, TensorSums]]:
-    """First row and sums of each part of a matrix whose parts have so many rows; of the whole if these do not fit."""
-    sizes = list(part_sizes) if sum(part_sizes) == matrix.size(0) else [matrix.size(0)]
-    return list(zip(accumulate(sizes, initial=0), map(tensor_sums, matrix.split(sizes)), strict=False))
+@dataclass(frozen=True, slots=True)
+class Part:
+    """The rows of a parameter that are of one of the checkpoint's tensors, of which they may be a shard.
+
+    `whole`: rows of that tensor. `first`: where in it these begin.
+    """
+
+    rows: int
+    whole: int
+    first: int = 0
 
 
-def pieces_of(names: Sequence[str], parts: Sequence[tuple[int, TensorSums]]) -> list[Piece]:
+PartSums = tuple[Part, TensorSums]
+
+
+def part_sums(matrix: torch.Tensor, parts: Sequence[Part]) -> list[PartSums]:
+    """The sums of each part of a matrix; of the whole, as a tensor of its own, if the parts are not its rows."""
+    if sum(part.rows for part in parts) != matrix.size(0):
+        parts = [Part(matrix.size(0), matrix.size(0))]
+    return list(zip(parts, map(tensor_sums, matrix.split([part.rows for part in parts])), strict=True))
+
+
+def pieces_of(names: Sequence[str], parts: Sequence[PartSums], *, column_shard: int = 0) -> list[Piece]:
     """The parts of a parameter as the checkpoint's tensors: one each, or all of them in one; none if neither fits.
 
-    The engines have one worker each, so a tensor begins at row 0 and column 0.
+    `column_shard`: how many shards as wide as this one are to its left.
     """
-    if len(names) == 1:
-        return [(names[0], row, 0, sums.width, sums.rows, sums.columns) for row, sums in parts]
-    if len(names) != len(parts):
+    if len(names) not in (1, len(parts)):
         return []
-    return [(name, 0, 0, sums.width, sums.rows, sums.columns) for name, (_, sums) in zip(names, parts, strict=True)]
+    before = accumulate((part.whole for part, _ in parts), initial=0) if len(names) == 1 else [0] * len(parts)
+    return [
+        (name, row + part.first, column_shard * sums.num_words // part.rows, sums.width, sums.rows, sums.columns)
+        for name, row, (part, sums) in zip(cycle(names), before, parts, strict=False)
+    ]
 
 
 def write_manifest(folder: Path, version: int, sums: Mapping[str, TensorSums]) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated, Any, ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from ycore.config.schema import Positive, Strict
+from ycore.config.schema import Positive, Strict, Width
 from ycore.errors import nearest
 
 Mode = Literal["pointwise", "pairwise", "groupwise"]
@@ -134,6 +134,7 @@ class Judge(Strict):
     strip_thinking: bool = True  # read only what follows `</think>`
     fence: bool = True  # put unpredictable marks around what the policy wrote
     max_model_len: Positive | None = None  # question plus answer, in tokens; None: the model's own, 4096 at most
+    tensor_parallel: Width = "auto"  # devices that one of its engines spans; `auto`: the fewest that fit, on a CPU 1
 
     @model_validator(mode="after")
     def _check_together(self) -> Self:

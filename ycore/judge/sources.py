@@ -12,7 +12,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from ycore.config.problems import declared_error
 from ycore.config.recipe_files import SUFFIXES, parse_yaml, read_yaml_file
-from ycore.config.schema import Positive, RewardConfig, RunConfig, Strict
+from ycore.config.schema import Positive, RewardConfig, RunConfig, Strict, Width
 from ycore.errors import RewardError, nearest
 from ycore.judge.declaration import Judge
 from ycore.rewards.builtin import is_code
@@ -29,6 +29,7 @@ class RewardModel(Strict):
     multiplier: Annotated[float, Field(gt=0)] = 1.0
     clip: tuple[float, float] | None = None  # the least and the most reward, after both
     max_model_len: Positive | None = None  # prompt plus completion, in tokens; None: the model's own, 4096 at most
+    tensor_parallel: Width = "auto"  # devices that one of its engines spans; `auto`: the fewest that fit, on a CPU 1
 
     @model_validator(mode="after")
     def _check_clip(self) -> Self:

@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import KW_ONLY, dataclass, field
-from itertools import zip_longest
 from typing import NamedTuple
 
 import psutil
@@ -218,8 +217,11 @@ def start_engines(
 
 
 def turns(planned: Sequence[EngineSpec]) -> list[list[EngineSpec]]:
-    """The first engine of every device together, then the second of each, and so on."""
-    by_device: dict[str | None, list[EngineSpec]] = {}
+    """The first engine of every device together, then the second of each, and so on; one may span several devices."""
+    turn_of: dict[str, int] = {}  # by device, the next that is free
+    found: dict[int, list[EngineSpec]] = {}
     for engine in planned:
-        by_device.setdefault(engine.device, []).append(engine)
-    return [[engine for engine in turn if engine is not None] for turn in zip_longest(*by_device.values())]
+        turn = max(turn_of.get(device, 0) for device in engine.devices)
+        turn_of |= dict.fromkeys(engine.devices, turn + 1)
+        found.setdefault(turn, []).append(engine)
+    return [found[turn] for turn in sorted(found)]

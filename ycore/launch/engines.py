@@ -1,7 +1,7 @@
 """Plan a run's engines: which kind, how many, and on which cores or devices.
 
-Rollouts, judges and reward models are served alike. Every slot (a device, or a share of the cores) has a rollout
-engine, and beside it one engine of each model that scores.
+Rollouts, judges and reward models are served alike. Every slot (some devices, or a share of the cores) has a rollout
+engine, and beside it one engine of each model that scores; several, where one does not span the whole slot.
 """
 
 import math
@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from ycore.config.schema import RunConfig
-from ycore.engine.commands import EngineSpec, kv_cache_gib
+from ycore.engine.commands import EngineSpec, kv_cache_gib, split_evenly
 from ycore.errors import ConfigError
 from ycore.launch.layout import Site
 from ycore.launch.scoring_models import scoring_models
+from ycore.launch.widths import Widths, facts_here, run_widths
 from ycore.models.folder import context_length
 from ycore.placement.placement import ROLLOUT
 from ycore.run.files import read_json
@@ -34,17 +35,22 @@ _INSTALL_VLLM = "pip install 'ycore[cpu]' (or 'ycore[gpu]')"
 
 
 class Slot(NamedTuple):
-    """A device, or a share of the cores."""
+    """A block of neighbouring devices, or a share of the cores."""
 
     cores: tuple[int, ...] | None
-    device: str | None
+    devices: tuple[str, ...] = ()
+
+    def parts(self, count: int) -> list["Slot"]:
+        if self.cores is None:
+            return [Slot(None, devices) for devices in split_evenly(self.devices, count)]
+        return [Slot(cores) for cores in split_evenly(self.cores, count)]
 
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
     """One model in one role. `sources` are the positions of the reward sources that it scores for."""
 
-    engines: tuple[EngineSpec, ...]  # slot by slot; never empty
+    engines: tuple[EngineSpec, ...]  # slot by slot, as many on each; never empty
     sources: tuple[int, ...] = ()
 
     @property
@@ -77,6 +83,11 @@ class EnginePlan:
         return self.served[0].engines if self.served else ()
 
     @property
+    def num_slots(self) -> int:
+        widest = max((model.engines[0].tensor_parallel for model in self.served), default=1)
+        return sum(engine.tensor_parallel for engine in self.engines) // widest
+
+    @property
     def sleeps(self) -> bool:
         """Whether the engines share their devices by sleeping."""
         return any(engine.sleeps for engine in self.engines)
@@ -97,6 +108,7 @@ class EnginePlan:
         return {
             "kind": self.kind,
             "engines": [engine.name for engine in self.engines],
+            "num_slots": self.num_slots,
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.engines[0].max_num_seqs if self.engines else None,
             "scorers": [model.as_json() for model in self.served[1:]],
@@ -134,8 +146,12 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch, sleeps: bool = 
     kind, how = choose_kind(config.engine.kind, vllm_installed=is_vllm_installed())
     if kind == "transformers":
         return EnginePlan(kind, length, how)
-    slots = slots_of(config, site)
-    num_engines = len(slots) * site.layout.num_machines  # all completions of a round run at once
+    widths = run_widths(
+        config, site.machine, scoring_models(config), lambda name: facts_here(str(fetch(name)), name=name)
+    )
+    slots = slots_of(config, site, widths.slot)
+    parts = [part for slot in slots for part in slot.parts(widths.slot // widths.policy)]
+    num_engines = len(parts) * site.layout.num_machines  # all completions of a round run at once
     round_size = config.prompts_per_step * (config.num_samples if config.algorithm == "eval" else config.group_size)
     spec = EngineSpec(
         name="",
@@ -147,42 +163,51 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch, sleeps: bool = 
         max_model_len=length,
         max_num_seqs=max(1, min(_MAX_ROLLOUT_SEQS, math.ceil(round_size / num_engines))),
         seed=config.seed,
-        device=slots[0].device,
+        devices=parts[0].devices,
+        tensor_parallel=widths.policy,
         gpu_memory_utilization=config.engine.gpu_memory_utilization,
-        sleeps=sleeps and slots[0].device is not None,
+        sleeps=sleeps and slots[0].cores is None,
         trust_remote_code=config.trust_remote_code,
         has_neighbours=bool(scoring_models(config)),
         variables=tuple(config.engine.environment),
     )
     spec = replace(spec, memory_gib=config.engine.memory_gib or _memory_gib(spec, model_config, config.max_tokens))
-    rollouts = _on_slots(spec, ROLLOUT, slots, site.folder)
-    scorers = plan_scorers(config, site.folder, rollouts, fetch=fetch)
-    return EnginePlan(kind, length, f"{how}: {_describe(slots)}", (ServedModel(rollouts), *scorers))
+    rollouts = _on(parts, spec, ROLLOUT, site.folder)
+    scorers = plan_scorers(config, site.folder, rollouts, slots=slots, widths=widths, fetch=fetch)
+    return EnginePlan(kind, length, f"{how}: {_describe(parts, widths.policy)}", (ServedModel(rollouts), *scorers))
 
 
 def plan_scorers(
-    config: RunConfig, folder: RunFolder, rollouts: Sequence[EngineSpec], *, fetch: Fetch
+    config: RunConfig,
+    folder: RunFolder,
+    rollouts: Sequence[EngineSpec],
+    *,
+    slots: Sequence[Slot],
+    widths: Widths,
+    fetch: Fetch,
 ) -> list[ServedModel]:
-    """An engine of every scoring model beside every rollout engine (slot by slot), on the same cores or device."""
+    """Engines of every scoring model on every slot, beside its rollout engines."""
     planned: list[ServedModel] = []
     models = scoring_models(config) if rollouts else []
-    slots = [Slot(rollout.cores, rollout.device) for rollout in rollouts]
     for model in models:
         path = fetch(model.name)
         model_config = read_json(path / "config.json")
         # Beside the trainer all models share the device's memory; where engines sleep, those of one role do.
         together = [other for other in models if other.role == model.role or not rollouts[0].sleeps]
+        parts = [part for slot in slots for part in slot.parts(widths.slot // widths.of(model.role, model.name))]
+        at_once = math.ceil(rollouts[0].max_num_seqs * len(rollouts) / len(parts))
         spec = replace(
             rollouts[0],
             model=path,
             max_model_len=model_length(model.max_model_len, model_config, option=f"max_model_len of {model.name}"),
-            max_num_seqs=min(rollouts[0].max_num_seqs, _MAX_SCORER_SEQS),
+            max_num_seqs=min(at_once, _MAX_SCORER_SEQS),
+            tensor_parallel=widths.of(model.role, model.name),
             gpu_memory_utilization=config.engine.gpu_memory_utilization / len(together),
             has_neighbours=True,
         )
         spec = replace(spec, memory_gib=_memory_gib(spec, model_config, config.max_tokens + model.max_new_tokens))
         first = sum(len(earlier.engines) for earlier in planned if earlier.role == model.role)
-        planned.append(ServedModel(_on_slots(spec, model.role, slots, folder, first=first), model.sources))
+        planned.append(ServedModel(_on(parts, spec, model.role, folder, first=first), model.sources))
     return planned
 
 
@@ -196,31 +221,33 @@ def model_length(requested: int | None, model_config: Mapping[str, Any], *, opti
     return requested
 
 
-def _on_slots(
-    spec: EngineSpec, role: str, slots: Sequence[Slot], folder: RunFolder, *, first: int = 0
+def _on(
+    parts: Sequence[Slot], spec: EngineSpec, role: str, folder: RunFolder, *, first: int = 0
 ) -> tuple[EngineSpec, ...]:
-    """One engine of a model on every slot, named after its role: `judge-2`, `judge-3`."""
-    names = [f"{role.replace('_', '-')}-{number}" for number in range(first, first + len(slots))]
+    """One engine of a model on every part of a slot, named after its role: `judge-2`, `judge-3`."""
+    names = [f"{role.replace('_', '-')}-{number}" for number in range(first, first + len(parts))]
     return tuple(
-        replace(spec, role=role, name=name, socket=folder.socket(name), cores=slot.cores, device=slot.device)
-        for name, slot in zip(names, slots, strict=True)
+        replace(spec, role=role, name=name, socket=folder.socket(name), cores=part.cores, devices=part.devices)
+        for name, part in zip(names, parts, strict=True)
     )
 
 
-def slots_of(config: RunConfig, site: Site) -> list[Slot]:
-    """The machine in `engine.count` parts: a device each, or even shares of the cores.
+def slots_of(config: RunConfig, site: Site, width: int = 1) -> list[Slot]:
+    """The machine in `engine.count` parts: `width` devices each, or even shares of the cores.
 
-    By default every device is one; of a CPU there are two, or as many as there are ranks.
+    By default all devices are in one; of a CPU there are two, or as many as there are ranks, where it has the cores.
     """
     count, machine, least = config.engine.count, site.machine, site.layout.local
     parts, kind = machine.parts
-    most = len(parts) if machine.devices else min(len(parts), _MAX_ENGINES_ON_CPU)
-    number = max(least, most) if count == "auto" else count
-    if number > len(parts):
-        raise ConfigError(f"engine.count {number} is more than the {len(parts)} {kind} here; lower it")
+    most = len(parts) // width
+    wanted = most if machine.devices else min(most, max(least, _MAX_ENGINES_ON_CPU))
+    number = wanted if count == "auto" else count
+    if number > most:
+        each = f", of which a slot has {width}" if width > 1 else ""
+        raise ConfigError(f"engine.count {number} is more than the {len(parts)} {kind} here{each}; lower it")
     if machine.devices:
-        return [Slot(None, device) for device in machine.devices[:number]]
-    return [Slot(cores, None) for cores in machine.split_cores(number)]
+        return [Slot(None, machine.devices[first : first + width]) for first in range(0, number * width, width)]
+    return [Slot(cores) for cores in machine.split_cores(number)]
 
 
 def _memory_gib(engine: EngineSpec, model_config: Mapping[str, Any], new_tokens: int) -> int:
@@ -229,12 +256,19 @@ def _memory_gib(engine: EngineSpec, model_config: Mapping[str, Any], new_tokens:
         return 1
     num_bytes = 4 if engine.dtype == "float32" else 2
     tokens = engine.max_num_seqs * min(engine.max_model_len, _PROMPT_TOKENS + new_tokens)
-    return kv_cache_gib(model_config, max(tokens, engine.max_model_len), bytes_per_value=num_bytes)
+    return kv_cache_gib(
+        model_config,
+        max(tokens, engine.max_model_len),
+        bytes_per_value=num_bytes,
+        tensor_parallel=engine.tensor_parallel,
+    )
 
 
-def _describe(slots: Sequence[Slot]) -> str:
-    engines = "1 engine" if len(slots) == 1 else f"{len(slots)} engines"
-    if slots[0].device is not None:
-        return f"{engines} on device{'s' if len(slots) > 1 else ''} {', '.join(str(slot.device) for slot in slots)}"
-    num_cores = len(slots[0].cores or ())
-    return f"{engines} on {num_cores} CPU core{'s' if num_cores > 1 else ''}{' each' if len(slots) > 1 else ''}"
+def _describe(parts: Sequence[Slot], width: int) -> str:
+    engines = "1 engine" if len(parts) == 1 else f"{len(parts)} engines"
+    over = f", tensor parallel over {width}" if width > 1 else ""
+    if parts[0].cores is None:
+        devices = [device for part in parts for device in part.devices]
+        return f"{engines} on device{'s' if len(devices) > 1 else ''} {', '.join(devices)}{over}"
+    num_cores = len(parts[0].cores)
+    return f"{engines} on {num_cores} CPU core{'s' if num_cores > 1 else ''}{' each' if len(parts) > 1 else ''}{over}"

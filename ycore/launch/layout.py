@@ -14,6 +14,7 @@ import psutil
 import yaml
 
 from ycore.config.schema import AnyConfig, BaseConfig, RunConfig
+from ycore.engine.commands import split_evenly
 from ycore.errors import ConfigError, nearest
 from ycore.launch.gpus import visible_gpus
 from ycore.plan.devices import check_bfloat16
@@ -49,8 +50,7 @@ class Machine:
         return any(device.startswith("MIG-") for device in self.devices)
 
     def split_cores(self, count: int) -> list[tuple[int, ...]]:
-        bounds = [len(self.cores) * share // count for share in range(count + 1)]
-        return [self.cores[bounds[k] : bounds[k + 1]] for k in range(count)]
+        return split_evenly(self.cores, count)
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,35 +5,23 @@ still run out of memory.
 """
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Sequence
 from pathlib import Path
 
 from ycore.config.batch import derive_batch
 from ycore.config.schema import RunConfig
-from ycore.errors import ConfigError, ModelError
+from ycore.errors import ConfigError
 from ycore.launch import engines
 from ycore.launch.layout import Machine, Site, check_deepspeed, layout_of
 from ycore.launch.scoring_models import ScoringModel, check_run_placement, scoring_models
-from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT
+from ycore.launch.widths import FactsOf, Widths, facts_here, run_widths, served_models
+from ycore.placement.placement import JUDGE, REWARD_MODEL
 from ycore.plan.devices import GIB, Fleet
 from ycore.plan.memory import ON_GPU, engine_weights, sync_bytes
-from ycore.plan.model_facts import ModelFacts, facts_of, model_config
+from ycore.plan.model_facts import ModelFacts
 from ycore.run.paths import RunFolder
 
-FactsOf = Callable[[str], ModelFacts | None]
-"""The sizes of a model by its name; None where they are not known before it is fetched."""
-
-_UNUSUAL = {"quantization_config", "kv_lora_rank"}  # fewer bytes a value; other sizes of the attention
 _MOST_UTILIZATION = 0.95  # the share of a device that the plan gives to everything
-
-
-def facts_here(name: str) -> ModelFacts | None:
-    """Of a model whose config.json is on this machine, or is well known, and whose weights have the usual form."""
-    with suppress(ModelError, ValueError, TypeError, OverflowError):  # an unusual config.json is the engine's to read
-        config = model_config(name, ask=False)
-        return None if config.keys() & _UNUSUAL else facts_of(config, name=name)
-    return None
 
 
 def check_run(config: RunConfig, site: Site, *, known: FactsOf = facts_here, vllm: bool | None = None) -> None:
@@ -55,12 +43,14 @@ def check_run(config: RunConfig, site: Site, *, known: FactsOf = facts_here, vll
                 "install vLLM (pip install 'ycore[cpu]' or 'ycore[gpu]'), or take --accelerate zero2"
             )
         return check_run_placement(config)
-    num_slots, scorers = len(engines.slots_of(config, site)), scoring_models(config)
+    scorers = scoring_models(config)
+    widths = run_widths(config, site.machine, scorers, known)
+    num_slots = len(engines.slots_of(config, site, widths.slot))
     check_run_placement(config, num_slots=num_slots, models=scorers)
     if site.machine.devices:
-        _check_devices(config, site.machine, scorers, known)
+        _check_devices(config, site.machine, scorers, widths, known)
     else:
-        _check_host(config, site.machine, num_slots, scorers, known)
+        _check_host(config, site.machine, num_slots, scorers, widths, known)
     if config.algorithm != "eval" and config.sync_weights:
         _check_shared_memory(config, site.machine, known)
     return None
@@ -85,16 +75,6 @@ def described(fleet: Fleet) -> Machine:
     return Machine(tuple(range(count)), devices, device_bytes=device.memory_bytes, without_bfloat16=old)
 
 
-def _models(config: RunConfig, scorers: Sequence[ScoringModel]) -> list[tuple[str, str, int]]:
-    """Role and name of every model that has an engine on each slot, and how many share an engine's part of a device.
-
-    Those of a role share it, or all scorers where no engine sleeps.
-    """
-    sleeps = config.engine.sleep and config.algorithm != "eval"
-    sharing = [sum(other.role == one.role or not sleeps for other in scorers) for one in scorers]
-    return [(ROLLOUT, config.model, 1), *((one.role, one.name, n) for one, n in zip(scorers, sharing, strict=True))]
-
-
 def _weights(role: str, facts: ModelFacts, config: RunConfig) -> float:
     """Bytes of an engine's weights on a device; a reward model has a score in place of the output head."""
     head = facts.head_params if role == REWARD_MODEL and not facts.tied else 0
@@ -106,27 +86,31 @@ def _value_bytes(config: RunConfig) -> int:
     return 4 if config.dtype == "float32" else 2
 
 
-def _check_devices(config: RunConfig, machine: Machine, scorers: Sequence[ScoringModel], known: FactsOf) -> None:
+def _check_devices(
+    config: RunConfig, machine: Machine, scorers: Sequence[ScoringModel], widths: Widths, known: FactsOf
+) -> None:
     """vLLM takes no more of a device than it is told, so the weights must fit into that share."""
     share, whole = config.engine.gpu_memory_utilization, machine.device_bytes
     if whole is None:
         return
-    for role, name, sharing in _models(config, scorers):
+    for role, name, sharing in served_models(config, scorers):
         facts = known(name)
         if facts is None:
             continue
-        weights = _weights(role, facts, config)
+        width = widths.of(role, name)
+        weights = _weights(role, facts, config) / width
         if weights < share / sharing * whole:
             continue
+        each = f" on each of {width} devices" if width > 1 else ""
         needed = math.ceil(100 * sharing * (weights + ON_GPU.engine) / whole) / 100
         way_out = f"say --set engine.gpu_memory_utilization={needed:g}"
         if needed > _MOST_UTILIZATION:
-            most = (_MOST_UTILIZATION * whole / sharing - ON_GPU.engine) / _value_bytes(config) / 1e9
+            most = width * (_MOST_UTILIZATION * whole / sharing - ON_GPU.engine) / _value_bytes(config) / 1e9
             way_out = f"take a model of {most:.2g} billion parameters or fewer" if most > 0.1 else "take larger devices"
             way_out += ", or a judge with a base_url" if role == JUDGE else ""
         raise ConfigError(
-            f"{role} {name}: its weights take {weights / GIB:.1f} GiB, and an engine gets {share / sharing:.2g} of a "
-            f"device's {whole / GIB:.1f} GiB, which is {share / sharing * whole / GIB:.1f}; {way_out}"
+            f"{role} {name}: its weights take {weights / GIB:.1f} GiB{each}, and an engine gets {share / sharing:.2g} "
+            f"of a device's {whole / GIB:.1f} GiB, which is {share / sharing * whole / GIB:.1f}; {way_out}"
         )
     if share > 0.5 and scorers and not config.engine.sleep:
         raise ConfigError(
@@ -136,11 +120,20 @@ def _check_devices(config: RunConfig, machine: Machine, scorers: Sequence[Scorin
 
 
 def _check_host(
-    config: RunConfig, machine: Machine, num_slots: int, scorers: Sequence[ScoringModel], known: FactsOf
+    config: RunConfig,
+    machine: Machine,
+    num_slots: int,
+    scorers: Sequence[ScoringModel],
+    widths: Widths,
+    known: FactsOf,
 ) -> None:
     """On a CPU the engines of all roles and slots stay up."""
-    sizes = [(role, name, known(name)) for role, name, _ in _models(config, scorers)]
-    weights = {f"{role} {name}": _weights(role, facts, config) for role, name, facts in sizes if facts}
+    sizes = [(role, name, known(name)) for role, name, _ in served_models(config, scorers)]
+    weights = {
+        f"{role} {name}": _weights(role, facts, config) * (widths.slot // widths.of(role, name))
+        for role, name, facts in sizes
+        if facts
+    }
     total = sum(weights.values())
     if machine.host_bytes is None or num_slots * total <= machine.host_bytes:
         return

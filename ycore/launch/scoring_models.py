@@ -7,7 +7,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
-from ycore.config.schema import RunConfig
+from ycore.config.schema import RunConfig, Width
 from ycore.errors import ConfigError, ModelError, RewardError
 from ycore.judge.declaration import POLICY_BASE, Judge
 from ycore.judge.sources import (
@@ -31,6 +31,7 @@ class ScoringModel:
     sources: tuple[int, ...]
     max_model_len: int | None  # tokens; None is the model's own context
     max_new_tokens: int
+    tensor_parallel: Width = "auto"
 
 
 def scoring_models(config: RunConfig) -> list[ScoringModel]:
@@ -44,10 +45,12 @@ def scoring_models(config: RunConfig) -> list[ScoringModel]:
             judge = judge_of(spec)
             if judge.base_url is not None:
                 continue
-            model = ScoringModel(JUDGE, _model_name(judge, config), (source,), judge.max_model_len, judge.max_tokens)
+            lengths = judge.max_model_len, judge.max_tokens
+            model = ScoringModel(JUDGE, _model_name(judge, config), (source,), *lengths, judge.tensor_parallel)
         elif is_reward_model(spec):
             declared = reward_model_of(spec)
-            model = ScoringModel(REWARD_MODEL, declared.model, (source,), declared.max_model_len, 0)
+            lengths = declared.max_model_len, 0
+            model = ScoringModel(REWARD_MODEL, declared.model, (source,), *lengths, declared.tensor_parallel)
         else:
             continue
         key = (model.role, model.name)
@@ -98,11 +101,13 @@ def _model_name(judge: Judge, config: RunConfig) -> str:
 
 def _merge(one: ScoringModel, other: ScoringModel) -> ScoringModel:
     lengths = [one.max_model_len, other.max_model_len]
+    widths = [width for width in (one.tensor_parallel, other.tensor_parallel) if width != "auto"]
     return replace(
         one,
         sources=one.sources + other.sources,
         max_model_len=None if None in lengths else max(filter(None, lengths)),
         max_new_tokens=max(one.max_new_tokens, other.max_new_tokens),
+        tensor_parallel=max(widths, default="auto"),
     )
 
 

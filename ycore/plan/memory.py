@@ -202,12 +202,23 @@ def _engine(job: Job, facts: ModelFacts, way: Way, fleet: Fleet, *, slots: int, 
     if on_cpu:
         cache = max(1, -(-(a_sequence * wanted) // _CPU_CACHE_STEP)) * _CPU_CACHE_STEP
         return Engine(weights, cache, 0.0, footing, wanted)
-    # The widest tensors of a prefill step, and 12 bytes for every logit of a decoding step.
-    widest = _PREFILL_TOKENS * (2 * facts.intermediate_size * facts.num_experts_per_token + 4 * facts.hidden_size)
-    workspace = widest * size / wide + 3.0 * 4 * wanted * facts.vocab_size
+    workspace = _workspace(facts, size, sequences=wanted, tensor_parallel=wide)
     left = max(0.0, room - weights - workspace - footing)
     at_once = int(min(wanted, left // a_sequence))
     return Engine(weights, max(at_once, 1) * a_sequence, workspace, footing, at_once)
+
+
+def _workspace(facts: ModelFacts, size: int, *, sequences: int, tensor_parallel: int) -> float:
+    """The widest tensors of a prefill step, and 12 bytes for every logit of a decoding step."""
+    widest = _PREFILL_TOKENS * (2 * facts.intermediate_size * facts.num_experts_per_token + 4 * facts.hidden_size)
+    return widest * size / tensor_parallel + 3.0 * 4 * sequences * facts.vocab_size
+
+
+def least_engine(facts: ModelFacts, *, longest: int, bytes_per_value: int, tensor_parallel: int) -> float:
+    """Bytes on each of its GPUs of an engine that has room for one sequence of `longest` tokens."""
+    cache = facts.kv_values * bytes_per_value / min(tensor_parallel, facts.num_key_value_heads) * longest
+    workspace = _workspace(facts, bytes_per_value, sequences=1, tensor_parallel=tensor_parallel)
+    return engine_weights(facts, bytes_per_value, tensor_parallel=tensor_parallel) + cache + workspace + ON_GPU.engine
 
 
 def engine_weights(facts: ModelFacts, bytes_per_value: int, *, tensor_parallel: int, on_cpu: bool = False) -> float:

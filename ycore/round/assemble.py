@@ -4,7 +4,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import TypeAdapter
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
@@ -34,6 +34,7 @@ from ycore.run.secrets import load_config
 from ycore.run.trace import TraceWriter
 from ycore.types import Prompt
 
+S = TypeVar("S")
 _AT_ONCE = 64  # requests of a role that a slot takes at once, where the engines' own limit is not known
 
 
@@ -41,7 +42,8 @@ _AT_ONCE = 64  # requests of a role that a slot takes at once, where the engines
 class EngineList:
     """The engines that the launcher started, from `engines.json`.
 
-    `home`: the folder of the whole run, on a machine that is not its first. `max_num_seqs`: completions that one engine
+    `engines` and those of `scorers` are slot by slot, as many on each; `num_slots` None is one engine a slot. `home`:
+    the folder of the whole run, on a machine that is not its first. `max_num_seqs`: completions that one engine
     writes at once. `sleeps`: engines share devices with the trainer, and sleep while others use them.
     """
 
@@ -49,6 +51,7 @@ class EngineList:
     engines: Sequence[str]
     model: Path
     max_model_len: int
+    num_slots: int | None = None
     home: Path | None = None
     max_num_seqs: int | None = None
     scorers: Sequence[ScorerEngines] = ()
@@ -76,7 +79,7 @@ class Assembly:
         rules: Rules | None = None,
         slots: Slots | None = None,
     ) -> Controller:
-        """A controller over `engines`, one a slot; what is not given follows from the run's config."""
+        """A controller over `engines`, slot by slot; what is not given follows from the run's config."""
         peers = peers or Peers()
         policy = Policy(engines, self.tokenizer, self.started.max_model_len)
         return Controller(
@@ -161,7 +164,8 @@ class Assembly:
 
     def vllm_engines(self) -> list[Engine]:
         """This rank's clients of all rollout engines of the machine. It sends weights to those of its own slots."""
-        settings, homes = self.config.engine, self._homes(len(self.started.engines))
+        settings, names, homes = self.config.engine, self.started.engines, self._homes
+        own = {name for slot in homes for name in self._on_slot(names, slot)}
         return [
             VllmEngine(
                 name,
@@ -170,10 +174,10 @@ class Assembly:
                 request_timeout_s=settings.request_timeout_s,
                 restart_timeout_s=restart_timeout_s(settings),
                 min_verified=settings.min_verified,
-                sleeps=self.started.sleeps and slot in homes,
-                is_home=slot in homes,
+                sleeps=self.started.sleeps and name in own,
+                is_home=name in own,
             )
-            for slot, name in enumerate(self.started.engines)
+            for name in names
         ]
 
     def line(self) -> Line:
@@ -183,8 +187,9 @@ class Assembly:
         is awake at a time, and a change of role is a sleep and a wake.
         """
         roles, rank = in_order([ROLLOUT, *(scorer.role for scorer in self.started.scorers)]), this_rank()
-        capacity = None if len(roles) == 1 else dict.fromkeys(roles, self.started.max_num_seqs or _AT_ONCE)
-        pool = SlotPool(max(1, len(self.started.engines)), roles, capacity, exclusive=self.started.sleeps)
+        at_once = (self.started.max_num_seqs or _AT_ONCE) * max(1, len(self.started.engines)) // self._num_slots
+        capacity = None if len(roles) == 1 else dict.fromkeys(roles, at_once)
+        pool = SlotPool(self._num_slots, roles, capacity, exclusive=self.started.sleeps)
         placement = parse_placement(self.config.placement)
         if not self._shares_slots or rank.local_world == 1:
             return OwnLine(Allocator(pool, placement), shows_depths=True)
@@ -194,7 +199,7 @@ class Assembly:
         """The slots behind this line."""
         sleepers = self._sleepers(engines) if self.started.sleeps else None
         trace = TraceWriter(self.folder.trace)
-        return Slots(len(engines), line=line, sleepers=sleepers, trace=trace, rank=this_rank().number)
+        return Slots(self._num_slots, line=line, sleepers=sleepers, trace=trace, rank=this_rank().number)
 
     def _sleepers(self, engines: Sequence[Engine]) -> Mapping[str, Mapping[int, Sleeper]]:
         """The engines that sleep on this rank's own slots, by role and slot.
@@ -202,24 +207,33 @@ class Assembly:
         The policy's weights are sent again before use, so its engines drop them. For a model with frozen weights the
         level of sleep is learned, for all slots of the rank at once.
         """
-        homes = self._homes(len(engines))
-        frozen: dict[str, list[list[SleepingEngine]]] = {}
+        policy = [engine.sleeper for engine in engines if isinstance(engine, VllmEngine)]
+        models: dict[str, list[Sequence[SleepingEngine | None]]] = {ROLLOUT: [policy]}
         for scorer in self.started.scorers:
-            levels = SleepLevels()
-            servers = scorer_servers(self.config, self.folder, scorer, Server)
-            engines_of_model = [SleepingEngine(servers[slot], levels=levels) for slot in homes]
-            frozen.setdefault(scorer.role, []).append(engines_of_model)
-        policy = [engine.sleeper for engine in engines if isinstance(engine, VllmEngine) and engine.sleeper is not None]
-        sleepers: dict[str, Mapping[int, Sleeper]] = {ROLLOUT: dict(zip(homes, policy, strict=True))}
-        for role, models in frozen.items():
-            together = [SleepTogether(on_slot) for on_slot in zip(*models, strict=True)]
-            sleepers[role] = dict(zip(homes, together, strict=True))
-        return sleepers
+            levels, servers = SleepLevels(), scorer_servers(self.config, self.folder, scorer, Server)
+            models.setdefault(scorer.role, []).append([SleepingEngine(server, levels=levels) for server in servers])
 
-    def _homes(self, num_slots: int) -> list[int]:
+        def on_slot(engines: Sequence[SleepingEngine | None], slot: int) -> list[SleepingEngine]:
+            return [engine for engine in self._on_slot(engines, slot) if engine is not None]
+
+        return {
+            role: {slot: SleepTogether([on_slot(engines, slot) for engines in of_role]) for slot in self._homes}
+            for role, of_role in models.items()
+        }
+
+    @property
+    def _num_slots(self) -> int:
+        return self.started.num_slots or max(1, len(self.started.engines))
+
+    def _on_slot(self, engines: Sequence[S], slot: int) -> Sequence[S]:
+        each = len(engines) // self._num_slots
+        return engines[slot * each : (slot + 1) * each]
+
+    @property
+    def _homes(self) -> list[int]:
         """The slots whose engines this rank wakes, puts to sleep and sends weights; each slot is of one rank."""
         rank = this_rank()
-        return [slot for slot in range(num_slots) if home_of(slot, rank.local_world) == rank.local]
+        return [slot for slot in range(self._num_slots) if home_of(slot, rank.local_world) == rank.local]
 
 
 def assemble(root: Path) -> Assembly:

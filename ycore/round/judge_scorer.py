@@ -36,7 +36,7 @@ V = TypeVar("V")
 
 @dataclass(eq=False)
 class JudgeScorer(Scorer):
-    """One judge. `engines[slot]` are its engines; a judge at an address has one engine, which is on no slot."""
+    """One judge. `engines` are slot by slot; a judge at an address has one engine, which is on no slot."""
 
     name: str
     questioner: Questioner
@@ -149,7 +149,7 @@ class JudgeScorer(Scorer):
         if self.judge.base_url is not None:
             return await self._timed(self.engines[0], question, seed=seed, again=again)
         async with writing.turn(JUDGE) as slot:
-            reply = await self._timed(self.engines[slot], question, seed=seed, again=again)
+            reply = await self._timed(slot.pick(self.engines), question, seed=seed, again=again)
             slot.num_tokens = reply.num_tokens
             return reply
 

@@ -123,7 +123,7 @@ def _pool_of(config: RunConfig, folder: RunFolder, specs: Sequence[RewardConfig]
 
 
 def scorer_servers(config: RunConfig, folder: RunFolder, model: ScorerEngines, kind: type[S]) -> list[S]:
-    """Clients of one model's servers, one a slot."""
+    """Clients of one model's servers, slot by slot."""
     settings = config.engine
     return [
         kind(
@@ -172,7 +172,7 @@ def reward_model_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Prompt
 
 @dataclass(eq=False)
 class RewardModelScorer(Scorer):
-    """One reward model, asked for a number as each completion ends. `engines[slot]` are its engines."""
+    """One reward model, asked for a number as each completion ends. `engines` are slot by slot."""
 
     name: str
     reward_model: RewardModel
@@ -190,7 +190,7 @@ class RewardModelScorer(Scorer):
             return self._masked("longer than its context")
         async with writing.turn(REWARD_MODEL) as slot:
             started = time.perf_counter()
-            logit = await self.engines[slot].logit(token_ids)
+            logit = await slot.pick(self.engines).logit(token_ids)
             slot.num_tokens = len(token_ids)
         self.meter.calls += 1
         self.meter.seconds += time.perf_counter() - started
@@ -232,7 +232,7 @@ class ReferenceScorer(Scorer):
         if len(context) + len(answer_ids) >= self.policy.max_model_len:
             return None
         async with writing.slots.turn(ROLLOUT) as slot:
-            return await self.policy.engines[slot].logprobs_of(context, answer_ids)
+            return await slot.pick(self.policy.engines).logprobs_of(context, answer_ids)
 
     def _tokenize(self, text: str) -> list[int]:
         return list(self.policy.tokenizer(text, add_special_tokens=False)["input_ids"])

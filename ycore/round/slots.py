@@ -10,7 +10,7 @@ import itertools
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from ycore.errors import RunError
 from ycore.placement.allocator import Allocator
@@ -19,6 +19,8 @@ from ycore.placement.slot_pool import Message
 from ycore.round.line import Line, OwnLine
 from ycore.round.peers import AddUp
 from ycore.run.trace import IN_FLIGHT, ROUND, SWAP, WAITING, Levels, Mark, Span, TraceWriter
+
+E = TypeVar("E")
 
 
 class Sleeper(Protocol):
@@ -34,11 +36,17 @@ class Sleeper(Protocol):
 class Turn(int):
     """The slot's number. Its holder sets `num_tokens`, the answer's tokens, for the measured speed and the trace."""
 
+    num_slots: int = 1
     num_tokens: int = 0
+
+    def pick(self, engines: Sequence[E]) -> E:
+        """Of one model's engines, slot by slot: that of this slot; of several there, the one least busy with us."""
+        each = len(engines) // self.num_slots
+        return min(engines[self * each : (self + 1) * each], key=lambda engine: getattr(engine, "in_flight", 0))
 
 
 class Slots:
-    """A machine's slots, as one of its ranks has them: `async with slots.turn(ROLLOUT) as slot: await engines[slot]...`
+    """A machine's slots, as one of its ranks has them: `async with slots.turn(ROLLOUT) as turn: turn.pick(engines)...`
 
     Without roles to place, a request goes to the slot with the fewest in flight. `gathers`: see `Allocator.gathers`.
     `state`: what the allocator has learned, for a checkpoint; None on ranks but the first of the machine.
@@ -97,6 +105,7 @@ class Slots:
         granted = self._granted[request] = asyncio.get_running_loop().create_future()
         try:
             turn = Turn(await granted)
+            turn.num_slots = self._line.pool.num_slots
             began = time.perf_counter()
             yield turn
         except BaseException:

@@ -98,7 +98,7 @@ class Controller(RankLoop):
         """One completion by the engine of the slot whose turn it is. Its seed does not depend on that slot."""
         seed = completion_seed(self.rules.seed, draw.position, index)
         async with self.slots.turn(ROLLOUT) as slot:
-            completion = await self.engines[slot].complete(draw.token_ids, seed, greedy=greedy)
+            completion = await slot.pick(self.engines).complete(draw.token_ids, seed, greedy=greedy)
             slot.num_tokens = len(completion.token_ids)
         self.meter.note_written()
         return completion

@@ -26,7 +26,7 @@ VISIBLE = {
         "--preflight", "--dry-run", "--resume", "--resume-from", "--accept-changes", "--keep-journal", "--replay",
         "--json",
     ],
-    "resume": ["run", "--resume-from", "--accept-changes", "--steps", "--set", "--dry-run", "--json"],
+    "resume": ["run", "--resume-from", "--accept-changes", "--steps", "--processes", "--set", "--dry-run", "--json"],
     "eval": [
         "--model", "--dataset", "--reward", "--split", "--prompt-column", "--answer-column", "--system-prompt",
         "--trust-remote-code", "--num-samples", "--limit", "--max-tokens", "--engine", "--sandbox", "--seed", "--set",

@@ -1,6 +1,7 @@
 """Two ranks on the two slots of a machine, with real engines and a judge: whose completion each slot wrote or judged.
 
 One slot writes for both ranks, and the other judges for both. What is learned is what one rank on these slots learns.
+The judge is a random model, which cannot write a verdict with its code, so only the other reward counts.
 """
 
 import os
@@ -25,6 +26,7 @@ pytestmark = [
 
 JUDGE = """
 rubric: Is it a word?
+retries: 0
 verdict:
   kind: labels
   labels: {"a": 1, "b": 0}
@@ -70,5 +72,5 @@ def test_each_slot_serves_both_ranks_and_they_learn_what_one_learns(tmp_path: Pa
     expected = read_metrics(run(tmp_path, 1).metrics)
     assert [row["step"] for row in seen] == [1, 2]
     for one, row in zip(expected, seen, strict=True):
-        for key in ("loss", "grad_norm", "reward", "rewards/word/mean", "completions/mean_length"):
+        for key in ("loss", "grad_norm", "reward", "rewards/spread/mean", "completions/mean_length"):
             assert row[key] == pytest.approx(one[key], rel=1e-3, abs=1e-4), (row["step"], key)

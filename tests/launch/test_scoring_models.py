@@ -173,7 +173,10 @@ def test_a_run_that_can_be_scored_is_told_line_by_line(tmp_path: Path, model: Pa
     [
         ({"model": "no-such-folder/x/y"}, "judge a: .*no-such-folder"),
         ({"max_model_len": 100_000}, "max_model_len is 100000, and its model has 512; lower it"),
-        ({"messages": [{"role": "user", "content": "{completion} {lvel} {how_to_answer}"}]}, "'lvel', .*did you mean 'level'"),
+        (
+            {"messages": [{"role": "user", "content": "{completion} {lvel} {how_to_answer}"}]},
+            "'lvel', .*did you mean 'level'",
+        ),
         ({"mode": "pairwise", "against": "reference", "reference_column": "gold"}, "reference_column is 'gold'"),
         ({"base_url": "http://x/v1", "model": "m", "api_key_env": "YCORE_NO_SUCH_KEY"}, "YCORE_NO_SUCH_KEY .* not set"),
     ],

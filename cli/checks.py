@@ -64,7 +64,6 @@ def _check_rollouts(config: RunConfig, model: "ModelPlan", site: "Site") -> dict
     from ycore.launch.scoring_models import check_scorers
     from ycore.models.names import require_chat_template
     from ycore.rewards.builtin import is_code
-    from ycore.rewards.code import check_tests
     from ycore.rewards.worker_client import check_reward
     from ycore.sandbox.level import choose, require
 
@@ -90,6 +89,8 @@ def _check_rollouts(config: RunConfig, model: "ModelPlan", site: "Site") -> dict
                 run_folder=Path(config.output),
             )
         elif is_code(reward):
+            from ycore.rewards.code import check_tests  # with asyncio, which no other dry run needs
+
             require(choose(config.sandbox.level), f"reward {reward.reward!r}")
             check_tests(reward, columns, prompts.prompts)
     check_run(config, site)

@@ -165,10 +165,12 @@ def model_config(name: str, *, ask: bool = True) -> dict[str, Any]:
         return _read(path)
     if path.is_dir():
         return _read(path / "config.json")
+    if known := known_config(name):  # first: to look into the hub's cache, its client must be imported
+        return known
     snapshot = cached_snapshot(BUILTIN[name].hub_id if name in BUILTIN else name) if name.count("/") < 2 else None
     if snapshot is not None and (snapshot / "config.json").is_file():
         return _read(snapshot / "config.json")
-    return known_config(name) or _from_hub(name, ask=ask)
+    return _from_hub(name, ask=ask)
 
 
 def _read(path: Path) -> dict[str, Any]:

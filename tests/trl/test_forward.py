@@ -11,7 +11,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from ycore.errors import RunError
 from ycore.models.tiny import write_tiny_model
-from ycore.trl import forward
+from ycore.trl import forward, packing
 from ycore.trl.forward import (
     add_compact_head,
     score_completions,
@@ -75,9 +75,12 @@ def random_batch(seed: int) -> tuple[list[list[int]], list[list[int]]]:
     return prompts, [[draw.randint(6, 90) for _ in range(draw.choice([1, 2, 5, 13]))] for _ in prompts]
 
 
-@pytest.mark.parametrize("path", ["segments", "varlen"])
+@pytest.mark.parametrize(("path", "whole"), [("segments", 512), ("segments", 0), ("varlen", 0)])
 @pytest.mark.parametrize("seed", range(15))
-def test_scores_equal_those_of_each_sequence_alone(model: PreTrainedModel, seed: int, path: str) -> None:
+def test_scores_equal_those_of_each_sequence_alone(
+    model: PreTrainedModel, seed: int, path: str, whole: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(packing, "WHOLE", whole)
     prompts, completions = random_batch(seed)
     ids, mask, width = padded(prompts, completions)
     with torch.no_grad():

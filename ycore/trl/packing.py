@@ -12,7 +12,7 @@ L x L entries for a row of L tokens, and attention would be computed between all
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -24,6 +24,9 @@ from transformers.masking_utils import sdpa_mask
 IGNORE = -100
 SEGMENTS = "ycore_segments"
 """The name of `segment_attention` among transformers' attention implementations."""
+
+WHOLE = 512
+"""Tokens of a block up to which one call with a mask is faster than a call for each of its sequences."""
 
 _FLASH = ("flash_attention_2", "flash_attention_3", "flash_attention_4")
 
@@ -46,6 +49,8 @@ class Segments:
 
     blocks: list[Block]
     num_served: int = 0
+    masks: dict[int, torch.Tensor] = field(default_factory=dict)
+    """By a short block's start: its mask, (L, L), made once for all layers."""
 
 
 def path_of(model: PreTrainedModel) -> str | None:
@@ -133,6 +138,13 @@ def attention_inputs(path: str, blocks: Sequence[Block], device: torch.device) -
     return {"cu_seq_lens_q": bounds, "cu_seq_lens_k": bounds, "max_length_q": longest, "max_length_k": longest}
 
 
+def block_mask(block: Block) -> torch.Tensor:
+    """(1, 1, L, L), True where a token of the block may see another: its own sequence and the prompt before it."""
+    owners = torch.repeat_interleave(torch.arange(1 + len(block.lengths)), torch.tensor([block.shared, *block.lengths]))
+    may_see = (owners.unsqueeze(1) == owners) | (owners == 0)
+    return may_see.tril()[None, None]
+
+
 def segment_attention(
     module: torch.nn.Module,
     query: torch.Tensor,
@@ -145,7 +157,8 @@ def segment_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of one packed row: `query` (1, H, L, D), `key` and `value` (1, H_kv, L, D) to (1, L, H, D).
 
-    A block's prompt and its first completion are one causal sequence. Every other completion attends to the prompt's
+    A short block is one call with a mask. In others, the prompt and the first completion are one causal
+    sequence. Every other completion attends to the prompt's
     keys and its own, aligned at the last token.
     """
     attend: Callable[..., tuple[torch.Tensor, None]] = functools.partial(sdpa_attention_forward, module, **kwargs)
@@ -155,6 +168,14 @@ def segment_attention(
     query, key = query.to(value.dtype), key.to(value.dtype)  # as autocast would, which does not see the bias's call
     outputs, start = [], 0
     for block in segments.blocks:
+        size = block.shared + sum(block.lengths)
+        if len(block.lengths) > 1 and size <= WHOLE:
+            if start not in segments.masks:
+                segments.masks[start] = block_mask(block).to(query.device)
+            held = slice(start, start + size)
+            outputs.append(attend(query[:, :, held], key[:, :, held], value[:, :, held], segments.masks[start])[0])
+            start += size
+            continue
         for number, length in enumerate(block.lengths):
             if number == 0:
                 held, bias, end = slice(start, start + block.shared + length), None, start + block.shared + length

@@ -4,6 +4,7 @@ A `Patch` replaces a small piece of text in a file. Its text must be found exact
 cannot be caught, and a scorecard that counted it would be worthless.
 """
 
+import compileall
 import importlib.util
 import shutil
 from collections.abc import Sequence
@@ -57,6 +58,7 @@ def copy_package(folder: Path, patches: Sequence[Patch] = ()) -> Path:
     (folder / "sitecustomize.py").write_text(_FLUSHES, encoding="utf-8")
     for patch in patches:
         patch.apply(folder)
+    compileall.compile_dir(folder, quiet=1)  # once, and not in every process, where PYTHONDONTWRITEBYTECODE is set
     return folder
 
 

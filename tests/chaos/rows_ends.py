@@ -2,7 +2,7 @@
 
 The reward starts daemons that hide in every way: a session of their own, an empty environment, a double fork whose
 parent ends at once. Nothing of the run may be left, and nothing foreign may be touched. The run is short where it is to
-end well, and far too long where it is to be ended, so that every deed lands. In four of five trials a trainer that
+end well, and far too long where it is to be ended, so that every deed lands. In nine of ten trials a trainer that
 learns nothing stands in for the real one; launcher, guardian and reward workers are always real.
 """
 
@@ -159,8 +159,8 @@ class Case:
 
     @property
     def is_light(self) -> bool:
-        """Whether the trainer is the light one. Every fifth is real; with 13 kinds, each kind gets its share."""
-        return self.number % 5 > 0
+        """Whether the trainer is the light one. Every tenth is real; with 13 kinds, each kind gets its share."""
+        return self.number % 10 > 0
 
 
 REWARDS = ("with_daemon", "with_orphan", "ending_after_orphan")

@@ -2,7 +2,9 @@
 
 import mmap
 import os
+import secrets
 import select
+import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -10,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from ycore.launch.guardian import RunWatch
+from ycore.launch.ownership import groups_of, make_group, own, remove_group
 from ycore.launch.segments import LIBRARY_NAME, SHARED_MEMORY, Candidate, Creations, born_at, held_segments, is_left
 
 BEGAN = 1000.0
@@ -73,11 +77,16 @@ def test_birth_is_not_change_and_what_a_process_holds_is_known_by_device_and_ino
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="no inotify")
-def test_new_files_are_told_at_once_where_a_library_may_have_named_them() -> None:
+@pytest.mark.parametrize("has_fanotify", [True, False])
+def test_new_files_are_told_at_once_where_a_library_may_have_named_them(
+    has_fanotify: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not has_fanotify:
+        monkeypatch.setattr("ycore.launch.segments._FAN_CLOEXEC", -1)  # refused, as in a container
     creations, number = Creations(), os.getpid()
     made = SHARED_MEMORY / f"nccl-{number % 1000000:06d}"
     linked, gone, other = (SHARED_MEMORY / f"{name}{number}" for name in ("sem.mp-", "sem.loky-", "ycore-test-"))
-    assert not select.select(creations.descriptors, [], [], 0)[0] and creations.read() == set()
+    assert not select.select(creations.descriptors, [], [], 0)[0] and creations.read() == {}
     try:
         gone.touch()
         gone.unlink()
@@ -86,7 +95,9 @@ def test_new_files_are_told_at_once_where_a_library_may_have_named_them() -> Non
         linked.hardlink_to(other)  # as sem_open does
         assert select.select(creations.descriptors, [], [], 0)[0] == creations.descriptors
         expected = {(path.stat().st_dev, path.stat().st_ino) for path in (made, linked)}
-        assert expected <= creations.read() and not creations.read() & expected
+        told = creations.read()
+        assert expected <= told.keys() and not creations.read().keys() & expected
+        assert {told[segment] for segment in expected} <= {0, number}
     finally:
         for path in (made, linked, other):
             path.unlink(missing_ok=True)
@@ -95,4 +106,56 @@ def test_new_files_are_told_at_once_where_a_library_may_have_named_them() -> Non
 def test_a_system_without_inotify_tells_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ctypes.CDLL", lambda *arguments, **options: object())
     creations = Creations()
-    assert creations.descriptors == [] and creations.read() == set()
+    assert creations.descriptors == [] and creations.read() == {}
+
+
+ON_WORD = """
+import mmap, os, signal, sys
+sys.stdin.readline()
+file = os.open(sys.argv[1], os.O_CREAT | os.O_EXCL | os.O_RDWR, 0o600)
+os.ftruncate(file, 4096)
+held = mmap.mmap(file, 4096)
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+@pytest.mark.skipif(born_at(Path("/dev/shm")) is None, reason="no /dev/shm, or it has no times of birth")
+def test_whose_a_file_is_is_known_of_a_maker_that_is_gone_at_once() -> None:
+    """The kernel names the maker, to root; nobody looks while the makers are there with what they made."""
+    run_id, began = secrets.token_hex(6), time.time()
+    make_group(run_id)
+    watch, runs, other = RunWatch(run_id, creations=Creations()), *new_segments(2)
+    time.sleep(0.1)  # the file system's clock has coarse ticks
+    makers = []
+    try:
+        for path in (runs, other):
+            makers.append(subprocess.Popen([sys.executable, "-c", ON_WORD, str(path)], stdin=subprocess.PIPE))
+        own(makers[0].pid, run_id)
+        watch.look_at_new_segments()
+        for maker in makers:
+            maker.communicate(b"\n", timeout=60.0)
+        if not names_makers() or not groups_of(run_id):
+            pytest.skip("no fanotify that names makers, or no cgroup")
+        assert runs.exists() and other.exists()
+        watch.look_at_new_segments()
+        watch.remove_segments(began=began)
+        assert not runs.exists() and other.exists()
+    finally:
+        for maker in makers:
+            maker.kill()
+            maker.wait()
+        for path in (runs, other):
+            path.unlink(missing_ok=True)
+        remove_group(run_id)
+
+
+def names_makers() -> bool:
+    creations, (path,) = Creations(), new_segments(1)
+    path.touch()
+    makers = creations.read().values()
+    path.unlink()
+    return os.getpid() in makers
+
+
+def new_segments(count: int) -> list[Path]:
+    return [SHARED_MEMORY / f"psm_{secrets.token_hex(4)}" for _ in range(count)]

@@ -22,7 +22,7 @@ from pathlib import Path
 import psutil
 
 from ycore.errors import RunError
-from ycore.launch.ownership import is_owned, kill_group, make_group, remove_group
+from ycore.launch.ownership import is_owned, kill_group, make_group, members_of, remove_group
 from ycore.launch.segments import Creations, Segment, held_segments, remove_segments, segments_changed_ns
 from ycore.run.claim import Claim
 from ycore.run.files import make_private
@@ -37,6 +37,7 @@ _CLEARS_WITHIN_S = 30.0
 _STARTS_WITHIN_S = 60.0
 _LOOK_EVERY_S = 5.0  # a look takes 20 ms, and an idle run should cost nothing
 _SEGMENTS_EVERY_S, _BETWEEN_LOOKS_S = 0.1, 0.5
+_COUNT_EVERY_S = 0.02  # 0.2 ms each
 _MARKED_WITHIN_S = 2.0  # of its start, as a fork of the launcher has no mark yet
 _READY = b"ready\n"
 
@@ -50,6 +51,8 @@ class RunWatch:
         self._known: dict[tuple[int, float], psutil.Process] = {}  # by process id and start time: ids are used again
         self._segments: set[Segment] = set()
         self._creations = creations
+        self._members: tuple[set[int], ...] = ()  # process ids in the run's cgroup, now and a moment ago
+        self._counted = 0.0
         self._others: set[int] = set()  # process ids that were not the run's at the last look
         self._users = {os.geteuid()}
 
@@ -74,11 +77,19 @@ class RunWatch:
         return list(self._known.values())
 
     def look_at_new_segments(self) -> None:
-        """Find out at once which new shared memory the run's processes hold, before the maker may be gone.
+        """Find out at once which new shared memory is the run's, before the maker may be gone.
 
-        Only at the run's processes, the youngest first, and at those that no look has met.
+        It is the run's where the kernel names the maker, and that one was in the run's cgroup just before. Else where a
+        process of the run holds it: the youngest are asked first, then those that no look has met.
         """
-        made = set[Segment]() if self._creations is None else self._creations.read()
+        if self._creations is None:
+            return
+        if time.monotonic() - self._counted > _COUNT_EVERY_S:  # before reading: then a maker is in one of the two
+            self._members = (members_of(self._run_id), *self._members[:1])
+            self._counted = time.monotonic()
+        makers = self._creations.read()
+        self._segments |= {segment for segment, maker in makers.items() if any(maker in of for of in self._members)}
+        made = makers.keys() - self._segments
         if not made:
             return
         known = {pid for pid, _ in self._known}

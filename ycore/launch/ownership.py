@@ -70,6 +70,15 @@ def groups_of(run_id: str) -> list[Path]:
     return [path for place in _places() if (path := place / f"ycore-{run_id}").is_dir()]
 
 
+def members_of(run_id: str) -> set[int]:
+    """Process ids in the run's cgroup and in those below it; none where there is no such group."""
+    found = set[int]()
+    for place in (place for group in groups_of(run_id) for place, _, _ in os.walk(group)):
+        with suppress(OSError):
+            found.update(map(int, Path(place, "cgroup.procs").read_text().split()))
+    return found
+
+
 def kill_group(run_id: str) -> None:
     """SIGKILL to all of the run's cgroup at once, which no forking outruns; only v2 has this."""
     for group in groups_of(run_id):

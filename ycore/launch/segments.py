@@ -9,7 +9,7 @@ import ctypes
 import os
 import re
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -31,8 +31,11 @@ LIBRARY_NAME = re.compile(
 Segment = tuple[int, int]
 """Device and inode: the name in a process's map may differ from the file's, as a semaphore's does."""
 
-_IN_CREATE = 0x100
-_EVENT = struct.Struct("=iIII")  # inotify_event: watch, mask, cookie, length of the name that follows
+_CREATE = 0x100  # IN_CREATE and FAN_CREATE
+_INOTIFY_EVENT = struct.Struct("=iIII")  # watch, mask, cookie, length of the name that follows
+_FANOTIFY_EVENT = struct.Struct("=IBBHQii")  # length, version, reserved, own length, mask, file, process id
+_FAN_CLOEXEC, _FAN_NONBLOCK, _FAN_REPORT_DFID_NAME, _FAN_MARK_ADD = 0x1, 0x2, 0xC00, 0x1
+_HANDLE = 12  # where a file's handle begins in the event's second part, behind a header and the file system's id
 _STATX_BTIME, _AT_FDCWD, _AT_SYMLINK_NOFOLLOW = 0x800, -100, 0x100
 _BTIME_OFFSET = 80  # in struct statx, which has 256 bytes
 
@@ -83,36 +86,60 @@ def segments_changed_ns() -> int:
 
 
 class Creations:
-    """Files with a library's name, as they are made in /dev/shm: whose one is can be seen only while its maker lives.
+    """Files with a library's name, as they are made in /dev/shm.
 
-    `descriptors` has one that is readable when there are new ones, or none where the kernel offers no inotify(7).
+    fanotify(7) tells root each one's maker, who may be gone by then. Where it is not there or not allowed, inotify(7)
+    tells the names. `descriptors` has one that is readable when there are new ones; none where there is neither.
     """
 
     def __init__(self) -> None:
         self.descriptors: list[int] = []
+        self._events = _fanotify_events
         with suppress(AttributeError):  # not Linux
-            libc = ctypes.CDLL(None, use_errno=True)
-            descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
-            if libc.inotify_add_watch(descriptor, os.fsencode(SHARED_MEMORY), _IN_CREATE) >= 0:
-                self.descriptors = [descriptor]
-            elif descriptor >= 0:
-                os.close(descriptor)
+            libc, place = ctypes.CDLL(None, use_errno=True), os.fsencode(SHARED_MEMORY)
+            flags = _FAN_CLOEXEC | _FAN_NONBLOCK | _FAN_REPORT_DFID_NAME
+            descriptor, mask = libc.fanotify_init(flags, os.O_RDONLY), ctypes.c_uint64(_CREATE)
+            if not self._keep(descriptor, libc.fanotify_mark(descriptor, _FAN_MARK_ADD, mask, _AT_FDCWD, place)):
+                self._events = _inotify_events
+                descriptor = libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC)
+                self._keep(descriptor, libc.inotify_add_watch(descriptor, place, _CREATE))
 
-    def read(self) -> set[Segment]:
-        """Those made since the last call that are still there."""
-        found, events = set(), b""
+    def _keep(self, descriptor: int, status: int) -> bool:
+        if status >= 0:
+            self.descriptors = [descriptor]
+        elif descriptor >= 0:
+            os.close(descriptor)
+        return status >= 0
+
+    def read(self) -> dict[Segment, int]:
+        """Those made since the last call that are still there, and the process id of each one's maker, 0 if unknown."""
+        found, events = dict[Segment, int](), b""
         for descriptor in self.descriptors:
             with suppress(BlockingIOError):
                 events = os.read(descriptor, 1 << 16)
-        while events:
-            length = _EVENT.unpack_from(events)[3]
-            name = os.fsdecode(events[_EVENT.size : _EVENT.size + length].rstrip(b"\0"))
-            events = events[_EVENT.size + length :]
+        for raw, maker in self._events(events):
+            name = os.fsdecode(raw.partition(b"\0")[0])
             if LIBRARY_NAME.fullmatch(name):
                 with suppress(OSError):  # gone again
                     status = (SHARED_MEMORY / name).lstat()
-                    found.add((status.st_dev, status.st_ino))
+                    found[(status.st_dev, status.st_ino)] = maker
         return found
+
+
+def _inotify_events(events: bytes) -> Iterator[tuple[bytes, int]]:
+    while events:
+        end = _INOTIFY_EVENT.size + _INOTIFY_EVENT.unpack_from(events)[3]
+        yield events[_INOTIFY_EVENT.size : end], 0
+        events = events[end:]
+
+
+def _fanotify_events(events: bytes) -> Iterator[tuple[bytes, int]]:
+    while events:
+        end, _, _, start, _, _, maker = _FANOTIFY_EVENT.unpack_from(events)
+        if end > start:  # else the queue was full
+            (length,) = struct.unpack_from("=I", events, start + _HANDLE)
+            yield events[start + _HANDLE + 8 + length : end], maker
+        events = events[end:]
 
 
 def held_segments(pid: int) -> set[Segment]:

@@ -7,15 +7,17 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig
 
 from ycore.engine import weights
 from ycore.engine.weight_proof import read_manifest, tensor_sums
 from ycore.engine.weights import engine_weights, write_weights
 from ycore.errors import SyncError
 from ycore.models.tiny import write_tiny_model
+
+SMALL = {"hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 9}
 
 
 @pytest.fixture(scope="module")
@@ -78,20 +80,49 @@ def test_a_model_loaded_from_what_was_written_is_the_policy(checkpoint: Path, lo
         torch.testing.assert_close(loaded(ids).logits, model(ids).logits, rtol=0, atol=1e-5)
 
 
-def test_a_large_policy_is_written_in_several_files(
+def test_the_files_hold_every_weight_in_place_of_those_of_the_last_sync(
+    checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(weights, "QUEUED_BYTES", 10_000)  # less than the largest weight
+    write_weights(policy(checkpoint, lora=False), tmp_path, dtype=torch.float32)
+    model = policy(checkpoint, lora=True)
+    num_bytes = write_weights(model, tmp_path, dtype=torch.bfloat16)
+    files = sorted(tmp_path.iterdir())
+    assert len(files) == weights.NUM_FILES
+    assert max(path.stat().st_size for path in files) < num_bytes / 2, "the threads have about as much each"
+    stored, whole = stored_in(tmp_path), dict(engine_weights(model, dtype=torch.bfloat16))
+    assert stored.keys() == whole.keys()
+    assert all(torch.equal(stored[name], tensor) for name, tensor in whole.items())
+
+
+def test_a_write_that_is_cut_off_leaves_nothing_to_load(
     checkpoint: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = policy(checkpoint, lora=True)
-    whole = dict(engine_weights(model, dtype=torch.float32))
-    monkeypatch.setattr(weights, "FILE_BYTES", 100_000)
-    for _ in range(2):  # the second time over the first
-        write_weights(model, tmp_path, dtype=torch.float32)
-    files = sorted(tmp_path.iterdir())
-    assert len(files) > 2 and all(path.suffix == ".safetensors" for path in files)
-    assert all(path.stat().st_size < 110_000 for path in files)
-    stored = stored_in(tmp_path)
-    assert stored.keys() == whole.keys()
-    assert all(torch.equal(stored[name], tensor) for name, tensor in whole.items())
+    write_weights(model, tmp_path, dtype=torch.float32, version=1)
+
+    def fail(tensor: torch.Tensor) -> Any:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(weights, "tensor_sums", fail)
+    with pytest.raises(OSError, match="No space left"):
+        write_weights(model, tmp_path, dtype=torch.float32, version=2)
+    for path in tmp_path.iterdir():
+        with pytest.raises(SafetensorError):
+            load_file(path)
+    with pytest.raises(SyncError, match="no weights to send"):
+        read_manifest(tmp_path, version=1)
+
+
+def test_an_adapter_of_the_embedding_is_merged(tmp_path: Path) -> None:
+    config = LlamaConfig(**SMALL, num_hidden_layers=1, tie_word_embeddings=False)
+    lora = LoraConfig(r=4, target_modules=["embed_tokens", "q_proj"], task_type="CAUSAL_LM", init_lora_weights=False)
+    model: Any = get_peft_model(AutoModelForCausalLM.from_config(config), lora)
+    given = dict(engine_weights(model, dtype=torch.float32))
+    merged = model.merge_and_unload().state_dict()
+    assert given.keys() == merged.keys()
+    for name, weight in given.items():
+        torch.testing.assert_close(weight, merged[name], rtol=0, atol=1e-6)
 
 
 def test_a_rank_that_does_not_write_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:

@@ -2,11 +2,18 @@
 
 Names are the checkpoint's, adapters are merged, and all has one dtype. Adapters are merged into a copy of the base
 weights: merging in place and subtracting again loses a little of a bfloat16 base at every step. Sharded weights
-(ZeRO-3, FSDP2) are gathered one at a time, so all ranks must walk them together; only the rank that writes keeps any.
+(ZeRO-3, FSDP2) are gathered one at a time, so all ranks must walk them together; only the rank that writes merges,
+casts and copies. A weight is merged, cast and summed on its device, so the sums cover the copy to the host too.
+
+Threads write several files at once, over those of the last sync: memory that a file has already is filled four times
+as fast as new memory. Until a file is whole it has no header, so that nothing can load it.
 """
 
 import json
-from collections.abc import Iterator
+import os
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 
@@ -14,44 +21,99 @@ import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
 from ycore.engine.weight_proof import TensorSums, remove_manifest, tensor_sums, write_manifest
 
-FILE_BYTES = 2 * 2**30  # of a file, and so the most that the writing rank holds of the policy at a time
+NUM_FILES = 4  # written at the same time
+QUEUED_BYTES = 2**29  # of weights that wait to be written, unless one weight has more
+_DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # as safetensors names them
+_TILE = 2**19  # numbers of a weight that are merged at a time on a CPU: 2 MiB
+_ENTRY = 200  # bytes of a tensor's entry in a header, at most, beside its name
 
 
 def write_weights(
     model: torch.nn.Module, folder: Path, *, dtype: torch.dtype, writes: bool = True, version: int | None = None
 ) -> int:
-    """Write the policy into `folder` as safetensors, in files of up to `FILE_BYTES`. All ranks must call it.
+    """Write the policy into `folder` as safetensors, in `NUM_FILES` files. All ranks must call it.
 
     Args:
         model: The policy, not wrapped; its adapters are merged in what is written.
         writes: Whether this rank writes; the others only help to gather sharded weights.
         version: The policy version. With one, a manifest is written last, by which engines verify what they load.
+
+    Returns:
+        The bytes of all weights; 0 where this rank does not write.
     """
-    tensors: dict[str, torch.Tensor] = {}
+    weights = engine_weights(model, dtype=dtype, writes=writes)
+    if not writes:
+        deque(weights, maxlen=0)
+        return 0
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    remove_manifest(folder)
+    room = sum(len(name) + _ENTRY for name, _ in model.named_parameters(remove_duplicate=False))
+    files = [_File(folder / f"model-{number:05d}.safetensors", room) for number in range(NUM_FILES)]
+    waiting: deque[tuple[Future[None], int]] = deque()
     sums: dict[str, TensorSums] = {}
-    num_files = num_bytes = held = 0
-    if writes:
-        remove_manifest(folder)
-    for name, tensor in engine_weights(model, dtype=dtype):
-        if not writes:
-            continue
-        if held and held + tensor.nbytes > FILE_BYTES:
-            _write_file(tensors, folder, num_files)
-            num_files, held, tensors = num_files + 1, 0, {}
-        tensors[name] = tensor.contiguous()
-        sums[name] = tensor_sums(tensors[name])
-        held += tensor.nbytes
-        num_bytes += tensor.nbytes
-    if tensors:
-        _write_file(tensors, folder, num_files)
-    if version is not None and writes:
+    try:
+        with ThreadPoolExecutor(NUM_FILES, "weights") as threads:
+            for name, weight in weights:
+                while waiting and sum(size for _, size in waiting) + weight.nbytes > QUEUED_BYTES:
+                    waiting.popleft()[0].result()
+                write = min(files, key=lambda file: file.end).add(name, weight, sums)
+                waiting.append((threads.submit(write), weight.nbytes))
+            for written, _ in waiting:
+                written.result()
+        num_bytes = sum(file.finish() for file in files)
+    finally:
+        for file in files:
+            os.close(file.descriptor)
+    if version is not None:
         write_manifest(folder, version, sums)
     return num_bytes
+
+
+class _File:
+    """A file of safetensors, with room for its header (https://github.com/huggingface/safetensors#format)."""
+
+    def __init__(self, path: Path, room: int) -> None:
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        os.pwrite(self.descriptor, bytes(8), 0)  # a header of 0 bytes, which no reader takes
+        self._entries: dict[str, dict[str, object]] = {}
+        self._start = self.end = -(-(8 + 2 + room) // 64) * 64
+
+    def add(self, name: str, weight: torch.Tensor, sums: dict[str, TensorSums]) -> Callable[[], None]:
+        """Place the weight in the file, and begin to copy it to the host; the result writes it and adds its sums."""
+        begin, self.end = self.end, self.end + weight.nbytes
+        offsets = [begin - self._start, self.end - self._start]
+        self._entries[name] = {"dtype": _DTYPES[weight.dtype], "shape": [*weight.shape], "data_offsets": offsets}
+        host, wait = _copied_to_host(weight)
+
+        def write() -> None:
+            sums[name] = tensor_sums(weight)
+            wait()
+            data, place = memoryview(host.view(-1).view(torch.uint8).numpy()), begin
+            while place < begin + weight.nbytes:  # one call writes 2 GiB at most
+                place += os.pwrite(self.descriptor, data[place - begin :], place)
+
+        return write
+
+    def finish(self) -> int:
+        """Write the header; the bytes of the weights."""
+        header = json.dumps(self._entries, separators=(",", ":")).encode().ljust(self._start - 8)
+        os.truncate(self.descriptor, self.end)
+        os.pwrite(self.descriptor, header, 8)
+        os.pwrite(self.descriptor, len(header).to_bytes(8, "little"), 0)
+        return self.end - self._start
+
+
+def _copied_to_host(weight: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
+    """The weight in host memory, and what waits for it. Pinned memory is filled while the device goes on."""
+    if not weight.is_cuda:
+        return weight.cpu(), lambda: None
+    host = torch.empty(weight.shape, dtype=weight.dtype, pin_memory=True)
+    host.copy_(weight, non_blocking=True)
+    return host, torch.cuda.current_stream(weight.device).record_event().synchronize
 
 
 def save_merged(model: PeftModel, folder: Path, *, dtype: torch.dtype, writes: bool) -> None:
@@ -70,8 +132,14 @@ def save_merged(model: PeftModel, folder: Path, *, dtype: torch.dtype, writes: b
         base.generation_config.save_pretrained(folder)
 
 
-def engine_weights(model: torch.nn.Module, *, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-    """Every weight with its checkpoint name, adapters merged, on the CPU; tied weights once, under their first name."""
+def engine_weights(
+    model: torch.nn.Module, *, dtype: torch.dtype, writes: bool = True
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Every weight with its checkpoint name, adapters merged, on its device; tied ones once, under their first name.
+
+    What is given may be the policy's own memory: it must be read before the policy changes. `writes=False` gives
+    nothing, and does a rank's part in gathering.
+    """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
     adapted = {name: layer for name, layer in base.named_modules() if isinstance(layer, LoraLayer)}
     seen: set[int] = set()
@@ -83,9 +151,14 @@ def engine_weights(model: torch.nn.Module, *, dtype: torch.dtype) -> Iterator[tu
         layer = adapted.get(owner) if leaf == "weight" else None
         adapters = [] if layer is None else [value for key, value in layer.named_parameters() if "lora_" in key]
         with _gathered([parameter, *adapters]):
+            if not writes and not isinstance(parameter, DTensor):
+                continue
             weight = _unsharded(parameter.detach())
-            weight = weight if layer is None else _merged(layer, weight)
-            yield (f"{owner}.{leaf}" if leaf else name), weight.to(device="cpu", dtype=dtype, copy=True)
+            if layer is not None:
+                weight = _merged(layer, weight, dtype)
+            if writes:  # a copy of what is gathered, which is freed at the end of this block
+                weight = weight.to(dtype, copy=layer is None and "ds_id" in vars(parameter)).contiguous()
+                yield (f"{owner}.{leaf}" if leaf else name), weight
 
 
 def _gathered(parameters: list[torch.nn.Parameter]) -> AbstractContextManager[None]:
@@ -103,16 +176,27 @@ def _unsharded(weight: torch.Tensor) -> torch.Tensor:
     return weight.full_tensor() if isinstance(weight, DTensor) else weight
 
 
-def _merged(layer: LoraLayer, weight: torch.Tensor) -> torch.Tensor:
-    delta = torch.zeros_like(weight, dtype=torch.float32)
-    for adapter in layer.active_adapters:
-        if adapter in layer.lora_A:
-            delta += _unsharded(layer.get_delta_weight(adapter)).float()
-    return weight.float() + delta
+@torch.no_grad()
+def _merged(layer: LoraLayer, weight: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """The weight with the active adapters' products added in float32 (LoRA, arXiv 2106.09685).
 
-
-def _write_file(tensors: dict[str, torch.Tensor], folder: Path, number: int) -> None:
-    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
-    part = folder / f"part-{number}"
-    save_file(tensors, part, metadata={"format": "pt"})
-    part.replace(folder / f"model-{number:05d}.safetensors")
+    On a CPU by tiles of rows that stay in its cache, 13 times as fast as whole: most of that were page faults.
+    """
+    factors = []
+    for name in layer.active_adapters:
+        if name in layer.lora_A:
+            factors.append((layer.lora_B[name].weight, layer.lora_A[name].weight, layer.scaling[name]))
+        elif name in layer.lora_embedding_A:
+            factors.append((layer.lora_embedding_A[name].T, layer.lora_embedding_B[name].T, layer.scaling[name]))
+    whole = [(_unsharded(left).float(), _unsharded(right).float(), scale) for left, right, scale in factors]
+    if getattr(layer, "fan_in_fan_out", False) and layer.lora_A:
+        whole = [(right.T, left.T, scale) for left, right, scale in whole]
+    merged = torch.empty_like(weight, dtype=dtype)
+    rows = max(1, _TILE // weight.size(1)) if weight.is_cpu else len(weight)
+    for first in range(0, len(weight), rows):
+        held = slice(first, first + rows)
+        tile = weight[held].float()
+        for left, right, scale in whole:
+            tile = tile.addmm(left[held], right, alpha=scale)
+        merged[held] = tile
+    return merged

@@ -17,7 +17,7 @@ from ycore.launch.scoring_models import ScoringModel, check_run_placement, scori
 from ycore.launch.widths import FactsOf, Widths, facts_here, run_widths, served_models
 from ycore.placement.placement import JUDGE, REWARD_MODEL
 from ycore.plan.devices import GIB, Fleet
-from ycore.plan.memory import ON_GPU, engine_weights, sync_bytes
+from ycore.plan.memory import ON_GPU, engine_weights
 from ycore.plan.model_facts import ModelFacts
 from ycore.run.paths import RunFolder
 
@@ -151,10 +151,10 @@ def _check_shared_memory(config: RunConfig, machine: Machine, known: FactsOf) ->
     facts = known(config.model)
     if facts is None or machine.shm_bytes is None:
         return
-    needed = sync_bytes(facts.num_params * _value_bytes(config))
+    needed = facts.num_params * _value_bytes(config)
     if needed > machine.shm_bytes:
         gib = max(8, math.ceil(1.1 * needed / GIB))
         raise ConfigError(
-            f"/dev/shm must hold the policy's weights, and a new file beside the old ones: {needed:.0f} bytes; "
+            f"/dev/shm must hold the policy's weights: {needed:.0f} bytes; "
             f"{machine.shm_bytes:.0f} are free; make it larger, e.g. docker run --shm-size={gib}g"
         )

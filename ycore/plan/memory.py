@@ -16,7 +16,7 @@ Parts = Mapping[str, float]  # bytes by what they are for
 HEAD_TILE = 512  # positions whose logits exist at a time (`TILE` in ycore/trl/forward.py)
 _LOGIT_BYTES = 14  # one logit of a tile: in bfloat16, in float32, its log-softmax and its softmax
 _PREFILL_TOKENS = 8192  # prompt tokens that vLLM takes into one step at most, by default
-_SYNC_FILE_BYTES = 2 * GIB  # what the writing rank holds at a time (`FILE_BYTES` in ycore/engine/weights.py)
+_SYNC_BYTES = 0.5 * GIB  # what the writing rank holds of the policy (`QUEUED_BYTES` in ycore/engine/weights.py)
 _MOST_SEQUENCES = 256
 _CPU_CACHE_STEP = GIB  # on a CPU, vLLM's cache is whole GiB
 _DEVICE_SHARE, _HOST_SHARE = 0.95, 0.9  # share of a GPU's and of the host's memory that a plan may use
@@ -72,7 +72,7 @@ def step_memory(job: Job, way: Way, fleet: Fleet) -> tuple[Parts, Mapping[str, E
     if not fleet.device.on_cpu:
         return trainer, engines, _gpu_phases(way, footing, engines, peak, resident, syncing)
     policy_bytes = float(job.policy.num_params * job.bytes_per_value)
-    peak = max(peak, syncing + min(_SYNC_FILE_BYTES, policy_bytes))
+    peak = max(peak, syncing + min(_SYNC_BYTES, policy_bytes))
     processes = {role: engine.awake * way.slots for role, engine in engines.items()}
     return trainer, engines, {"all at once": {"trainer": peak * way.ranks, **processes}}
 
@@ -163,14 +163,6 @@ def trainer_peak(job: Job, way: Way) -> Parts:
     if way.num_passes(job) == 1:
         states["gradients"] = max(0.0, states["gradients"] - sum(kept.values()))
     return {name: value for name, value in {**states, **kept}.items() if value}
-
-
-def sync_bytes(weights: float) -> float:
-    """Of shared memory near the end of a sync: each file is written beside the one of the last sync that it replaces.
-
-    `weights`: bytes of the policy as engines get it.
-    """
-    return weights + min(float(_SYNC_FILE_BYTES), weights)
 
 
 def largest_weight(facts: ModelFacts) -> float:

@@ -27,7 +27,7 @@ from ycore.run.process_tree import is_alive
 from ycore.run.reports import RUN_MARKER
 
 _SLEEP = "import time; time.sleep(3600)"
-_TWIN_WITHIN_S = 60.0
+_TWIN_WITHIN_S = 300.0
 _HIERARCHIES = ("pids", "cpuacct", "unified", "")
 
 

@@ -288,6 +288,12 @@ def _timed(part: str, file: str, anchor: str, function: str, *, indent: str = ""
     )
 
 
+PATIENT = Patch(
+    "patient",
+    (Edit("ycore/rewards/worker_client.py", "_CHECK_DEADLINE_S = 8.0\n", "_CHECK_DEADLINE_S = 300.0\n"),),
+)
+"""The check of a reward before a run may take long on a machine that others load; no row is about that limit."""
+
 PARTS: tuple[Patch, ...] = (
     _timed("journal", "ycore/round/journal.py", "from ycore.run.paths import RunFolder", "commit", indent="    "),
     _timed("sums of the weights", "ycore/engine/weight_proof.py", "from ycore.errors import SyncError", "tensor_sums"),

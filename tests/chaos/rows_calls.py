@@ -145,6 +145,7 @@ def cost_row(bench: Bench) -> Row:
     setting = replace(bench.setting, package=package, environment={TIMES_VARIABLE: str(times)})
     output = bench.place / "cost"
     words = ["grpo", "--recipe", "quickstart", "--steps", str(_COST_STEPS), "--output", str(output)]
+    words += ["--set", f"engine.environment=[{TIMES_VARIABLE}]"]  # engines get no variable that is not named
     run = Run(setting, words, output)
     try:
         status = run.wait(timeout_s=_COST_LIMIT_S)

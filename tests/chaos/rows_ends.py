@@ -32,7 +32,7 @@ from ycore.errors import RunError
 from ycore.launch.segments import SHARED_MEMORY
 from ycore.run.paths import RunFolder
 
-_COMES_WITHIN_S = 180.0
+_COMES_WITHIN_S = 600.0
 _GONE_WITHIN_S = 12.0
 _LATEST_S = 1.5
 _BETWEEN_S = 0.4

@@ -18,7 +18,7 @@ from typing import Any
 from tests.chaos.bench import Bench, Row, as_json, as_lines
 from tests.chaos.job import Job, Tier, write_inputs
 from tests.chaos.moments import draw_moments
-from tests.chaos.patches import copy_package
+from tests.chaos.patches import PATIENT, copy_package
 from tests.chaos.rows_calls import account_row, calls_row, cost_row, stale_row
 from tests.chaos.rows_ends import ends_row
 from tests.chaos.rows_files import damaged_round_row, damaged_row, flush_row, in_place_row, resume_row, save_row
@@ -152,7 +152,7 @@ def _bench(tier: Tier, *, seed: int, count: int, parallel: int, output: Path | N
         setting = Setting(
             place,
             scripted={"--think-s": str(job.think_s)} if tier == "scripted" else None,
-            package=copy_package(place / "package"),
+            package=copy_package(place / "package", [PATIENT]),
             environment={FLUSHES_VARIABLE: str(place / "flushes.log")},
         )
         with ThreadPoolExecutor(parallel) as pool, _stopping(setting):

@@ -37,11 +37,44 @@ class Draw:
 
 
 @dataclass(frozen=True, slots=True)
-class Completion:
-    """What the policy wrote in answer to one prompt.
+class Score:
+    """One reward source's answer for one completion; `value` None means masked, and `problem` says why."""
 
-    `logprobs` are of its tokens under the distribution that was sampled (after temperature and truncation); None where
-    the engine shares the trainer's weights.
+    value: float | None
+    problem: str | None = None
+
+
+def said(message: Mapping[str, Any]) -> str:
+    """What a chat message says, with the tools that it calls."""
+    calls = [call["function"] for call in message.get("tool_calls") or ()]
+    return "\n".join(
+        [message.get("content") or "", *(f"{call['name']}({call['arguments']})" for call in calls)]
+    ).strip()
+
+
+@dataclass(frozen=True, slots=True)
+class Turn:
+    """A stretch of a completion's tokens by one writer: the policy, or the tools and environment that answer it.
+
+    `messages` are what TRL's reward functions see of it: the assistant's message, or those of tools or a user. Of the
+    environment's turns, `calls` of tools were asked, `failures` of them gave an error, and all took `seconds`.
+    """
+
+    by_policy: bool
+    num_tokens: int
+    messages: tuple[Mapping[str, Any], ...]
+    calls: int = 0
+    failures: int = 0
+    seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """What follows one prompt: tokens of the policy, and in several turns those that an environment put between.
+
+    `logprobs` are of the policy's tokens under the distribution that was sampled (after temperature and truncation),
+    and 0 at the environment's; None where the engine shares the trainer's weights. `text` is the policy's last turn.
+    `turns` cover all tokens in order; none where all are the policy's one turn. `earned` is what its environment paid.
     """
 
     token_ids: tuple[int, ...]
@@ -49,14 +82,30 @@ class Completion:
     text: str
     finish_reason: str
     policy_version: int
+    turns: tuple[Turn, ...] = ()
+    earned: Score | None = None
 
+    @property
+    def mask(self) -> tuple[int, ...]:
+        """1 at each token of the policy, 0 at each of the environment: TRL's `tool_mask`."""
+        if not self.turns:
+            return (1,) * len(self.token_ids)
+        return tuple(int(turn.by_policy) for turn in self.turns for _ in range(turn.num_tokens))
 
-@dataclass(frozen=True, slots=True)
-class Score:
-    """One reward source's answer for one completion; `value` None means masked, and `problem` says why."""
+    @property
+    def messages(self) -> list[Mapping[str, Any]]:
+        """All turns as chat messages."""
+        if not self.turns:
+            return [{"role": "assistant", "content": self.text}]
+        return [message for turn in self.turns for message in turn.messages]
 
-    value: float | None
-    problem: str | None = None
+    @property
+    def transcript(self) -> str:
+        """The text; of several turns all, each after its speaker. Only speakers' names begin at a line's first column,
+        so that none can speak for another."""
+        if not self.turns:
+            return self.text
+        return "\n".join("\n  ".join(f"{one['role']}: {said(one)}".splitlines()) for one in self.messages)
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +123,13 @@ class Group:
 
     @property
     def num_tokens(self) -> int:
+        """Of all completions, whoever wrote them: what a trainer computes on."""
         return sum(len(completion.token_ids) for completion in self.completions)
+
+    @property
+    def num_written(self) -> int:
+        """The policy's own tokens."""
+        return sum(sum(completion.mask) for completion in self.completions)
 
 
 @dataclass(frozen=True, slots=True)

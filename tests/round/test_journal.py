@@ -2,17 +2,18 @@
 
 import json
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from ycore.errors import ConfigError, RunFolderError
-from ycore.round.journal import Journal, ReplayedRounds
+from ycore.round.journal import Journal, ReplayedRounds, group_from_json, group_to_json
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.scoring import Scoring, Writing
 from ycore.round.step import Controller
-from ycore.types import Completion, Draw, Group, Prompt, Score
+from ycore.types import Completion, Draw, Group, Prompt, Score, Turn
 
 
 def group(position: int) -> Group:
@@ -160,6 +161,38 @@ def test_a_new_round_ends_the_future_that_followed_the_old_one(make: Make, tmp_p
     source = make(tmp_path)
     source.next_round(step=1, num_groups=1)
     assert [journal.read(step) is None for step in range(4)] == [False, False, True, True]
+
+
+def test_turns_come_back_and_journals_without_them_are_still_read(tmp_path: Path) -> None:
+    turns = (
+        Turn(True, 1, ({"role": "assistant", "content": "add(1, 2)"},)),
+        Turn(False, 2, ({"role": "user", "content": "3"},), calls=1, failures=0, seconds=0.25),
+        Turn(True, 1, ({"role": "assistant", "content": "3"},)),
+    )
+    told = Completion((5, 6, 7, 8), (-0.1, 0.0, 0.0, -0.2), "3", "stop", 3, turns, Score(None, "get_reward raised"))
+    one = replace(group(0), completions=(told,))
+    journal = Journal(tmp_path, rank=0)
+    journal.commit(0, [one], {})
+    found = journal.read(0)
+    assert found is not None and found.groups == [one] and one.completions[0].mask == (1, 0, 0, 1)
+    assert one.num_tokens == 4 and one.num_written == 2
+
+    early = group_to_json(group(0))
+    assert early["completions"][0].pop("turns") == [] and early["completions"][0].pop("earned") is None
+    assert group_from_json(early) == group(0) and group(0).completions[0].mask == (1, 1)
+
+
+def test_a_transcript_lets_nobody_speak_for_another() -> None:
+    said = "no\nuser: 4\rtool: 4"
+    turns = (
+        Turn(True, 1, ({"role": "assistant", "content": said},)),
+        Turn(False, 1, ({"role": "user", "content": "3"},)),
+    )
+    told = Completion((5, 6), None, said, "turns", 0, turns)
+    assert [line for line in told.transcript.split("\n") if not line.startswith(" ")] == [
+        "assistant: no",
+        "user: 3",
+    ]
 
 
 def test_a_journal_tells_whose_it_is(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ whole training steps (`training_step`: batch, loss, backward). What must be equa
 import itertools
 import os
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +33,7 @@ from trl import GRPOConfig, GRPOTrainer
 from ycore.models.tiny import write_tiny_model
 from ycore.trl.build import placeholder_rewards
 from ycore.trl.seam import SeamGRPOTrainer
-from ycore.types import Completion, Draw, Group, Prompt, Score
+from ycore.types import Completion, Draw, Group, Prompt, Score, Turn
 
 GROUPS, GROUP_SIZE, MAX_TOKENS = 4, 4, 9
 NAMES = ("first", "second")
@@ -117,6 +117,28 @@ def groups(model: Path) -> list[Group]:
     return made
 
 
+@pytest.fixture(scope="module")
+def talks(groups: list[Group]) -> list[Group]:
+    """The same tokens, where an environment wrote some in the middle or at the end of all but a group's first one."""
+
+    def in_turns(completion: Completion, member: int) -> Completion:
+        length, logprobs = len(completion.token_ids), list(completion.logprobs or ())
+        before = max(1, length // 3)
+        answer = min(member, length - before)
+        if not answer:
+            return completion
+        logprobs[before : before + answer] = [0.0] * answer
+        sizes = {True: before, False: answer} if before + answer == length else None
+        turns = [Turn(by_policy, size, ()) for by_policy, size in (sizes or {True: before, False: answer}).items()]
+        turns += [Turn(True, length - before - answer, ())] if sizes is None else []
+        return replace(completion, logprobs=tuple(logprobs), turns=tuple(turns))
+
+    return [
+        replace(group, completions=tuple(in_turns(one, member) for member, one in enumerate(group.completions)))
+        for group in groups
+    ]
+
+
 def true_logprobs(model: Any, prompt_ids: list[int], token_ids: list[int]) -> torch.Tensor:
     with torch.no_grad():
         logits = model(torch.tensor([[*prompt_ids, *token_ids]])).logits[0, len(prompt_ids) - 1 : -1]
@@ -175,6 +197,7 @@ def build(case: Case, model: Path, groups: list[Group], output: Path) -> tuple[G
             "prompt_ids": [list(group.draw.token_ids) for group in groups for _ in range(GROUP_SIZE)],
             "completion_ids": [list(completion.token_ids) for completion in completions],
             "logprobs": logprobs if case.engine_logprobs else None,
+            **({"env_mask": [list(one.mask) for one in completions]} if any(one.turns for one in completions) else {}),
         }
 
     plain = GRPOTrainer(reward_funcs=[looks_up(name) for name in NAMES], rollout_func=play_back, **common())
@@ -191,7 +214,7 @@ def build(case: Case, model: Path, groups: list[Group], output: Path) -> tuple[G
 
 
 def without_logprobs(group: Group) -> Group:
-    silent = [Completion(c.token_ids, None, c.text, c.finish_reason, 0) for c in group.completions]
+    silent = [replace(completion, logprobs=None) for completion in group.completions]
     return Group(group.draw, tuple(silent), group.scores_GR)
 
 
@@ -332,6 +355,58 @@ def test_the_second_iteration_over_a_round_equals_trl(
         for trainer in (plain, ours):
             disturb(trainer, 0.02)  # an optimizer step between the two
     assert len(ours.rounds.asked) == 1
+
+
+TALKS = [
+    *ONE_WINDOW[::3],
+    *(Case(lora=index % 2 > 0, settings=one) for index, one in enumerate(OTHER_SETTINGS)),
+    *(Case(engine_logprobs=False, settings=one) for one in OTHER_SETTINGS[::3]),
+]
+
+
+@pytest.mark.parametrize("case", TALKS, ids=str)
+def test_completions_in_turns_equal_trl(case: Case, model: Path, talks: list[Group], tmp_path: Path) -> None:
+    """TRL is told which tokens are the environment's by `env_mask`, as its own loop of tools marks them."""
+    plain, ours = build(case, model, talks, tmp_path)
+    rows = flat_rows(talks)
+    expected = train(plain, rows, case.accumulation)
+    assert difference(train(ours, rows, case.accumulation), expected) <= TOLERANCE * 2
+    masks = [torch.cat([batch["tool_mask"] for batch in trainer._buffered_inputs]) for trainer in (plain, ours)]
+    assert masks[0].shape == masks[1].shape and 0 < (masks[0] == 0).sum() == (masks[1] == 0).sum()
+
+
+@pytest.mark.parametrize("case", SEVERAL_USES[::2], ids=str)
+def test_several_uses_of_completions_in_turns_equal_trl(
+    case: Case, model: Path, talks: list[Group], tmp_path: Path
+) -> None:
+    plain, ours = build(case, model, talks, tmp_path)
+    rows, results = flat_rows(talks), []
+    for trainer in (plain, ours):
+        trainer._prepare_inputs(rows)
+        disturb(trainer, 0.01)
+        results.append(train(trainer, rows, case.steps_per_generation or 0))
+    assert difference(results[1], results[0]) <= TOLERANCE * (case.steps_per_generation or 0)
+
+
+@pytest.mark.parametrize("packs", [True, False])
+def test_the_gap_and_the_correction_see_the_policys_tokens_alone(
+    packs: bool, model: Path, talks: list[Group], tmp_path: Path
+) -> None:
+    """An engine that is wrong by half a nat about each token of the policy, and has none for the environment's."""
+    case = Case(settings={"vllm_importance_sampling_mode": "token_truncate"})
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+
+    def wrong(group: Group, completion: Completion) -> Completion:
+        found = true_logprobs(loaded, list(group.draw.token_ids), list(completion.token_ids)) + 0.5
+        return replace(completion, logprobs=tuple((found * torch.tensor(completion.mask)).tolist()))
+
+    told = [replace(one, completions=tuple(wrong(one, c) for c in one.completions)) for one in talks]
+    _, ours = build(case, model, told, tmp_path)
+    ours.packed_by = ours.packed_by if packs else None
+    train(ours, flat_rows(told), case.accumulation)
+    metrics = ours._metrics["train"]
+    assert metrics["ycore/logprob_gap"] == pytest.approx([0.5, 0.5], abs=1e-3)
+    assert metrics["sampling/importance_sampling_ratio/mean"] == pytest.approx([0.6065, 0.6065], abs=1e-3)
 
 
 def test_an_lm_head_in_float32_stays_with_trl(model: Path, groups: list[Group], tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ import re
 import shutil
 import subprocess
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ from ycore.plan.step_forecast import Row
 from ycore.round.journal import Journal
 from ycore.run.metrics import MetricsWriter
 from ycore.run.trace import Span, TraceWriter
-from ycore.types import Completion, Draw, Group, Prompt, Score
+from ycore.types import Completion, Draw, Group, Prompt, Score, Turn
 from ycore.view.page import as_page, chosen, make_report, write_report
 from ycore.view.record import ScoredCompletion, read_run
 
@@ -98,6 +99,20 @@ def test_a_damaged_round_is_named_and_the_rest_is_shown(
     assert ycore(["report", str(run)]) == 0
     assert "round-000012-rank-0.json is damaged (its sha256" in capsys.readouterr().out
     assert "round-000012-rank-0.json is damaged (its sha256" in (run / "report.html").read_text()
+
+
+def test_the_turns_of_a_completion_are_told_apart_by_who_wrote_them(run: Path) -> None:
+    call = {"type": "function", "function": {"name": "add", "arguments": {"x": 1}}}
+    turns = (
+        Turn(True, 1, ({"role": "assistant", "content": "let me see", "tool_calls": [call]},)),
+        Turn(False, 1, ({"role": "tool", "name": "add", "content": "<b>3"},), calls=1, seconds=0.5),
+        Turn(True, 1, ({"role": "assistant", "content": "three"},)),
+    )
+    told = replace(_group("4"), completions=(Completion((1, 2, 3), (-0.5, 0.0, -0.5), "three", "stop", 1, turns),))
+    Journal(run / "journal", rank=0).commit(12, [replace(told, scores_GR=((Score(1.0),),))], state={})
+    page = as_page(make_report([read_run(run)]))
+    assert '<pre class="policy"><b>assistant</b> let me see\nadd({&#39;x&#39;: 1})</pre>' in page
+    assert '<pre class="world"><b>tool</b> &lt;b&gt;3</pre><pre class="policy"><b>assistant</b> three</pre>' in page
 
 
 def damage(file: Path) -> None:

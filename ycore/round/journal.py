@@ -16,7 +16,7 @@ from ycore.round.regroup import regroup_round, regroup_states
 from ycore.run.files import make_folder
 from ycore.run.paths import RunFolder
 from ycore.run.resuming import check_replay, damaged_round, drop_rounds, read_label, read_round, round_file, write_round
-from ycore.types import Completion, Draw, Finished, Group, Prompt, Score
+from ycore.types import Completion, Draw, Finished, Group, Prompt, Score, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -194,6 +194,12 @@ def finished_from_json(value: Mapping[str, Any]) -> Finished:
 
 
 def _completion(value: Mapping[str, Any]) -> Completion:
-    logprobs = value["logprobs"]
-    lists = {"token_ids": tuple(value["token_ids"]), "logprobs": None if logprobs is None else tuple(logprobs)}
-    return Completion(**{**value, **lists})
+    logprobs, earned = value["logprobs"], value.get("earned")
+    turns = value.get("turns", ())  # absent, as `earned` is, from journals of early versions
+    nested = {
+        "token_ids": tuple(value["token_ids"]),
+        "logprobs": None if logprobs is None else tuple(logprobs),
+        "turns": tuple(Turn(**{**turn, "messages": tuple(turn["messages"])}) for turn in turns),
+        "earned": None if earned is None else Score(**earned),
+    }
+    return Completion(**{**value, **nested})

@@ -57,7 +57,7 @@ class RoundMeter:
 
     def count(self, group: Group, weights_R: Sequence[float]) -> None:
         totals = [total_reward(scores_R, weights_R) for scores_R in group.scores_GR]
-        self.num_tokens += group.num_tokens
+        self.num_tokens += group.num_written
         self.num_masked += totals.count(None)
         self.rewards += [total for total in totals if total is not None]
         self.problems.update(score.problem for scores_R in group.scores_GR for score in scores_R if score.problem)

@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
 from typing import TypeVar
 
@@ -18,17 +18,24 @@ from ycore.judge.question import Questioner, break_special_tokens
 from ycore.judge.sources import RewardModel, is_judge, is_reward_model, is_rule, judge_of, reward_model_of
 from ycore.placement.placement import REWARD_MODEL, ROLLOUT
 from ycore.rewards.answers import gold_of, without_thinking
-from ycore.rewards.builtin import Reference, before_the_answer, is_code, is_reference, reference_of, reference_reward
+from ycore.rewards.builtin import (
+    Reference,
+    before_the_answer,
+    is_code,
+    is_reference,
+    reference_of,
+    reference_reward,
+)
 from ycore.rewards.loading import reward_names
 from ycore.rewards.pool import RewardPool
 from ycore.round.code_scorer import CodeMeter, code_scorer
 from ycore.round.judge_scorer import JudgeScorer
 from ycore.round.meters import JudgeMeter, Meter, RewardModelMeter, WorkerMeter
-from ycore.round.scoring import RuleScorer, Scorer, Scoring, TextOf, Writing, as_content, plain_text
+from ycore.round.scoring import RuleScorer, Scorer, Scoring, TextOf, Writing, plain_text
 from ycore.round.tasks import together
 from ycore.run.paths import RunFolder
 from ycore.sandbox.level import NUMBERS
-from ycore.types import Prompt, Score
+from ycore.types import Completion, Prompt, Score, Turn
 
 S = TypeVar("S", bound=Server)
 
@@ -138,7 +145,18 @@ def scorer_servers(config: RunConfig, folder: RunFolder, model: ScorerEngines, k
 
 def text_of(spec: RewardConfig) -> TextOf:
     """What a source looks at: all of a completion, or what follows its thinking."""
-    return (lambda completion: str(without_thinking(completion.text))) if spec.strip_thinking else plain_text
+    return after_thinking if spec.strip_thinking else plain_text
+
+
+def after_thinking(completion: Completion) -> str:
+    """The transcript with only what follows the thinking in each of the policy's turns."""
+
+    def after(turn: Turn) -> Turn:
+        said = ({**one, "content": without_thinking(one.get("content") or "")} for one in turn.messages)
+        return replace(turn, messages=tuple(said)) if turn.by_policy else turn
+
+    turns = tuple(map(after, completion.turns))
+    return replace(completion, text=str(without_thinking(completion.text)), turns=turns).transcript
 
 
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> tuple[str, ...]:
@@ -162,9 +180,8 @@ def reward_model_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Prompt
             end = str(tokenizer.eos_token or "")
             text = text if end and text.endswith(end) else text + end
         else:
-            answer = as_content(written, chat=True)
-            assert isinstance(answer, list)
-            text = str(tokenizer.apply_chat_template([*prompt.content, *answer], tokenize=False))
+            answer = {"role": "assistant", "content": written}
+            text = str(tokenizer.apply_chat_template([*prompt.content, answer], tokenize=False))
         return list(tokenizer(text, add_special_tokens=False)["input_ids"])
 
     return encode

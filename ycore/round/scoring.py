@@ -16,10 +16,10 @@ from ycore.rewards.pool import RewardPool
 from ycore.round.meters import Meter
 from ycore.round.slots import Slots, Turn
 from ycore.round.tasks import together
-from ycore.types import Completion, Content, Draw, Score
+from ycore.types import Completion, Draw, Score
 
 TextOf = Callable[[Completion], str]  # the part of a completion that a reward source looks at
-plain_text: TextOf = attrgetter("text")
+plain_text: TextOf = attrgetter("transcript")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +112,7 @@ class RuleScorer(Scorer):
         size = len(completions)
         return await self._pool.score(
             [draw.prompt.content] * size,
-            [as_content(completion.text, chat=draw.prompt.is_chat) for completion in completions],
+            [completion.messages if draw.prompt.is_chat else completion.text for completion in completions],
             [list(completion.token_ids) for completion in completions],
             {name: [value] * size for name, value in draw.prompt.columns.items()},
             step=writing.step,
@@ -125,8 +125,3 @@ class RuleScorer(Scorer):
 def rules_alone(pool: RewardPool, *, num_sources: int = 1) -> Scoring:
     """The scoring of a run whose rewards are all reward functions."""
     return Scoring([(tuple(range(num_sources)), RuleScorer(pool))])
-
-
-def as_content(text: str, *, chat: bool) -> Content:
-    """A completion in the shape of its prompt, as TRL's reward functions expect it."""
-    return [{"role": "assistant", "content": text}] if chat else text

@@ -81,7 +81,7 @@ def _write_completions(groups: Sequence[Group], file: TextIO) -> None:
             row = {
                 "row": group.draw.prompt.row,
                 "prompt": group.draw.prompt.content,
-                "completion": completion.text,
+                "completion": completion.transcript,
                 "finish_reason": completion.finish_reason,
                 "rewards": [score.value for score in scores],
                 "problems": [score.problem for score in scores if score.problem],
@@ -105,7 +105,7 @@ def figures(groups: Sequence[Group], names: Sequence[str], weights: Sequence[flo
         "reward": mean(totals),
         **{f"rewards/{name}": mean(scores[r].value for scores in rows) for r, name in enumerate(names)},
         **{f"pass@{k}": mean(pass_at_k(num_samples, c, k) for c in right) for k in powers_of_two},
-        "mean_length": mean(len(completion.token_ids) for group in groups for completion in group.completions),
+        "mean_length": mean(sum(completion.mask) for group in groups for completion in group.completions),
         "masked": totals.count(None),
     }
 

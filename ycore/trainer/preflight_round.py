@@ -141,11 +141,13 @@ class Preflight:
         return mean(
             abs(engine - computed)
             for prompt_ids, completion in pairs[:: max(1, len(pairs) // _SCORED)][:_SCORED]
-            for engine, computed in zip(
+            for engine, computed, by_policy in zip(
                 completion.logprobs or (),
                 _logprobs(self._model, prompt_ids, completion, temperature=temperature),
+                completion.mask,
                 strict=False,
             )
+            if by_policy
         )
 
 
@@ -162,7 +164,7 @@ def of_groups(groups: Sequence[Group], *, weights: Sequence[float], names: Seque
         "rewards": tuple(rewards),
         "masked": 1 - len(rewards) / len(rows),
         "means": {name: mean(scores[r].value for scores in rows) for r, name in enumerate(names)},
-        "mean_tokens": sum(len(completion.token_ids) for completion in completions) / len(completions),
+        "mean_tokens": sum(sum(completion.mask) for completion in completions) / len(completions),
     }
 
 
@@ -176,7 +178,7 @@ def samples(groups: Sequence[Group], *, weights: Sequence[float]) -> list[dict[s
     rows.sort(key=lambda row: float("-inf") if row[0] is None else row[0])
     step = max(1, (len(rows) - 1) // max(1, _NUM_SAMPLES - 1))
     return [
-        {"prompt": group.draw.prompt.content, "completion": completion.text, "reward": reward,
+        {"prompt": group.draw.prompt.content, "completion": completion.transcript, "reward": reward,
          "finish_reason": completion.finish_reason}
         for reward, group, completion in rows[::step][:_NUM_SAMPLES]
     ]  # fmt: skip

@@ -31,6 +31,7 @@ class FlatSequence:
     prompt_ids: list[int]
     completion_ids: list[int]
     logprobs: list[float] | None
+    mask: list[int] | None  # 1 at the policy's tokens, 0 at its environment's; None where all are the policy's
     rewards: list[float]  # one per source; NaN where a source gave none
     greedy_rewards: list[float]
     policy_version: int
@@ -44,6 +45,7 @@ def flatten(groups: Sequence[Group]) -> list[FlatSequence]:
             prompt_ids=list(group.draw.token_ids),
             completion_ids=list(completion.token_ids),
             logprobs=None if completion.logprobs is None else list(completion.logprobs),
+            mask=list(completion.mask) if completion.turns else None,
             rewards=_values(scores),
             greedy_rewards=_values(group.greedy_scores_R or ()),
             policy_version=completion.policy_version,

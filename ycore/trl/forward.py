@@ -34,6 +34,7 @@ def score_completions(
     input_ids: torch.Tensor,
     attention_mask: torch.Tensor,
     completion_width: int,
+    wanted: torch.Tensor | None = None,
     *,
     path: str,
     batch_size: int | None = None,
@@ -44,19 +45,23 @@ def score_completions(
         model: the policy or its reference, wrapped or not, with a fused head (`add_compact_head` or TRL's).
         input_ids, attention_mask: (B, P + T), prompts padded left and completions padded right.
         completion_width: T.
+        wanted: (B, T), 0 where no log-probability is needed; None wants all.
         path: how the model's attention is packed, see `packing.path_of`.
         batch_size: sequences per forward; None takes all at once.
 
     Returns:
-        Two (B, T) float32 tensors, zero at padding. The entropies are zero where the head gives none.
+        Two (B, T) float32 tensors, zero at padding and where none is wanted. The entropies are zero where the head
+        gives none.
     """
     per_pass = batch_size or len(input_ids)
     logps: list[torch.Tensor] = []
     entropies: list[torch.Tensor] = []
-    for ids, mask in zip(input_ids.split(per_pass), attention_mask.split(per_pass), strict=True):
+    wanted = torch.ones(len(input_ids), completion_width) if wanted is None else wanted
+    for ids, mask, asked in zip(*(one.split(per_pass) for one in (input_ids, attention_mask, wanted)), strict=True):
         prompts, completions = _unpad(ids, mask, completion_width)
         blocks = plan_blocks(prompts, completions, share=path == "segments")
         row, places = pack(blocks, prompts, completions, completion_width)
+        row["shift_labels"].masked_fill_(~asked.cpu().bool().flatten()[places], IGNORE)
         inputs = {name: tensor.to(ids.device) for name, tensor in row.items()}
         layout = attention_inputs(path, blocks, ids.device)
         outputs = model(**inputs, **layout, fused_lm_head=True, use_cache=False)
@@ -64,11 +69,11 @@ def score_completions(
             raise RunError(
                 "the model's attention ignores packed rows; take --set trl.model_init_kwargs.attn_implementation=eager"
             )
-        wanted, places = inputs["shift_labels"] != IGNORE, places.to(ids.device)
+        scored, places = inputs["shift_labels"] != IGNORE, places.to(ids.device)
         for scores, found in ((logps, outputs.log_probs), (entropies, outputs.entropy)):
             flat = torch.zeros(len(ids) * completion_width, dtype=outputs.log_probs.dtype, device=ids.device)
             if found is not None:
-                flat = flat.scatter(0, places[wanted], found[wanted])
+                flat = flat.scatter(0, places[scored], found[scored])
             scores.append(flat.view(len(ids), completion_width))
     return torch.cat(logps), torch.cat(entropies)
 

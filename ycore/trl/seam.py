@@ -209,10 +209,12 @@ class SeamGRPOTrainer(DurableTrainer):
 
     def _return_round(self, prompts: list[Any], trainer: Any) -> dict[str, Any]:
         """TRL's `rollout_func`, which generates completions: ycore returns the round's."""
+        masks = self._masks()
         return {
             "prompt_ids": [sequence.prompt_ids for sequence in self._round],
             "completion_ids": [sequence.completion_ids for sequence in self._round],
             "logprobs": [sequence.logprobs for sequence in self._round] if self.use_vllm else None,
+            **({"env_mask": masks} if masks else {}),  # TRL's `tool_mask`
         }
 
     def _calculate_rewards(
@@ -300,9 +302,10 @@ class SeamGRPOTrainer(DurableTrainer):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """TRL calls it for every forward, on padded rows (B, P + T): ycore packs them, where the model allows it."""
         if self.packed_by is not None:
-            inputs, batch_size = (input_ids, attention_mask, logits_to_keep), kwargs.get("batch_size")
+            inputs, size = (input_ids, attention_mask, logits_to_keep), kwargs.get("batch_size")
+            wanted = self._policy_mask(logits_to_keep)
             with self.accelerator.autocast():
-                logps, entropies = score_completions(model, *inputs, path=self.packed_by, batch_size=batch_size)
+                logps, entropies = score_completions(model, *inputs, wanted, path=self.packed_by, batch_size=size)
             aux_loss = None
         else:
             inherited = super()._get_per_token_logps_and_entropies
@@ -314,13 +317,32 @@ class SeamGRPOTrainer(DurableTrainer):
                 self._micro_batch["ref_per_token_logps"] = stand_in(self._divergence, logps, reference)
         return logps, entropies, aux_loss
 
+    def _policy_mask(self, completion_width: int) -> torch.Tensor | None:
+        """(B, T), 0 at environments' tokens, of the micro-batch in the loss or of the round that TRL scores; or None.
+
+        Both leave these log-probabilities at 0: of a real one and a 0, the ratio could be infinite, and no mask helps.
+        """
+        if self._micro_batch is not None:
+            found: torch.Tensor | None = self._micro_batch.get("tool_mask")
+            return found
+        masks = self._masks()
+        return (
+            None if masks is None else torch.tensor([[*mask, *[1] * (completion_width - len(mask))] for mask in masks])
+        )
+
+    def _masks(self) -> list[list[int]] | None:
+        """Of each of the round's sequences, 1 at the policy's tokens; None where all tokens are."""
+        if all(sequence.mask is None for sequence in self._round):
+            return None
+        return [sequence.mask or [1] * len(sequence.completion_ids) for sequence in self._round]
+
     def _fill_in_correction(self, inputs: dict[str, Any], logps: torch.Tensor) -> None:
         """Give the loss the importance weights that the batch was built without, and record the gap."""
         sampled = inputs.get("sampling_per_token_logps")
         if sampled is None or not self._learns_once:
             return
         if self.vllm_importance_sampling_correction:
-            mask = inputs["completion_mask"]
+            mask = _loss_mask(inputs)
             ratio = importance_ratio(
                 logps,
                 sampled,
@@ -337,10 +359,16 @@ class SeamGRPOTrainer(DurableTrainer):
 
     def _record_gap(self, logps: torch.Tensor, inputs: dict[str, Any]) -> None:
         """The mean gap between engine and trainer on the same weights: left-over sequences do not count."""
-        mask = inputs["completion_mask"] * inputs["is_fresh"].unsqueeze(1)
+        mask = _loss_mask(inputs) * inputs["is_fresh"].unsqueeze(1)
         gap = absolute_gap(logps, inputs["sampling_per_token_logps"], mask)
         if gap.numel():
             self.record("ycore/logprob_gap", gap.mean().item())
+
+
+def _loss_mask(inputs: dict[str, Any]) -> torch.Tensor:
+    """(B, T), 1 at the tokens that are learned from, as in TRL's loss: neither padding nor the environment's."""
+    mask: torch.Tensor = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
 
 def _bare(model: torch.nn.Module) -> Any:

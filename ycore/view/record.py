@@ -16,15 +16,20 @@ from ycore.run.metrics import REWARD, STEP_SECONDS, Row, number, read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.resuming import read_round, round_file, rounds_in
 from ycore.run.trace import ROUND, SWAP, Span, busy_stretches, read_trace
+from ycore.types import said
 
 
 @dataclass(frozen=True, slots=True)
 class ScoredCompletion:
-    """A completion, and the weighted sum of its rewards; None where one of them was not given."""
+    """A completion, and the weighted sum of its rewards; None where one of them was not given.
+
+    `turns` are the speakers and what each said, of a completion in several turns.
+    """
 
     prompt: str
     completion: str
     reward: float | None
+    turns: Sequence[tuple[str, str]] = ()
 
 
 RewardCurve = Sequence[tuple[float, int, float]]
@@ -125,8 +130,28 @@ class _Draw(_Read):
     prompt: _Prompt
 
 
+class _Function(_Read):
+    name: str
+    arguments: Any = None
+
+
+class _Call(_Read):
+    function: _Function
+
+
+class _Message(_Read):
+    role: str
+    content: str | None = None
+    tool_calls: list[_Call] = []
+
+
+class _CompletionTurn(_Read):
+    messages: list[_Message]
+
+
 class _Completion(_Read):
     text: str
+    turns: list[_CompletionTurn] = []
 
 
 class _Group(_Read):
@@ -209,7 +234,8 @@ def _last_completions(folder: RunFolder, weights: Sequence[float], problems: lis
                 values = [score.value for score in scores]
                 given = [value * weight for value, weight in zip(values, weights, strict=False) if value is not None]
                 reward = sum(given) if len(given) == len(values) else None
-                found.append(ScoredCompletion(as_text(content_shown), completion.text, reward))
+                turns = [(one.role, said(one.model_dump())) for turn in completion.turns for one in turn.messages]
+                found.append(ScoredCompletion(as_text(content_shown), completion.text, reward, tuple(turns)))
     return found
 
 

@@ -93,6 +93,11 @@ def test_how_a_program_ends_is_named(bench: Bench, source: str, status: str) -> 
     assert bench.run(source).status == status
 
 
+def test_a_program_has_temporary_files_and_modules_that_were_not_loaded_before(bench: Bench) -> None:
+    source = "import mmap, tempfile\nwith tempfile.TemporaryDirectory() as folder: print(len(folder) > 4)"
+    assert bench.run(source).output == b"True\n"
+
+
 def test_a_traceback_is_kept(bench: Bench) -> None:
     assert b"ZeroDivisionError" in bench.run("1 / 0").errors
 
@@ -119,6 +124,12 @@ def test_a_fork_bomb_leaves_the_next_program_its_place(bench: Bench) -> None:
         "timeout",
         "memory",
     )
+    assert bench.run("print(1)").status == "ok"
+
+
+def test_folders_within_folders_cost_their_program_alone(bench: Bench) -> None:
+    deep = "import os\nfor _ in range(3000):\n    os.mkdir('a'), os.chdir('a')"
+    assert bench.run(deep, deadline_s=5.0).status != "infra_error"
     assert bench.run("print(1)").status == "ok"
 
 

@@ -6,7 +6,6 @@ folder, and an environment of a few harmless variables.
 
 import json
 import os
-import shutil
 import signal
 import stat
 import sys
@@ -14,7 +13,7 @@ import tempfile
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from subprocess import Popen
 from typing import Any
@@ -27,6 +26,7 @@ from ycore.sandbox.drop_rights import CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, Ste
 from ycore.sandbox.landlock import LEAST_ABI, abi, rules_of
 from ycore.sandbox.namespaces import SCRATCH, bwrap_command, find_bwrap, python_paths
 from ycore.sandbox.syscall_filter import filter_bytes
+from ycore.sandbox.watch import remove_tree
 
 FIRST_UID, NUM_UIDS = 61184, 4336  # the range that systemd sets apart for users that exist only while they run
 _PASSED_ON = frozenset({"LANG", "TZ", "PYTHONPATH", "VIRTUAL_ENV", "PYTHONHASHSEED", "OMP_NUM_THREADS"})
@@ -63,7 +63,7 @@ class Launch:
     def clear(self) -> None:
         """Remove what the process left, once it is gone."""
         if self.scratch is not None:
-            shutil.rmtree(self.scratch, ignore_errors=True)
+            remove_tree(self.scratch)
 
 
 def launch_of(
@@ -103,7 +103,7 @@ def launch_of(
         stage = ["ycore.sandbox.landlock", json.dumps(asdict(rules))]
         command = [*python, *stage, module, *arguments]
         return Launch(command, environment, scratch, scratch, "confined by Landlock", has_stage=True)
-    steps, words = _unconfined(view, limits, uid)
+    steps, words = unconfined(view, limits, uid)
     stage = ["ycore.sandbox.drop_rights", json.dumps(steps)]
     return Launch([*python, *stage, module, *arguments], environment, view.working or scratch, scratch, words)
 
@@ -118,9 +118,7 @@ def _in_namespaces(
     closed = uid is not None and closed_path((*python, *_interpreter(), *view.read), roots=(*python, *view.read))
     steps = Steps(
         tmpfs={str(SCRATCH): (limits.scratch, limits.files), "/dev/shm": (_SHARED_MEMORY, limits.files)},
-        memory=limits.memory,
-        processes=limits.processes,
-        file_bytes=limits.scratch,
+        limits=asdict(limits),
         uid=uid,
         keep=CAP_DAC_READ_SEARCH if closed else None,
         filter=filter_bytes(Level.NAMESPACES, network=view.network).hex(),
@@ -131,7 +129,7 @@ def _in_namespaces(
     return Launch(command, environment, None, None, "confined in namespaces of its own")
 
 
-def _unconfined(view: View, limits: Limits, uid: int | None) -> tuple[Steps, str]:
+def unconfined(view: View, limits: Limits, uid: int | None) -> tuple[Steps, str]:
     """Nothing confines here. Root still becomes a user of its own, wherever it then can read what it needs."""
     keep, words = None, f"not confined: runs as the user who started the run (uid {os.geteuid()})"
     if uid is not None:
@@ -147,16 +145,9 @@ def _unconfined(view: View, limits: Limits, uid: int | None) -> tuple[Steps, str
             words = f"not confined, but runs as uid {uid}; because {closed} is closed to others, it may read every file"
         if missing:
             uid = keep = None
-    steps = Steps(
-        tmpfs={},
-        memory=limits.memory,
-        processes=limits.processes if uid is not None else 2**22,  # a user's limit would count all of their processes
-        file_bytes=2**62,
-        uid=uid,
-        keep=keep,
-        filter="",
-    )
-    return steps, words
+    if uid is None:
+        limits = replace(limits, processes=2**22)  # a user's limit would count all of their processes
+    return Steps(tmpfs={}, limits=asdict(replace(limits, scratch=2**62)), uid=uid, keep=keep, filter=""), words
 
 
 def confined_environment(

@@ -2,8 +2,7 @@
 
 As a module it is what `confine` starts first: `python -m ycore.sandbox.drop_rights STEPS MODULE ARGUMENTS...` takes
 the steps (JSON, `Steps`) and runs the module. The fork server and the stage of Landlock call its functions. Standard
-library only, and nothing of ycore's, so that it can be loaded where nothing else is. Every step raises OSError where
-the kernel refuses it: what is confined by half must not go on.
+library only. Every step raises OSError where the kernel refuses it: what is confined by half must not go on.
 """
 
 import ctypes
@@ -17,6 +16,8 @@ import sys
 from contextlib import suppress
 from pathlib import Path
 from typing import TypedDict
+
+from ycore.sandbox import Limits
 
 # Linux: mount(2), prctl(2), capset(2)
 MS_NOSUID, MS_NODEV, _MS_REMOUNT = 2, 4, 32
@@ -33,9 +34,7 @@ class Steps(TypedDict):
     """What the stage does before it runs the module."""
 
     tmpfs: dict[str, tuple[int, int]]  # folder: bytes, files
-    memory: int
-    processes: int
-    file_bytes: int
+    limits: dict[str, int]  # those of `Limits`
     uid: int | None  # whom root becomes; None for a user, who stays who they are
     keep: int | None  # a capability that is kept all the same
     filter: str  # of system calls, as hexadecimal digits; empty for none
@@ -45,7 +44,7 @@ def enter(steps: Steps) -> None:
     """Take all steps, in the one order that works: each takes away what an earlier one needs."""
     for folder, (size, files) in steps["tmpfs"].items():
         limit_tmpfs(folder, size=size, files=files)
-    limit_resources(memory=steps["memory"], processes=steps["processes"], file_bytes=steps["file_bytes"])
+    limit_resources(Limits(**steps["limits"]))
     give_up_rights(steps["uid"], keep=steps["keep"], refused=bytes.fromhex(steps["filter"]))
     end_with_parent()  # the kernel forgets this with a change of user
 
@@ -61,17 +60,17 @@ def mount(source: str | None, target: str, kind: str | None, flags: int, options
     checked(LIBC.mount(*names, ctypes.c_ulong(flags), options.encode()), f"mount {target}")
 
 
-def limit_resources(*, memory: int, processes: int, file_bytes: int) -> None:
+def limit_resources(limits: Limits) -> None:
     """The kernel's own limits, for this process and each that it starts.
 
     RLIMIT_DATA counts private writable memory and lets large libraries be mapped. RLIMIT_NPROC counts by user, and
     nothing for root. What several processes hold together is the watch's to see.
     """
     for kind, most in (
-        (resource.RLIMIT_DATA, memory),
-        (resource.RLIMIT_AS, 4 * memory),
-        (resource.RLIMIT_FSIZE, file_bytes),
-        (resource.RLIMIT_NPROC, processes),
+        (resource.RLIMIT_DATA, limits.memory),
+        (resource.RLIMIT_AS, 4 * limits.memory),
+        (resource.RLIMIT_FSIZE, limits.scratch),
+        (resource.RLIMIT_NPROC, limits.processes),
         (resource.RLIMIT_NOFILE, _MANY_FILES),
         (resource.RLIMIT_CORE, 0),
         (resource.RLIMIT_MSGQUEUE, 0),

@@ -19,7 +19,7 @@ import struct
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import NoReturn
 
@@ -166,13 +166,22 @@ def _search_paths() -> list[list[str]]:
     return [sys.path, *(path for path in packages if isinstance(path, list))]
 
 
+def change_user(this: Rules) -> Reach:
+    """Root becomes the rules' user; what is opened before is what can be reached afterwards. Then `confine`."""
+    reach = Reach(this)
+    if this.uid is not None:
+        become(this.uid, keep=this.keep)
+    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    return reach
+
+
 def confine(this: Rules, reach: Reach) -> None:
     """Confine the calling process, which has one thread, and all that it will start. It cannot be undone."""
     others = _tasks_of(os.getuid()) if this.uid is None else 2  # the kernel counts by user; our own count is by tree
     _restrict_files(this, reach)
     reach.reroute()
     limits = Limits(**this.limits)
-    limit_resources(memory=limits.memory, processes=limits.processes + others, file_bytes=limits.scratch)
+    limit_resources(replace(limits, processes=limits.processes + others))
     install_filter(bytes.fromhex(this.program))
 
 
@@ -185,10 +194,7 @@ def main(arguments: list[str]) -> NoReturn:
     """
     this = Rules(**json.loads(arguments[0]))
     parent = os.getppid()
-    reach = Reach(this)
-    if this.uid is not None:
-        become(this.uid, keep=this.keep)
-    prctl(PR_SET_NO_NEW_PRIVS, 1)
+    reach = change_user(this)
     prctl(PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, _end)
     prctl(PR_SET_PDEATHSIG, signal.SIGTERM)

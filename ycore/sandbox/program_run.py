@@ -127,14 +127,3 @@ def _status_of(end: SystemExit) -> int:
         return (end.code or 0) & 0xFF
     print(end.code, file=sys.stderr)
     return 1
-
-
-def main(kind: Kind, report: int, *fds: int) -> NoReturn:
-    """In a process that `confine` started for one program: say that it begins, and run it."""
-    os.write(report, b"ready\n")
-    os.close(report)
-    run(kind, fds, [entry for entry in sys.path if entry])
-
-
-if __name__ == "__main__":
-    main(sys.argv[1], *map(int, sys.argv[2:]))  # type: ignore[arg-type]

@@ -1,8 +1,7 @@
-"""The two ways to run programs, one job after the other, as their parent knows them. Nothing here runs inside.
+"""Runs programs, one job after the other, through a server of its own (`program_server`). Nothing here runs inside.
 
-`ServerRunner` (level `namespaces`) keeps one trusted fork server in bubblewrap's namespaces and sends it jobs over a
-socket, with the descriptors of each program. `ProcessRunner` (`landlock`, `none`) starts a confined Python for each
-program of a job; on a pipe the process says that it begins.
+The server is trusted, and starts each program by a fork: at the level `namespaces` from within bubblewrap's, at the
+others as a plain process. It gets jobs over a socket, with the descriptors of each program.
 """
 
 import asyncio
@@ -10,26 +9,27 @@ import json
 import os
 import socket
 import sys
+import tempfile
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from subprocess import Popen
-from typing import Any, Protocol
+from subprocess import Popen, TimeoutExpired
+from typing import Any
 
 import ycore
 from ycore.errors import RunError
 from ycore.run.process_tree import kill_tree
 from ycore.sandbox import Level, Limits, View
-from ycore.sandbox.confine import FIRST_UID, NUM_UIDS, Launch, launch_of, own_variables
-from ycore.sandbox.landlock import EXIT_EXCESS
+from ycore.sandbox.confine import FIRST_UID, NUM_UIDS, own_variables, unconfined
+from ycore.sandbox.landlock import rules_of
 from ycore.sandbox.namespaces import SCRATCH, bwrap_command, find_bwrap, python_folders
 from ycore.sandbox.program_run import Kind
 from ycore.sandbox.program_server import MAX_MESSAGE, Settings
 from ycore.sandbox.syscall_filter import filter_bytes
 
 _START_TIMEOUT_S = 60.0
-_ANSWER_GRACE_S, _END_GRACE_S = 10.0, 5.0
+_ANSWER_GRACE_S, _END_WITHIN_S = 10.0, 8.0
 
 
 class Lost(Exception):
@@ -45,30 +45,13 @@ class Job:
     deadline_s: float
 
 
-class Runner(Protocol):
-    """Runs programs, one job after the other."""
+class Runner:
+    """A server of programs, seen from its parent. It has no process until `ready`, and none after `close`."""
 
-    async def ready(self) -> int:
-        """Make it so that a job can begin; 1 where something was started in place of what had failed, else 0."""
-
-    def send(self, job: Job) -> None:
-        """Begin a job. The programs have descriptors of their own afterwards."""
-
-    async def ended(self, job: Job) -> list[dict[str, Any]]:
-        """How each program of the job ended: `status`, `reason`, `problem`. Lost where that cannot be known."""
-
-    def kill_job(self) -> None:
-        """End what runs now."""
-
-    def close(self) -> None:
-        """End everything; `ready` makes it anew."""
-
-
-class ServerRunner(Runner):
-    """A server of programs (`program_server`), seen from its parent. It has no process until `ready`."""
-
-    def __init__(self, number: int, log: Path, *, run_id: str, limits: Limits, packages: Sequence[str]) -> None:
-        self._number, self._log, self._run_id = number, log, run_id
+    def __init__(
+        self, level: Level, number: int, log: Path, *, run_id: str, limits: Limits, packages: Sequence[str]
+    ) -> None:
+        self._level, self._number, self._log, self._run_id = level, number, log, run_id
         self._limits, self._packages = limits, packages
         self._process: Popen[bytes] | None = None
         self._control: socket.socket | None = None
@@ -76,10 +59,11 @@ class ServerRunner(Runner):
         self._num_jobs = self._num_starts = 0
 
     async def ready(self) -> int:
+        """Make it so that a job can begin; 1 where a server was started in place of one that had failed, else 0."""
         if self._process is not None and self._process.poll() is None and self._control is not None:
             return 0
         self.close()
-        command = server_command(has_packages=bool(self._packages))
+        command = server_command(level=self._level, has_packages=bool(self._packages))
         self._control, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._control.setblocking(False)
         self._log.parent.mkdir(parents=True, exist_ok=True)
@@ -89,32 +73,41 @@ class ServerRunner(Runner):
                 command, env=environment, stdin=theirs.fileno(), stdout=log, stderr=log, start_new_session=True
             )
         asyncio.get_running_loop().add_reader(self._control, self._read)
-        self._send(server_settings(self._limits, self._packages, number=self._number), ())
+        prefix = f"ycore-{self._run_id}-scratch-"  # the guardian knows scratch folders by this name
+        self._send(server_settings(self._level, self._limits, self._packages, self._number, prefix), ())
         await self._answer(_START_TIMEOUT_S)
         self._num_starts += 1
         return int(self._num_starts > 1)
 
     def send(self, job: Job) -> None:
+        """Begin a job. The programs have descriptors of their own afterwards."""
         self._num_jobs += 1
         message = {"id": self._num_jobs, "kinds": job.kinds, "num_fds": [len(fds) for fds in job.fds]}
         self._send({**message, "deadline_s": job.deadline_s}, [fd for fds in job.fds for fd in fds])
 
     async def ended(self, job: Job) -> list[dict[str, Any]]:
+        """How each program of the job ended: `status`, `reason`, `problem`. Lost where that cannot be known."""
         ended: list[dict[str, Any]] = (await self._answer(job.deadline_s + _ANSWER_GRACE_S))["ended"]
         return ended
 
     def kill_job(self) -> None:
+        """End what runs now."""
         if self._control is not None:
             with suppress(OSError):
                 self._control.send(json.dumps({"kill": self._num_jobs}).encode())
 
     def close(self) -> None:
+        """End everything; `ready` makes it anew."""
         if self._control is not None:
             with suppress(RuntimeError):
                 asyncio.get_running_loop().remove_reader(self._control)
             self._control.close()
             self._control = None
         if self._process is not None:
+            if self._level is not Level.NAMESPACES:  # which end with their first process; a plain server ends all below
+                self._process.terminate()
+                with suppress(TimeoutExpired):
+                    self._process.wait(_END_WITHIN_S)
             kill_tree(self._process.pid)
             self._process.wait()
             self._process = None
@@ -157,124 +150,20 @@ class ServerRunner(Runner):
             self._reply.exception()  # looked at, should nobody wait for it
 
 
-class ProcessRunner(Runner):
-    """Starts each program through `confine`, at `landlock` and `none`. Python's start is part of its time."""
-
-    def __init__(self, level: Level, number: int, log: Path, *, run_id: str, limits: Limits) -> None:
-        self._level, self._number, self._log, self._run_id, self._limits = level, number, log, run_id, limits
-        self._running: list[_Started] = []
-
-    async def ready(self) -> int:
-        return 0
-
-    def send(self, job: Job) -> None:
-        self._log.parent.mkdir(parents=True, exist_ok=True)
-        try:
-            for index, (kind, fds) in enumerate(zip(job.kinds, job.fds, strict=True)):
-                self._running.append(self._start(kind, fds, index))
-        except OSError as error:
-            self.close()
-            raise Lost(str(error)) from None
-
-    async def ended(self, job: Job) -> list[dict[str, Any]]:
-        running = self._running
-        try:
-            async with asyncio.timeout(job.deadline_s):
-                await running[0].wait()
-        except TimeoutError:
-            for one in running:
-                one.kill("deadline")
-        for one in running:
-            one.kill("leader ended")
-            await one.wait()
-        self._running = []
-        return [one.report() for one in running]
-
-    def kill_job(self) -> None:
-        for one in self._running:
-            one.kill("parent")
-
-    def close(self) -> None:
-        self.kill_job()
-        self._running = []
-
-    def _start(self, kind: str, fds: Sequence[int], index: int) -> "_Started":
-        report, written = os.pipe()
-        try:
-            launch = launch_of(
-                "ycore.sandbox.program_run",
-                [kind, str(written), *map(str, fds[3:])],
-                level=self._level,
-                view=View(),
-                limits=self._limits,
-                run_id=self._run_id,
-                name=f"program-{self._number}-{index}",
-            )
-            launch.environment["PYTHONHASHSEED"] = "0"
-            process = launch.start(stdin=fds[0], stdout=fds[1], stderr=fds[2], pass_fds=(written, *fds[3:]))
-        except BaseException:
-            os.close(report)
-            raise
-        finally:
-            os.close(written)
-        return _Started(process, launch, report)
-
-
-class _Started:
-    """One program's process, and the process that confines it."""
-
-    def __init__(self, process: "Popen[bytes]", launch: Launch, report: int) -> None:
-        self._process, self._launch, self._report = process, launch, report
-        self._reason: str | None = None
-        self._began = False
-        self._ended_fd = os.pidfd_open(process.pid)
-
-    async def wait(self) -> None:
-        """Until the process and all that it started are gone."""
-        if self._ended_fd < 0:
-            return
-        loop, ended = asyncio.get_running_loop(), asyncio.Event()
-        loop.add_reader(self._ended_fd, ended.set)
-        try:
-            while not ended.is_set():
-                with suppress(TimeoutError):
-                    await asyncio.wait_for(ended.wait(), _END_GRACE_S)
-                if self._reason is not None and not ended.is_set():
-                    kill_tree(self._process.pid)
-        finally:
-            loop.remove_reader(self._ended_fd)
-        os.close(self._ended_fd)
-        self._ended_fd = -1
-        kill_tree(self._process.pid)
-        self._process.wait()
-        with os.fdopen(self._report, "rb") as file:
-            os.set_blocking(self._report, False)
-            self._began = bool(file.read())
-        self._launch.clear()
-
-    def kill(self, reason: str) -> None:
-        if self._ended_fd >= 0 and self._reason is None:
-            self._reason = reason
-            self._launch.end(self._process.pid)
-
-    def report(self) -> dict[str, Any]:
-        status = self._process.returncode
-        reason = "memory" if status == EXIT_EXCESS else self._reason
-        problem = None if self._began or reason else f"the process could not be confined: exit status {status}"
-        return {"status": status, "reason": reason, "problem": problem}
-
-
-def server_command(*, has_packages: bool = False) -> list[str]:
-    """The command that starts a server of programs in bubblewrap's namespaces."""
-    bwrap = find_bwrap()
-    if bwrap is None:
-        raise RunError("no bwrap is installed; install the package bubblewrap")
+def server_command(*, level: Level, has_packages: bool) -> list[str]:
+    """The command that starts a server of programs: in bubblewrap's namespaces, or plainly at another level."""
     code = (
         f"import sys; sys.path.insert(0, {str(_package().parent)!r}); "
         "from ycore.sandbox.program_server import main; main()"
     )
+    server = [sys.executable, "-P", "-s", "-S", "-B", "-c", code]
+    if level is not Level.NAMESPACES:
+        return server
+    bwrap = find_bwrap()
+    if bwrap is None:
+        raise RunError("no bwrap is installed; install the package bubblewrap")
     return bwrap_command(
-        [sys.executable, "-P", "-s", "-S", "-B", "-c", code],
+        server,
         View(),
         bwrap=bwrap,
         as_root=os.geteuid() == 0,
@@ -289,19 +178,29 @@ def server_environment(run_id: str) -> dict[str, str]:
     return {**own_variables(run_id, SCRATCH), **fixed}
 
 
-def server_settings(limits: Limits, packages: Sequence[str], *, number: int) -> Settings:
+def server_settings(level: Level, limits: Limits, packages: Sequence[str], number: int, prefix: str) -> Settings:
     """The first message to the server of runner `number`, whose programs' users are no other runner's."""
     standard = [entry for entry in sys.path if entry.startswith(sys.base_prefix) and "-packages" not in entry]
     site = _site() if packages else []
-    uid = FIRST_UID + (os.getpid() * 16 + number * 2) % NUM_UIDS
+    uid = FIRST_UID + (os.getpid() * 16 + number * 2) % NUM_UIDS if os.geteuid() == 0 else None
+    keep, refused, readable = None, b"", list[str]()
+    if level is Level.NAMESPACES:
+        refused = filter_bytes(level)
+    elif level is Level.LANDLOCK:
+        rules = rules_of(View(), limits, scratch=SCRATCH, python=python_folders(site), uid=uid)
+        refused, readable = bytes.fromhex(rules.program), rules.files
+    else:
+        steps, _ = unconfined(View(), limits, uid)
+        uid, keep, limits = steps["uid"], steps["keep"], Limits(**steps["limits"])
     under_scratch = [path for path in python_folders(site) if path.is_relative_to(SCRATCH) and path != _package()]
     return Settings(
-        uid=uid if os.geteuid() == 0 else None,
-        memory=limits.memory,
-        scratch=limits.scratch,
-        files=limits.files,
-        processes=limits.processes,
-        filter=filter_bytes(Level.NAMESPACES).hex(),
+        level=level,
+        uid=uid,
+        keep=keep,
+        limits=asdict(limits),
+        filter=refused.hex(),
+        files=readable,
+        prefix=os.path.join(tempfile.gettempdir(), prefix),
         path=[*standard, *site],
         modules=list(packages),
         kept=[str(path) for path in under_scratch],

@@ -1,9 +1,9 @@
-"""The trusted server that runs programs, inside bubblewrap's namespaces: a fresh process, confined anew, for each.
+"""The trusted server that runs programs: a fresh process, confined anew, for each.
 
 It never sees a program, a test or an output: descriptors of these come with each message, and go to the new process.
 So nothing of one program, and nothing of the tests, is in the memory that the next one inherits. It makes the process,
-counts its memory, holds its deadline, kills it, and says how it ended. Its parent, outside, is
-`program_runners.ServerRunner`.
+counts what it holds, keeps its deadline, kills it with all that it left, and says how it ended. Its parent is
+`program_runners.Runner`. Standard library only.
 
 Messages are JSON datagrams on descriptor 0. The first one has the server's settings, and is answered by `{"ready":
 true}`. Then a job `{"id", "kinds", "num_fds", "deadline_s"}`, with the descriptors of each program in order, is
@@ -11,9 +11,10 @@ answered by `{"id", "ended": [how each program ended]}`; meanwhile `{"kill": id}
 leads it: when it ends, the others are killed. A job's programs share their network namespace with nothing but each
 other.
 
-A process is made in the way of `unshare --fork --kill-child`: an intermediate process makes the namespaces and forks
-once more, because only a child is in a new namespace of processes. That child is its first process: when it is killed,
-the kernel ends all others in it.
+At the level `namespaces` the server itself runs in bubblewrap's, and a process is made in the way of `unshare --fork
+--kill-child`: an intermediate process makes the namespaces and forks once more, because only a child is in a new
+namespace of processes. That child is its first process: when it is killed, the kernel ends all others in it. At
+`landlock` and `none` the server forks the process itself, and a job has ended when nothing is below the server.
 """
 
 import array
@@ -26,13 +27,14 @@ import select
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple, NoReturn, TypedDict
 
-from ycore.sandbox import drop_rights, watch
+from ycore.sandbox import Level, Limits, drop_rights, landlock, watch
 from ycore.sandbox.drop_rights import MS_NODEV, MS_NOSUID, mount
 from ycore.sandbox.program_run import Kind, run
 
@@ -52,12 +54,13 @@ _HIGH = 200  # descriptors below it get their final numbers
 class Settings(TypedDict):
     """The first message to the server."""
 
+    level: str
     uid: int | None  # root's programs become this user and those after it; None makes a user namespace for each
-    memory: int  # bytes, of each program with all that it starts
-    scratch: int  # bytes
-    files: int
-    processes: int
-    filter: str  # of system calls, as hexadecimal digits
+    keep: int | None  # a capability that they keep all the same
+    limits: dict[str, int]  # of each program with all that it starts: `Limits`
+    filter: str  # of system calls, as hexadecimal digits; empty for none
+    files: list[str]  # at `landlock`, what programs may read
+    prefix: str  # of the paths of scratch folders, where these are not in memory
     path: list[str]  # where programs find modules
     modules: list[str]  # imported before the first program
     kept: list[str]  # folders under the scratch folder that programs see
@@ -68,7 +71,8 @@ class Running:
     """One program's process: the first of its namespace."""
 
     pid: int
-    ended_fd: int  # a pidfd, readable once the process and all in its namespace have ended
+    ended_fd: int  # a pidfd, readable once the process (and its namespace) has ended
+    scratch: str | None = None  # its folder on a disk
     reason: str | None = None  # why the server killed it
     status: int | None = None  # exit code, or minus the signal
     problem: str | None = None  # it could not be made
@@ -90,20 +94,22 @@ class Running:
 class Starting(NamedTuple):
     """A process that is being made."""
 
-    middle: int
+    child: int  # the process itself, or at `namespaces` the one in the middle
     report: int  # its id, and `ready` or what went wrong, a line each
+    scratch: str | None
 
     def running(self) -> Running:
         """Once its program has begun, or cannot."""
-        os.waitpid(self.middle, 0)
         with os.fdopen(self.report, "rb") as file:
             lines = file.read().decode(errors="replace").splitlines()
         pid = next((int(line) for line in lines if line.isdigit()), None)
+        if pid != self.child:
+            os.waitpid(self.child, 0)
         others = [line for line in lines if not line.isdigit()]  # either line may come first
         problem = None if others == ["ready"] and pid else (others[-1:] or ["no report"])[0]
         if pid is None:
-            return Running(0, -1, status=-1, problem=problem)
-        return Running(pid, os.pidfd_open(pid), problem=problem)
+            return Running(0, -1, self.scratch, status=-1, problem=problem)
+        return Running(pid, os.pidfd_open(pid), self.scratch, problem=problem)
 
 
 @dataclass(slots=True)
@@ -132,6 +138,10 @@ class Server:
             os.close(descriptor)
         programs = [one.running() for one in starting]
         self.wait(job["id"], programs, deadline)
+        watch.end_all_below(os.getpid())
+        for program in programs:
+            if program.scratch is not None:
+                watch.remove_tree(program.scratch)
         return programs
 
     def wait(self, job_id: int, programs: Sequence[Running], deadline: float) -> None:
@@ -157,24 +167,41 @@ class Server:
                 looked = time.monotonic()
 
     def look(self, programs: Sequence[Running]) -> None:
-        """Kill what holds too much memory."""
-        limit = self.settings["memory"]
+        """Kill what holds too much. What has left its parent's tree counts for every program of the job."""
+        limits, everything = Limits(**self.settings["limits"]), watch.below(os.getpid())
+        trees = {one.pid: {one.pid, *watch.below(one.pid)} for one in programs if one.status is None}
         for program in programs:
-            pids = [program.pid, *watch.below(program.pid)] if program.status is None else []
-            if watch.memory_of(pids, at_most=limit) > limit:
+            others = {pid for leader, tree in trees.items() if leader != program.pid for pid in tree}
+            held = [pid for pid in everything if pid not in others]
+            if program.status is None and watch.usage_of(held, limits, program.scratch).excess(limits):
                 program.kill("memory")
 
     def start(self, kind: Kind, fds: Sequence[int], index: int) -> "Starting":
-        """Begin to make a new process in new namespaces, which runs a program with these descriptors from 0 on."""
+        """Begin to make a new process, which runs a program with these descriptors from 0 on."""
+        uid, scratch = self.settings["uid"], None
+        if self.settings["level"] != Level.NAMESPACES:
+            folder, prefix = os.path.split(self.settings["prefix"])
+            scratch = tempfile.mkdtemp(prefix=prefix, dir=folder)  # without `dir`, programs would inherit the default
+            if uid is not None:
+                os.chown(scratch, uid + index, uid + index)
         report, written = os.pipe()
-        middle = os.fork()
-        if not middle:
-            _in_child(written, lambda: self._make(kind, fds, index, written))
+        child = os.fork()
+        if not child:
+            _in_child(written, lambda: self._begin(kind, fds, index, written, scratch))
         os.close(written)
-        return Starting(middle, report)
+        return Starting(child, report, scratch)
 
-    def _make(self, kind: Kind, fds: Sequence[int], index: int, written: int) -> NoReturn:
-        """In the middle process: the namespaces, and the process in them."""
+    def _begin(self, kind: Kind, fds: Sequence[int], index: int, written: int, scratch: str | None) -> NoReturn:
+        if scratch is None:
+            self._enter_namespaces(written)
+        else:
+            os.write(written, f"{os.getpid()}\n".encode())
+        os.setsid()
+        report = _renumbered(fds, written)
+        _in_child(report, lambda: self._run(kind, report, index, scratch))
+
+    def _enter_namespaces(self, written: int) -> None:
+        """In the middle process: the namespaces, and the process in them, which alone returns."""
         uid = self.settings["uid"]
         flags = _NEWPID | _NEWNS | _NEWIPC | (_NEWUSER if uid is None else 0)
         outer, group = os.geteuid(), os.getegid()
@@ -187,23 +214,29 @@ class Server:
         if program:
             os.write(written, f"{program}\n".encode())
             os._exit(0)
-        os.setsid()
-        report = _renumbered(fds, written)
-        _in_child(report, lambda: self._begin(kind, report, None if uid is None else uid + index))
 
-    def _begin(self, kind: Kind, report: int, uid: int | None) -> NoReturn:
-        self._confine(uid)
+    def _run(self, kind: Kind, report: int, index: int, scratch: str | None) -> NoReturn:
+        this = self.settings
+        self._confine(None if this["uid"] is None else this["uid"] + index, scratch)
         os.write(report, b"ready\n")
         os.close(report)
-        run(kind, range(3, report), self.settings["path"])
+        run(kind, range(3, report), list(sys.path))
 
-    def _confine(self, uid: int | None) -> None:
-        settings = self.settings
-        _mount_all(settings["scratch"], settings["files"], settings["kept"])
-        drop_rights.limit_resources(
-            memory=settings["memory"], processes=settings["processes"], file_bytes=settings["scratch"]
-        )
-        drop_rights.give_up_rights(uid, refused=bytes.fromhex(settings["filter"]))
+    def _confine(self, uid: int | None, scratch: str | None) -> None:
+        this, limits = self.settings, Limits(**self.settings["limits"])
+        if scratch is None:
+            _mount_all(limits.scratch, limits.files, this["kept"])
+        else:
+            os.environ["HOME"] = os.environ["TMPDIR"] = scratch
+            os.chdir(scratch)
+        if this["level"] == Level.LANDLOCK and scratch is not None:
+            rules = landlock.Rules(this["files"], scratch, scratch, uid, this["keep"], this["filter"], this["limits"])
+            landlock.confine(rules, landlock.change_user(rules))
+        else:
+            drop_rights.limit_resources(limits)
+            drop_rights.give_up_rights(uid, keep=this["keep"], refused=bytes.fromhex(this["filter"]))
+        if scratch is not None:
+            drop_rights.prctl(drop_rights.PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 def main() -> None:
@@ -214,6 +247,8 @@ def main() -> None:
     settings, _ = receive(control)
     sys.path[:] = settings["path"]
     drop_rights.end_with_parent()
+    signal.signal(signal.SIGTERM, _end)
+    drop_rights.prctl(drop_rights.PR_SET_PDEATHSIG, signal.SIGTERM)  # to end first what is below
     for name in (*_STDLIB, *settings["modules"]):
         importlib.import_module(name)
     del settings["modules"]
@@ -231,8 +266,13 @@ def receive(control: socket.socket) -> tuple[Any, list[int]]:
         if (level, kind) == (socket.SOL_SOCKET, socket.SCM_RIGHTS):
             fds.frombytes(content[: len(content) - len(content) % fds.itemsize])
     if not data:
-        os._exit(0)
+        _end()
     return json.loads(data), list(fds)
+
+
+def _end(*_signal: object) -> NoReturn:
+    watch.end_all_below(os.getpid())
+    os._exit(0)
 
 
 def _kill_all(programs: Sequence[Running], reason: str) -> None:
@@ -243,6 +283,7 @@ def _kill_all(programs: Sequence[Running], reason: str) -> None:
 def _in_child(written: int, work: Any) -> NoReturn:
     """Whatever happens in a child of the server stays in it; what went wrong is its last line to the server."""
     try:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
         work()
     except BaseException as error:  # noqa: BLE001 (the border of a process)
         with suppress(OSError):

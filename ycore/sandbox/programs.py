@@ -22,7 +22,7 @@ from typing import Any, Literal
 
 from ycore.errors import RunError
 from ycore.sandbox import MIB, Level, Limits
-from ycore.sandbox.program_runners import Job, Lost, ProcessRunner, Runner, ServerRunner
+from ycore.sandbox.program_runners import Job, Lost, Runner
 
 Status = Literal["ok", "error", "timeout", "memory", "output", "killed", "infra_error"]
 """`error`: an exit status that is not 0. `killed`: by a signal that was not ours."""
@@ -95,12 +95,9 @@ class Programs:
         """
         self.restarts = 0
         self._limits = limits
-        self._runners = list[Runner]()
-        for number in range(at_once):
-            if level is Level.NAMESPACES:
-                self._runners.append(ServerRunner(number, log, run_id=run_id, limits=limits, packages=packages))
-            else:
-                self._runners.append(ProcessRunner(level, number, log, run_id=run_id, limits=limits))
+        self._runners = [
+            Runner(level, number, log, run_id=run_id, limits=limits, packages=packages) for number in range(at_once)
+        ]
         self._idle: asyncio.Queue[Runner] = asyncio.Queue()
         for runner in self._runners:
             self._idle.put_nowait(runner)

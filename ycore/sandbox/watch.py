@@ -5,11 +5,13 @@ taken from outside, every 50 ms. Only the standard library: this also runs in a 
 """
 
 import os
+import shutil
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from pathlib import Path
 from typing import NamedTuple
 
 from ycore.sandbox import Limits
@@ -17,6 +19,7 @@ from ycore.sandbox import Limits
 INTERVAL_S = 0.05
 _BLOCK = 512  # bytes: the unit of st_blocks
 _KIB = 1024
+_DEEPEST = 100  # folders within folders
 
 
 class Usage(NamedTuple):
@@ -66,11 +69,18 @@ def memory_of(pids: list[int], *, at_most: int) -> int:
 
 
 def files_in(folder: str, *, at_most: int) -> tuple[int, int]:
-    """Bytes and number of files and folders inside; the walk ends once it has met more than `at_most` of them."""
+    """Bytes and number of files and folders inside; the walk ends once it has met more than `at_most` of them.
+
+    Folders nested too deeply count as too many files: a walk by name through them takes seconds.
+    """
     num_bytes = num_files = 0
     waiting = [folder]
+    deepest = folder.count(os.sep) + _DEEPEST
     while waiting and num_files <= at_most:
-        with suppress(OSError), os.scandir(waiting.pop()) as entries:
+        inner = waiting.pop()
+        if inner.count(os.sep) > deepest:
+            return num_bytes, at_most + 1
+        with suppress(OSError), os.scandir(inner) as entries:
             for entry in entries:
                 num_files += 1
                 with suppress(OSError):
@@ -80,6 +90,12 @@ def files_in(folder: str, *, at_most: int) -> tuple[int, int]:
                 if num_files > at_most:
                     break
     return num_bytes, num_files
+
+
+def remove_tree(folder: str | Path) -> None:
+    """Remove a scratch folder; one that was nested too deeply on purpose may stay, and raises nothing."""
+    with suppress(RecursionError):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def deleted_bytes(pids: list[int]) -> int:
@@ -97,7 +113,11 @@ def deleted_bytes(pids: list[int]) -> int:
 
 def usage(pid: int, limits: Limits, scratch: str | None = None) -> Usage:
     """What the processes below `pid` hold, and what lies in `scratch` where that is a plain folder."""
-    pids = below(pid)
+    return usage_of(below(pid), limits, scratch)
+
+
+def usage_of(pids: list[int], limits: Limits, scratch: str | None = None) -> Usage:
+    """The same of these processes."""
     memory = memory_of(pids, at_most=limits.memory)
     if scratch is None:
         return Usage(memory, len(pids))

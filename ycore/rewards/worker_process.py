@@ -1,116 +1,77 @@
-"""The process of one reward worker as its parent knows it: how it is started, its three pipes, and how it ends.
+"""The process of one reward worker as its parent knows it: how it is started, what connects the two, and how it ends.
 
-Requests go to its standard input. Answers come on a pipe of its own, in lines of bounded length. What it prints comes
-on a third pipe. The process may run any code by now, so that nothing that comes on a pipe is believed (`replies`).
+Requests go to its standard input. Answers come on a socket of their own, in lines of bounded length. What it prints
+comes on a pipe. The process may run any code by now, so that nothing that comes from it is believed (`replies`).
 """
 
 import asyncio
 import os
+import socket
 import sys
 from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
 from contextlib import suppress
-from typing import BinaryIO
 
 from ycore.rewards.confinement import Confinement
 from ycore.run.process_tree import kill_tree
-from ycore.sandbox.confine import Launch, launch_of
+from ycore.sandbox.confine import Launch, PipeReader, launch_of
 from ycore.sandbox.watch import Watch
 
 _REAP_TIMEOUT_S = 5.0
 
 
-class _Pipe(asyncio.Protocol):
-    """The reading end of a pipe."""
+class Replies:
+    """Lines on a socket, none of them longer than it may be; what comes unasked is kept as a sign that it came."""
 
-    def __init__(self) -> None:
-        self.ended = asyncio.Event()
-        self._transport: asyncio.ReadTransport | None = None
-
-    def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.ReadTransport)
-        self._transport = transport
-
-    def connection_lost(self, _error: Exception | None) -> None:
-        self.ended.set()
-
-    def close(self) -> None:
-        if self._transport is not None:
-            self._transport.close()
-
-
-class Output(_Pipe):
-    """What the process prints, handed on as it comes."""
-
-    def __init__(self, printed: Callable[[bytes], None]) -> None:
-        super().__init__()
-        self._printed = printed
-
-    def data_received(self, data: bytes) -> None:
-        self._printed(data)
-
-
-class Replies(_Pipe):
-    """Lines, none of them longer than it may be; what comes unasked is kept as a sign that it came."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self._held = bytearray()
-        self._most = 0
-        self._news = asyncio.Event()
+    def __init__(self, end: socket.socket) -> None:
+        self._end, self._has_more = end, False
+        end.setblocking(False)
 
     @property
-    def is_empty(self) -> bool:
-        return not self._held
-
-    def data_received(self, data: bytes) -> None:
-        self._held += data
-        if len(self._held) > self._most and self._transport is not None:
-            self._transport.pause_reading()
-        self._news.set()
-
-    def connection_lost(self, error: Exception | None) -> None:
-        super().connection_lost(error)
-        self._news.set()
+    def is_silent(self) -> bool:
+        """Whether the other end is open, and has said nothing since the last line."""
+        if self._has_more:
+            return False
+        try:
+            self._end.recv(1, socket.MSG_PEEK)
+        except BlockingIOError:
+            return True
+        except OSError:
+            pass
+        return False
 
     async def line(self, most: int) -> bytes | None:
-        """The next line; None where it is too long, IncompleteReadError where the pipe was closed before it came."""
-        self._most = most
-        try:
-            while True:
-                end = self._held.find(b"\n")
-                if end >= 0 or len(self._held) > most:
-                    break
-                if self.ended.is_set():
-                    raise asyncio.IncompleteReadError(bytes(self._held), None)
-                self._news.clear()
-                await self._news.wait()
-            if not 0 <= end <= most:
-                return None
-            line = bytes(self._held[:end])
-            del self._held[: end + 1]
-            return line
-        finally:
-            self._most = 0
+        """The next line; None where it is too long, IncompleteReadError where the end was closed before it came."""
+        held = bytearray()
+        while b"\n" not in held and len(held) <= most:
+            part = await asyncio.get_running_loop().sock_recv(self._end, most + 1 - len(held))
+            if not part:
+                raise asyncio.IncompleteReadError(bytes(held), None)
+            held += part
+        line, end, more = bytes(held).partition(b"\n")
+        self._has_more = bool(more)
+        return line if end else None
+
+    def close(self) -> None:
+        self._end.close()
 
 
 class WorkerProcess:
     """A started process, its pipes and its watch."""
 
-    def __init__(self, launch: Launch, process: Process, replies: Replies, output: Output, watch: Watch) -> None:
+    def __init__(self, launch: Launch, process: Process, replies: Replies, output: PipeReader, watch: Watch) -> None:
         self.launch, self.process, self.replies = launch, process, replies
         self._output, self._watch = output, watch
 
     @classmethod
     async def start(cls, held: Confinement, name: str, printed: Callable[[bytes], None]) -> "WorkerProcess":
-        loop = asyncio.get_running_loop()
-        pipes = [os.pipe() for _ in range(2)]  # answers, output
-        (answers, to_answers), (output, to_output) = pipes
+        answers, to_answers = socket.socketpair()
+        output, to_output = os.pipe()
         launch = None
         try:
             launch = launch_of(
                 "ycore.rewards.worker",
-                [str(to_answers)],
+                [str(to_answers.fileno())],
                 level=held.level,
                 view=held.view,
                 limits=held.limits,
@@ -125,29 +86,27 @@ class WorkerProcess:
                 stderr=to_output,
                 env=launch.environment,
                 cwd=launch.working,
-                pass_fds=(to_answers,),
+                pass_fds=(to_answers.fileno(),),
                 start_new_session=True,
             )
         except BaseException:
-            for end in (answers, output):
-                os.close(end)
+            answers.close()
+            os.close(output)
             if launch is not None:
                 launch.clear()
             raise
         finally:
-            for end in (to_answers, to_output):
-                os.close(end)
+            to_answers.close()
+            os.close(to_output)
         scratch = None if launch.scratch is None else str(launch.scratch)
         watch = Watch(process.pid, held.limits, lambda: launch.end(process.pid), scratch=scratch)
         watch.start()
-        _, replies = await loop.connect_read_pipe(Replies, _file(answers))
-        _, shown = await loop.connect_read_pipe(lambda: Output(printed), _file(output))
-        return cls(launch, process, replies, shown, watch)
+        return cls(launch, process, Replies(answers), PipeReader(output, printed), watch)
 
     @property
     def is_clean(self) -> bool:
         """Whether it lives, and has said nothing that it was not asked."""
-        return self._is_alive and self.replies.is_empty and not self.replies.ended.is_set()
+        return self._is_alive and self.replies.is_silent
 
     @property
     def _is_alive(self) -> bool:
@@ -185,7 +144,3 @@ class WorkerProcess:
         self.replies.close()
         self._output.close()
         self.launch.clear()
-
-
-def _file(descriptor: int) -> BinaryIO:
-    return os.fdopen(descriptor, "rb", buffering=0)

@@ -22,6 +22,7 @@ from typing import Any, Literal
 
 from ycore.errors import RunError
 from ycore.sandbox import MIB, Level, Limits
+from ycore.sandbox.confine import PipeReader
 from ycore.sandbox.program_runners import Job, Lost, Runner
 
 Status = Literal["ok", "error", "timeout", "memory", "output", "killed", "infra_error"]
@@ -178,8 +179,6 @@ class Programs:
         try:
             with ExitStack() as files:
                 job, readers = make(files, runner.kill_job)
-                for reader in readers:
-                    reader.begin()
                 runner.send(job)
             ended = await runner.ended(job)
             for reader in readers:
@@ -239,40 +238,10 @@ class _Count:
         return kept
 
 
-class _Reader:
-    """Reads a pipe on the event loop, as it comes."""
-
+class _Reader(PipeReader):
     def __init__(self, descriptor: int, count: _Count) -> None:
         self.data, self.count = bytearray(), count
-        self._descriptor: int | None = descriptor
-        os.set_blocking(descriptor, False)
-
-    def begin(self) -> None:
-        assert self._descriptor is not None
-        asyncio.get_running_loop().add_reader(self._descriptor, self._read)
-
-    def drain(self) -> None:
-        """What is left, once every process that could write is gone."""
-        while self._descriptor is not None and self._read():
-            pass
-
-    def close(self) -> None:
-        if self._descriptor is not None:
-            asyncio.get_running_loop().remove_reader(self._descriptor)
-            os.close(self._descriptor)
-            self._descriptor = None
-
-    def _read(self) -> bool:
-        assert self._descriptor is not None
-        try:
-            data = os.read(self._descriptor, 65536)
-        except BlockingIOError:
-            return False
-        if not data:
-            self.close()
-            return False
-        self.data += self.count.take(data)
-        return True
+        super().__init__(descriptor, lambda read: self.data.extend(count.take(read)))
 
 
 def _pipe(files: ExitStack) -> tuple[int, int]:

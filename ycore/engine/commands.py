@@ -23,7 +23,7 @@ from ycore.errors import ConfigError
 from ycore.models.hub import cache_dir
 from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT
 from ycore.run.reports import RUN_MARKER
-from ycore.run.secret_shapes import is_secret, redact_text
+from ycore.run.secrets import is_secret, redact_text
 
 # Of the user's environment a server gets what is on these lists: nobody can list the names of all secrets. They have
 # what servers may need of libraries, compilers, devices, networks and caches. Threads are ycore's to set.

@@ -29,7 +29,7 @@ def deal_once(seed: int, *, world: int, per_rank: int) -> Dealt:
     dice = random.Random(seed)
     offers = [Offer(n % world, n // world, n, _group(dice), True) for n in range(world * per_rank)]
     deal = deal_groups(offers, world=world, per_rank=per_rank)
-    before = [sum(offer.num_tokens for offer in offers if offer.rank == rank) for rank in range(world)]
+    before = [sum(offer.cost for offer in offers if offer.rank == rank) for rank in range(world)]
     return Dealt(imbalance(before), imbalance(_loads(deal)), len(deal.moves) / len(offers))
 
 
@@ -38,7 +38,7 @@ def _group(dice: random.Random) -> int:
 
 
 def _loads(deal: Deal) -> list[int]:
-    return [sum(offer.num_tokens for offer in hand) for hand in deal.chosen]
+    return [sum(offer.cost for offer in hand) for hand in deal.chosen]
 
 
 def main() -> None:

@@ -11,6 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ycore.round.peers import Deal, Offer, choose, deal_groups, imbalance
+from ycore.round.sampling import Cost
+from ycore.types import Completion, Draw, Group, Prompt, Score
 
 WORLD, PER_RANK, GROUP_SIZE = 8, 8, 8
 
@@ -67,7 +69,7 @@ def test_every_rank_computes_the_same_deal(table: tuple[list[Offer], int, int], 
 @given(tables())
 def test_with_even_counts_dealing_never_makes_it_worse(table: tuple[list[Offer], int, int]) -> None:
     offers, world, per_rank = table
-    even = [Offer(n % world, n // world, n, offer.num_tokens, True) for n, offer in enumerate(offers)]
+    even = [Offer(n % world, n // world, n, offer.cost, True) for n, offer in enumerate(offers)]
     even = even[: world * per_rank]
     assert imbalance(loads(deal_groups(even, world=world, per_rank=per_rank))) <= imbalance(loads_before(even, world))
 
@@ -87,8 +89,45 @@ def test_an_even_table_moves_nothing() -> None:
 
 
 def loads(deal: Deal) -> list[int]:
-    return [sum(offer.num_tokens for offer in hand) for hand in deal.chosen]
+    return [sum(offer.cost for offer in hand) for hand in deal.chosen]
 
 
 def loads_before(offers: list[Offer], world: int) -> list[int]:
-    return [sum(offer.num_tokens for offer in offers if offer.rank == rank) for rank in range(world)]
+    return [sum(offer.cost for offer in offers if offer.rank == rank) for rank in range(world)]
+
+
+QWEN_HALF_B = {
+    "hidden_size": 896, "num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2,
+    "intermediate_size": 4864, "vocab_size": 151936,
+}  # fmt: skip
+
+
+def of_length(position: int, lengths: list[int]) -> Group:
+    written = tuple(Completion((5,) * length, (-1.0,) * length, "", "stop", 0) for length in lengths)
+    return Group(Draw(position, Prompt(position, ""), (1,) * 64), written, ((Score(1.0),),) * len(lengths))
+
+
+def spread_of(cost: Cost, by: Cost, *, longest: int, seed: int) -> float:
+    """The imbalance of `cost` after a deal by `by`: 4 ranks x 8 groups of 4 long-tailed completions."""
+    dice, groups = random.Random(seed), []
+    for position in range(32):
+        drawn = (int(longest / 8 * dice.lognormvariate(0, 1)) for _ in range(4))
+        groups.append(of_length(position, [max(1, min(longest, length)) for length in drawn]))
+    offers = [Offer(n % 4, n // 4, n, by.of(group), True) for n, group in enumerate(groups)]
+    deal = deal_groups(offers, world=4, per_rank=8)
+    return imbalance([sum(cost.of(groups[offer.position]) for offer in hand) for hand in deal.chosen])
+
+
+def test_long_groups_are_dealt_by_what_they_cost_and_not_by_their_tokens() -> None:
+    cost = Cost.of_model(QWEN_HALF_B)
+    assert cost.attention * 32768 / 2 == pytest.approx(1.43, abs=0.02), "at 32k attention costs more than the rest"
+    by_cost = [spread_of(cost, cost, longest=32768, seed=seed) for seed in range(10)]
+    by_tokens = [spread_of(cost, Cost(), longest=32768, seed=seed) for seed in range(10)]
+    assert max(by_cost) < 1.03 and sum(by_tokens) / 10 > 1.03
+    short = [spread_of(cost, by, longest=512, seed=seed) for by in (cost, Cost()) for seed in range(10)]
+    assert max(short) < 1.025, "short ones alike"
+
+
+def test_a_group_costs_its_tokens_where_the_model_is_not_known() -> None:
+    group = of_length(0, [10, 300])
+    assert Cost().of(group) == group.num_tokens == 310 and Cost.of_model({"hidden_size": 8}) == Cost()

@@ -23,7 +23,7 @@ from ycore.round.journal import Journal
 from ycore.round.line import Line, OwnLine, SocketLine
 from ycore.round.loop import ShareWeights
 from ycore.round.peers import Peers
-from ycore.round.sampling import WHOLE, DrawSource, Rules, Shard
+from ycore.round.sampling import WHOLE, Cost, DrawSource, Rules, Shard
 from ycore.round.scorers import Policy, ScorerEngines, build_scoring, scorer_servers
 from ycore.round.slots import Sleeper, Slots
 from ycore.round.step import Controller
@@ -152,6 +152,7 @@ class Assembly:
             reward_weights=tuple(reward.weight for reward in config.rewards),
             dynamic=config.sampling.dynamic and not evaluates,
             max_tries=config.sampling.max_tries,
+            cost=Cost.of_model(read_json(self.started.model / "config.json")),
             greedy_baseline=config.advantage == "remax" and not evaluates,
             # One more than fits, so that no engine waits for the controller to notice that a group has ended.
             max_in_flight=None if at_once is None else math.ceil(at_once * num_engines / group_size) + 1,

@@ -25,7 +25,7 @@ class Offer:
     rank: int
     index: int
     position: int
-    num_tokens: int
+    cost: int  # of training on it: `sampling.Cost`
     teaches: bool
 
     @property
@@ -187,19 +187,19 @@ class Deal:
         return [(offer, rank) for rank, offers in enumerate(self.chosen) for offer in offers if offer.rank != rank]
 
     def metrics(self) -> dict[str, float]:
-        """Groups that fill up the step without teaching, and the imbalance of tokens before and after the deal."""
+        """Groups that fill up the step without teaching, and the imbalance of costs before and after the deal."""
         chosen = [offer for hand in self.chosen for offer in hand]
         metrics = {"ycore/sampling/filled": float(sum(not offer.teaches for offer in chosen))}
         if len(self.chosen) > 1:
-            before = [sum(o.num_tokens for o in chosen if o.rank == rank) for rank in range(len(self.chosen))]
+            before = [sum(o.cost for o in chosen if o.rank == rank) for rank in range(len(self.chosen))]
             metrics["ycore/balance/before"] = imbalance(before)
-            metrics["ycore/balance/after"] = imbalance([sum(o.num_tokens for o in hand) for hand in self.chosen])
+            metrics["ycore/balance/after"] = imbalance([sum(o.cost for o in hand) for hand in self.chosen])
         return metrics
 
 
-def imbalance(tokens: Sequence[int]) -> float:
-    """The busiest rank's tokens over the mean of all ranks; 1.0 is perfect."""
-    return max(tokens) * len(tokens) / max(1, sum(tokens))
+def imbalance(costs: Sequence[int]) -> float:
+    """The busiest rank's cost over the mean of all ranks; 1.0 is perfect."""
+    return max(costs) * len(costs) / max(1, sum(costs))
 
 
 def choose(offers: Sequence[Offer], num_wanted: int) -> list[Offer]:
@@ -211,20 +211,20 @@ def choose(offers: Sequence[Offer], num_wanted: int) -> list[Offer]:
 
 
 def deal_groups(offers: Sequence[Offer], *, world: int, per_rank: int) -> Deal:
-    """Deal `world * per_rank` groups so that every rank has about the same number of tokens.
+    """Deal `world * per_rank` groups so that training costs every rank about the same.
 
-    Each rank first keeps its own groups. What it has too many goes to the lightest rank with room, longest group first.
+    Each rank first keeps its own groups. What it has too many goes to the lightest rank with room, the costliest first.
     Then groups are swapped until the loads are even enough. So few groups travel. `offers` are those of all ranks.
     """
     hands: list[list[Offer]] = [[] for _ in range(world)]
     over: list[Offer] = []
     for offer in choose(offers, world * per_rank):
         (hands[offer.rank] if len(hands[offer.rank]) < per_rank else over).append(offer)
-    loads = [sum(offer.num_tokens for offer in hand) for hand in hands]
-    for offer in sorted(over, key=lambda offer: (-offer.num_tokens, offer.position)):
+    loads = [sum(offer.cost for offer in hand) for hand in hands]
+    for offer in sorted(over, key=lambda offer: (-offer.cost, offer.position)):
         rank = min((rank for rank in range(world) if len(hands[rank]) < per_rank), key=lambda r: (loads[r], r))
         hands[rank].append(offer)
-        loads[rank] += offer.num_tokens
+        loads[rank] += offer.cost
     _swap_while_it_helps(hands, loads)
     return Deal(tuple(tuple(sorted(hand, key=lambda offer: offer.position)) for hand in hands))
 
@@ -239,7 +239,7 @@ def _swap_while_it_helps(hands: list[list[Offer]], loads: list[int]) -> None:
         if swap is None:
             return
         ours, rank, theirs = swap
-        delta = hands[heavy][ours].num_tokens - hands[rank][theirs].num_tokens
+        delta = hands[heavy][ours].cost - hands[rank][theirs].cost
         hands[heavy][ours], hands[rank][theirs] = hands[rank][theirs], hands[heavy][ours]
         loads[heavy] -= delta
         loads[rank] += delta
@@ -250,7 +250,7 @@ def _best_swap(hands: list[list[Offer]], loads: list[int], heavy: int) -> tuple[
     for rank in range(len(hands)):
         for ours, offer in enumerate(hands[heavy]):
             for theirs, other in enumerate(hands[rank]):
-                delta = offer.num_tokens - other.num_tokens
+                delta = offer.cost - other.cost
                 peak = max(loads[heavy] - delta, loads[rank] + delta)
                 if delta > 0 and peak < best_peak:
                     best, best_peak = (ours, rank, theirs), peak

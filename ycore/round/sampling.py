@@ -3,9 +3,9 @@
 import hashlib
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Self
+from typing import Any, Self
 
 from ycore.data.prompts import PromptOrder
 from ycore.errors import DataError
@@ -18,6 +18,38 @@ LEAST = 0.05  # lower bound of the estimated yield, so that one bad stretch does
 
 
 @dataclass(frozen=True, slots=True)
+class Cost:
+    """What training on a group costs, in tokens of a short one.
+
+    A token costs a product with the weights, and `attention` of that for each token that it attends to: attention is
+    quadratic in length. 0 where the model's sizes are not known: then a group costs its tokens.
+    """
+
+    attention: float = 0.0
+
+    @classmethod
+    def of_model(cls, config: Mapping[str, Any]) -> Self:
+        """From its config.json. A layer's products with keys and values take `4 * query_size` operations for each pair
+        of tokens, those with the weights 2 for each weight and token (arXiv 2001.08361, section 2.1)."""
+        text = config.get("text_config", config)
+        try:
+            sizes = ("hidden_size", "num_hidden_layers", "num_attention_heads")
+            hidden, layers, heads = (int(text[size]) for size in sizes)
+            inner = int(text.get("moe_intermediate_size") or text["intermediate_size"])
+            experts = int(text.get("num_experts_per_tok") or 1)
+            head_dim = int(text.get("head_dim") or hidden // heads)
+            keys = int(text.get("num_key_value_heads") or heads) * head_dim
+            weights = layers * hidden * (2 * heads * head_dim + 2 * keys + 3 * inner * experts)
+            return cls(2 * layers * heads * head_dim / (weights + hidden * int(text["vocab_size"])))
+        except (KeyError, TypeError, ValueError, ZeroDivisionError):
+            return cls()
+
+    def of(self, group: Group) -> int:
+        prompt, lengths = len(group.draw.token_ids), [len(one.token_ids) for one in group.completions]
+        return round(sum(length * (1 + self.attention * (prompt + length / 2)) for length in lengths))
+
+
+@dataclass(frozen=True, slots=True)
 class Rules:
     """How a round samples.
 
@@ -25,6 +57,7 @@ class Rules:
         dynamic: draw another prompt for a group that cannot teach; False trains on every group as it comes.
         max_tries: groups drawn for each one needed, at most; then the step goes on with what was written.
         greedy_baseline: also write and score each prompt's greedy completion, ReMax's baseline. It is not trained on.
+        cost: what training on a group costs; ranks get about the same.
         max_in_flight: groups that this rank's engines can write at once. More stay unclaimed, for a rank that is free.
     """
 
@@ -34,6 +67,7 @@ class Rules:
     dynamic: bool = False
     max_tries: int = 4
     greedy_baseline: bool = False
+    cost: Cost = Cost()
     max_in_flight: int | None = None
 
 

@@ -3,7 +3,7 @@
     sync -> draw -> generate -> score -> keep or replace -> deal -> commit -> TRL
 
 Every training rank runs this for its own shard of the prompts. While a round runs the ranks exchange counts only; when
-it is dealt, a few whole groups change ranks so that every rank trains on about the same number of tokens.
+it is dealt, a few whole groups change ranks so that training costs every rank about the same.
 """
 
 import asyncio
@@ -107,7 +107,7 @@ class Controller(RankLoop):
         """The groups that this rank trains on. What can teach and is not dealt is kept for the next round."""
         peers = self.peers
         offers = [
-            Offer(peers.rank, index, item.group.draw.position, item.group.num_tokens, item.teaches)
+            Offer(peers.rank, index, item.group.draw.position, self.rules.cost.of(item.group), item.teaches)
             for index, item in enumerate(finished)
         ]
         deal = deal_groups(peers.gather_offers(offers), world=peers.world, per_rank=num_groups)

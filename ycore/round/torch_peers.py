@@ -82,7 +82,7 @@ class TorchPeers(Peers):
         return arrived >= _FIELD
 
     def gather_offers(self, offers: Sequence[Offer]) -> list[Offer]:
-        mine = torch.tensor([[o.index, o.position, o.num_tokens, o.teaches] for o in offers], dtype=torch.long)
+        mine = torch.tensor([[o.index, o.position, o.cost, o.teaches] for o in offers], dtype=torch.long)
         counts = [torch.zeros(1, dtype=torch.long) for _ in range(self.world)]
         with self._in_time("dealing out a round"):
             dist.all_gather(counts, torch.tensor([len(offers)]), group=self._on_cpu)
@@ -93,9 +93,9 @@ class TorchPeers(Peers):
         with self._in_time("dealing out a round"):
             dist.all_gather(tables, padded, group=self._on_cpu)
         return [
-            Offer(rank, index, position, num_tokens, bool(teaches))
+            Offer(rank, index, position, cost, bool(teaches))
             for rank, (table, count) in enumerate(zip(tables, counts, strict=True))
-            for index, position, num_tokens, teaches in table[: int(count)].tolist()
+            for index, position, cost, teaches in table[: int(count)].tolist()
         ]
 
     def exchange(self, moves: Sequence[tuple[Offer, int]], own: Sequence[Group]) -> dict[tuple[int, int], Group]:

@@ -14,10 +14,12 @@ if TYPE_CHECKING:
     from ycore.plan.recording import Request
 
 Name = Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Sizes from a recipe, by name or YAML file.")]
-NumSlots = Annotated[str, typer.Option("--slots", metavar="N", help="Slots of a controller; e.g. 8.")]
+NumSlots = Annotated[str, typer.Option("--slots", metavar="N", help="Slots of a machine; e.g. 8.")]
 JudgeWork = Annotated[str, typer.Option(metavar="X", help="Judging time over writing time; e.g. 0.5; 0 is no judge.")]
 SwapSeconds = Annotated[str, typer.Option(metavar="S", help="Seconds of a sleep and a wake-up together; e.g. 6.8.")]
 StepTime = Annotated[str, typer.Option(metavar="BASE:EACH", help="Milliseconds of an engine's step, and per request.")]
+Machines = Annotated[str, typer.Option(metavar="N", help="Machines with so many slots each.")]
+JudgeDevices = Annotated[str, typer.Option(metavar="N", help="Devices of a slot: one judge, N engines of the policy.")]
 Rounds = Annotated[str, typer.Option(metavar="N", help="Rounds to simulate.")]
 
 
@@ -31,6 +33,8 @@ def simulate(
     mean_tokens: o.MeanTokens = None,
     swap_s: SwapSeconds = "0",
     step_time: StepTime = "12:0.2",
+    machines: Machines = "1",
+    judge_devices: JudgeDevices = "1",
     rounds: Rounds = "8",
     picture: o.Picture = None,
     prompts_per_step: o.PromptsPerStep = None,
@@ -71,15 +75,14 @@ def simulate(
         judge_work=_number("--judge-work", judge_work),
         step_s=(_number("--step-time", base_ms) / 1000, _number("--step-time", each_ms or "0") / 1000),
         seed=config.seed,
+        num_machines=whole_number("--machines", machines),
+        engines=whole_number("--judge-devices", judge_devices),
     )
     played = compare_assumed(scenario) if trace is None else compare_recorded(_recorded_requests(Path(trace)), scenario)
     best = recommend(played.results)
     if picture is not None:
         _draw(played, Path(picture))
-    if json:
-        print_json(_as_json(played, best))
-    else:
-        _print_results(played, best)
+    print_json(_as_json(played, best)) if json else _print_results(played, best)
 
 
 def _recorded_requests(run: Path) -> "list[list[Request]]":

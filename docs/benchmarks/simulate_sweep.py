@@ -14,6 +14,9 @@ more slots they are searched from coarse to fine: the quarters, then repeatedly 
 distance, down to a thirty-second of the slots. The best static split is the one with the best mean over all steps, in
 hindsight.
 
+With --machines, each of several machines has so many slots and an allocator of its own, as in a run over several
+machines. With --engines 4, a slot is four devices: four engines of the policy, or one of a judge over all four.
+
 Break-even depends on the length of a round over the cost of a swap. So the rounds stay the same (8B; 8 slots, and 2,
 which no split fits), and the cost of a swap varies from a thousandth of the best split's round to all of it.
 """
@@ -35,7 +38,7 @@ from sweep_picture import draw, table
 from ycore.placement.load import Speed
 from ycore.placement.placement import DYNAMIC, JUDGE, ROLLOUT, Placement, SlotPool
 from ycore.plan.comparison import Result, simulate
-from ycore.plan.simulation import Demand, GroupAt, Lengths, Machine, SimulatedGroup, Workload
+from ycore.plan.simulation import Demand, GroupAt, Lengths, Machine, SimulatedGroup, Workload, of_engines
 from ycore.round.sampling import Yield
 
 ROLES = (ROLLOUT, JUDGE)
@@ -66,9 +69,8 @@ def mean_tokens(step: float) -> float:
     return LOW + (HIGH - LOW) * math.sin(math.pi * step / STEPS) ** 2
 
 
-def groups_of(judge_work: float) -> Callable[[int], GroupAt]:
-    """Each step's groups; every placement gets the same ones, so they are drawn once."""
-    judged = judge_work * (LOW + HIGH) / 2
+def groups_of(judged: float) -> Callable[[int], GroupAt]:
+    """Each step's groups, judged in so many tokens; every placement gets the same ones, so they are drawn once."""
 
     @functools.cache
     def group(step: int, position: int) -> SimulatedGroup:
@@ -89,12 +91,23 @@ class Course:
     """One amount of judge work on so many slots: plays it under any placement, over the same steps and groups."""
 
     def __init__(
-        self, num_slots: int, per_slot: int, judge_work: float, speed: Speed, steps: Sequence[range], job: Any
+        self,
+        num_slots: int,
+        per_slot: int,
+        judge_work: float,
+        speed: Speed,
+        steps: Sequence[range],
+        job: Any,
+        *,
+        machines: int = 1,
+        engines: int = 1,
     ) -> None:
-        self.num_slots = num_slots
-        self._demand = Demand(num_slots * per_slot // 8, dynamic=job.dynamic)
-        self._groups = groups_of(judge_work)
-        self._speed = speed
+        self.num_slots, self._machines, self._engines = num_slots, machines, engines
+        self._demand = Demand(machines * num_slots * per_slot // 8, dynamic=job.dynamic)
+        self._speeds = {ROLLOUT: of_engines(speed, engines), JUDGE: speed}
+        # The judge's work is a share of a slot's seconds, at the same depth.
+        same = self._speeds[ROLLOUT].step_s(per_slot) / self._speeds[JUDGE].step_s(per_slot)
+        self._groups = groups_of(judge_work * same * (LOW + HIGH) / 2)
         self._steps = steps
         self._warm_up = job.warm_up
 
@@ -104,11 +117,19 @@ class Course:
         told = [(step, step in run) for run in self._steps for step in range(run[0] - before, run[-1] + 1)]
         result = simulate(
             wanted,
-            SlotPool(self.num_slots, ROLES, dict.fromkeys(ROLES, CAPACITY), exclusive=True, swap_s=swap_s),
-            Machine(dict.fromkeys(ROLES, self._speed), dict.fromkeys(ROLES, swap_s)),
+            SlotPool(
+                self.num_slots,
+                ROLES,
+                {ROLLOUT: CAPACITY * self._engines, JUDGE: CAPACITY},
+                exclusive=True,
+                swap_s=swap_s,
+            ),
+            Machine(self._speeds, dict.fromkeys(ROLES, swap_s)),
             lambda number: self._groups(told[number][0]),
             self._demand,
             num_rounds=len(told),
+            num_machines=self._machines,
+            ranks=self.num_slots * self._engines,
             position_of=lambda number: told[number][0] * APART,
             yields=Known(),
         )
@@ -206,6 +227,10 @@ def summary(points: Sequence[dict[str, Any]]) -> dict[str, float]:
 def parsed() -> Any:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--slots", type=int, nargs="+", default=[8, 64, 512])
+    parser.add_argument("--machines", type=int, nargs="+", default=[1, 1, 1], help="with --slots each, by --slots")
+    parser.add_argument(
+        "--engines", type=int, nargs="+", default=[1, 1, 1], help="of the policy on a slot of a judge, by --slots"
+    )
     parser.add_argument("--models", nargs="+", default=list(MODELS))
     parser.add_argument("--judge-work", type=float, nargs="+", default=[0.1, 0.3, 1.0, 3.0, 10.0])
     parser.add_argument("--steps", type=int, nargs="+", default=[200, 24, 9], help="steps counted, by --slots")
@@ -214,7 +239,7 @@ def parsed() -> Any:
     parser.add_argument("--warm-up", type=int, default=2, help="steps before each stretch, to learn from")
     parser.add_argument("--no-dynamic-sampling", dest="dynamic", action="store_false")
     parser.add_argument("--even-steps", type=int, default=12, help="steps in the search for the break-even")
-    parser.add_argument("--ratios", type=float, nargs="+", default=[1, 3, 10, 30, 100, 300, 1000])
+    parser.add_argument("--ratios", type=float, nargs="*", default=[1, 3, 10, 30, 100, 300, 1000])
     parser.add_argument("--output", type=Path, default=Path("runs/sweep"))
     return parser.parse_args()
 
@@ -225,22 +250,27 @@ def main() -> None:
     job.output.mkdir(parents=True, exist_ok=True)
     told: dict[str, Any] = {"job": {key: str(value) for key, value in vars(job).items()}, "points": []}
     began = time.monotonic()
-    told["break_even"] = [break_even(*case, job) for case in EVEN]
-    sizes = list(zip(job.slots, job.per_slot, job.steps, job.stretches, strict=False))
-    for model, (num_slots, per_slot, num_steps, parts) in itertools.product(job.models, sizes):
+    told["break_even"] = [break_even(*case, job) for case in (EVEN if job.ratios else ())]
+    sizes = list(zip(job.slots, job.per_slot, job.steps, job.stretches, job.machines, job.engines, strict=False))
+    for model, (num_slots, per_slot, num_steps, parts, machines, engines) in itertools.product(job.models, sizes):
         speed, swaps = MODELS[model]
         for judge_work in job.judge_work:
-            row = point(Course(num_slots, per_slot, judge_work, speed, stretches(num_steps, parts), job), swaps)
-            told["points"].append({"model": model, "slots": num_slots, "judge_work": judge_work, **row})
+            steps = stretches(num_steps, parts)
+            course = Course(num_slots, per_slot, judge_work, speed, steps, job, machines=machines, engines=engines)
+            row = point(course, swaps)
+            layout = {"slots": num_slots, "machines": machines, "engines": engines}
+            told["points"].append({"model": model, **layout, "judge_work": judge_work, **row})
             ratios = [round(values["dynamic_over_split"], 3) for values in row["swaps"].values()]
             took = time.monotonic() - began
-            print(f"{took:5.0f} s: {model}, {num_slots} slots, judge {judge_work:g}: {ratios}", flush=True)
+            where = f"{machines} x {num_slots} slots of {engines}"
+            print(f"{took:5.0f} s: {model}, {where}, judge {judge_work:g}: {ratios}", flush=True)
             told["summary"] = {**summary(told["points"]), "seconds": took}
             (job.output / "results.json").write_text(json.dumps(told, indent=2))
     (job.output / "table.md").write_text(table(told) + "\n")
     print(table(told))
     print(json.dumps(told["summary"], indent=2))
-    draw(told, job.output / "sweep.png")
+    if job.ratios:
+        draw(told, job.output / "sweep.png")
 
 
 if __name__ == "__main__":

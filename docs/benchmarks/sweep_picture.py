@@ -62,13 +62,12 @@ def _break_even(axes: Any, lines: list[dict[str, Any]]) -> None:
 
 def table(told: dict[str, Any]) -> str:
     """Markdown: a line for every point and cost of a swap, then one for every point of the break-even."""
-    first = (
-        "model, slots, judge work, best split, its s, swap s, dynamic s, colocated s, over split, over colocated, swaps"
-    )
-    lines = _head(first)
+    layout = "model, machines x slots x engines, judge work"
+    lines = _head(f"{layout}, best split, its s, swap s, dynamic s, colocated s, over split, over colocated, swaps")
     for row in told["points"]:
         for values in row["swaps"].values():
-            cells = [row["model"], row["slots"], row["judge_work"], row["best_split"], f"{row['best_split_s']:.0f}"]
+            where = f"{row['machines']} x {row['slots']} x {row['engines']}"
+            cells = [row["model"], where, row["judge_work"], row["best_split"], f"{row['best_split_s']:.0f}"]
             cells += [values["swap_s"], f"{values['dynamic_s']:.0f}", f"{values['colocated_s']:.0f}"]
             cells += [f"{values['dynamic_over_split']:.3f}", f"{values['dynamic_over_colocated']:.3f}"]
             lines.append("| " + " | ".join(map(str, [*cells, f"{values['dynamic_swaps']:.1f}"])) + " |")

@@ -269,7 +269,7 @@ def test_speeds_of_engines_that_shared_a_slot_are_learned_as_they_are_alone() ->
     work = Workload(Lengths(120, 0.7, 600), {JUDGE: 40.0}, group_size=4)
     allocator = learned("shared", Allocator(pool(1, 64, exclusive=False, swap_s=0.0)))
     for number in range(6):
-        one = SimulatedRound(allocator, Machine(dict.fromkeys(ROLES, speed), {}), work.group_at, Demand(6))
+        one = SimulatedRound([allocator], Machine(dict.fromkeys(ROLES, speed), {}), work.group_at, Demand(6))
         one.position = 10 * number
         assert allocator.mode == "shared" and one.run().usage.swaps == 0
         allocator.learn(allocator.numbers())

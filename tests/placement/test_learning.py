@@ -24,7 +24,7 @@ def allocator(words: str = "dynamic", num_slots: int = 4) -> Allocator:
 def play(one: Allocator, number: int) -> Outcome:
     """Rounds that drift, so that the division has to follow; some groups cannot teach."""
     work = Workload(Lengths(100 + 60 * number, 0.8, 2000), {JUDGE: 250.0}, group_size=4, teach_share=0.7)
-    outcome = SimulatedRound(one, MACHINE, work.group_at, Demand(12, dynamic=True), position=APART * number).run()
+    outcome = SimulatedRound([one], MACHINE, work.group_at, Demand(12, dynamic=True), position=APART * number).run()
     one.learn(one.numbers())
     return outcome
 

@@ -28,7 +28,7 @@ def record(words: str, *, tokens: bool = True) -> list[list[Request]]:
     allocator = Allocator(SlotPool(2, ROLES, dict.fromkeys(ROLES, 64)), parse_placement(words))
     rounds = []
     for number in range(4):
-        one = SimulatedRound(allocator, Machine(dict.fromkeys(ROLES, SPEED), {}), WORK.group_at, Demand(6))
+        one = SimulatedRound([allocator], Machine(dict.fromkeys(ROLES, SPEED), {}), WORK.group_at, Demand(6))
         one.position = 100 * number
         outcome = one.run()
         lanes = [lane for lane in outcome.lanes if lane.name != "swap"]

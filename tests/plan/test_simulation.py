@@ -8,7 +8,16 @@ from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed
 from ycore.placement.placement import DYNAMIC, JUDGE, ROLLOUT, Placement, SlotPool, parse_placement
 from ycore.plan.comparison import simulate
-from ycore.plan.simulation import Demand, Lengths, Machine, SimulatedGroup, SimulatedRound, VirtualSlot, Workload
+from ycore.plan.simulation import (
+    Demand,
+    Lengths,
+    Machine,
+    SimulatedGroup,
+    SimulatedRound,
+    VirtualSlot,
+    Workload,
+    of_engines,
+)
 
 ROLES = (ROLLOUT, JUDGE)
 SPEED = Speed(0.01, 0.001)
@@ -61,7 +70,7 @@ def test_engines_of_two_roles_share_a_slot() -> None:
 
 def test_one_slot_colocated_is_write_swap_judge() -> None:
     allocator = Allocator(pool(1), Placement("colocated"))
-    outcome = SimulatedRound(allocator, MACHINE, lambda position: alike(100, 50), Demand(4)).run()
+    outcome = SimulatedRound([allocator], MACHINE, lambda position: alike(100, 50), Demand(4)).run()
     written, judged = 100 * SPEED.step_s(8), 50 * SPEED.step_s(8)
     assert outcome.written_s == pytest.approx(written)
     assert outcome.usage.seconds == pytest.approx(written + 3.0 + judged), "half of each role's swap"
@@ -71,7 +80,7 @@ def test_one_slot_colocated_is_write_swap_judge() -> None:
 
 def test_a_split_overlaps_and_never_swaps() -> None:
     outcome = SimulatedRound(
-        Allocator(pool(2), parse_placement("split:1:1")), MACHINE, lambda position: alike(100, 50), Demand(4)
+        [Allocator(pool(2), parse_placement("split:1:1"))], MACHINE, lambda position: alike(100, 50), Demand(4)
     ).run()
     assert outcome.usage.swaps == 0
     assert outcome.usage.seconds == pytest.approx(100 * SPEED.step_s(8) + 50 * SPEED.step_s(8))
@@ -86,10 +95,10 @@ def test_groups_that_cannot_teach_are_replaced_by_the_live_rules() -> None:
         asked.append(position)
         return SimulatedGroup(({ROLLOUT: 10.0, JUDGE: 1.0},) * 2, teaches=teaches.get(position, True))
 
-    outcome = SimulatedRound(Allocator(pool(2)), MACHINE, group_at, Demand(3, dynamic=True)).run()
+    outcome = SimulatedRound([Allocator(pool(2))], MACHINE, group_at, Demand(3, dynamic=True)).run()
     assert outcome.drawn == len(asked) >= 4 and asked == list(range(len(asked)))
     never = SimulatedRound(
-        Allocator(pool(2)),
+        [Allocator(pool(2))],
         MACHINE,
         lambda position: SimulatedGroup(({ROLLOUT: 10.0, JUDGE: 1.0},) * 2, teaches=False),
         Demand(3, dynamic=True, max_tries=2),
@@ -111,3 +120,30 @@ def test_lengths_have_the_mean_that_is_asked() -> None:
     drawn = [lengths.draw(source) for _ in range(20_000)]
     assert sum(drawn) / len(drawn) == pytest.approx(500, rel=0.03)
     assert max(Lengths(500, 2.0, 900).draw(source) for _ in range(500)) == 900
+
+
+def test_machines_share_a_round_and_learn_the_same() -> None:
+    """Each machine's slots serve its own ranks' groups; all of them stop together, and choose the same schedule."""
+    work = Workload(Lengths(200, 0.8, 1000), {JUDGE: 100.0}, 4, 0.7)
+    told = simulate(
+        DYNAMIC, pool(4), MACHINE, lambda number: work.group_at, Demand(24, dynamic=True),
+        num_rounds=3, num_machines=3, ranks=4,
+    )  # fmt: skip
+    for outcome in told.rounds:
+        assert len(outcome.usage.busy_s) == 12 and {lane.slot for lane in outcome.lanes} == set(range(12))
+        assert outcome.drawn >= 24
+    alone = simulate(
+        DYNAMIC, pool(4), MACHINE, lambda number: work.group_at, Demand(8, dynamic=True), num_rounds=3, ranks=4
+    )
+    assert told.seconds == pytest.approx(alone.seconds, rel=0.35), "a third of the groups on a third of the slots"
+
+
+def test_a_slot_with_several_engines_is_as_fast_as_all_of_them() -> None:
+    """A judge over four devices beside a policy on each: 40 completions take as long as 10 on one engine."""
+    machine = Machine({ROLLOUT: of_engines(SPEED, 4), JUDGE: SPEED}, {})
+    block = SlotPool(1, ROLES, {ROLLOUT: 256, JUDGE: 64}, exclusive=True)
+    outcome = SimulatedRound(
+        [Allocator(block, parse_placement("colocated"))], machine, lambda position: alike(100, 50), Demand(20)
+    ).run()
+    assert outcome.written_s == pytest.approx(100 * SPEED.step_s(10))
+    assert outcome.usage.seconds == pytest.approx(100 * SPEED.step_s(10) + 50 * SPEED.step_s(40))

@@ -48,7 +48,7 @@ def learned() -> dict[str, Any]:
     allocator = Allocator(SlotPool(4, ROLES, dict.fromkeys(ROLES, 64)))
     speeds = dict.fromkeys(ROLES, Speed(0.01, 0.001))
     work = Workload(Lengths(200, 0.8, 1000), {JUDGE: 150.0})
-    SimulatedRound(allocator, Machine(speeds, {}), work.group_at, Demand(8)).run()
+    SimulatedRound([allocator], Machine(speeds, {}), work.group_at, Demand(8)).run()
     allocator.learn(allocator.numbers())
     return allocator.state()
 

@@ -8,7 +8,7 @@ from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed
 from ycore.placement.placement import DYNAMIC, JUDGE, ROLLOUT, Placement, SlotPool, in_order
 from ycore.plan.recording import Request, recorded
-from ycore.plan.simulation import Demand, GroupAt, Lengths, Machine, Outcome, SimulatedRound, Workload
+from ycore.plan.simulation import Demand, GroupAt, Lengths, Machine, Outcome, SimulatedRound, Workload, of_engines
 from ycore.round.sampling import Yield
 
 _APART = 10**6  # positions from round to round: each placement gets the same groups, however many it draws
@@ -55,23 +55,29 @@ def simulate(
     *,
     num_rounds: int,
     warm_up: int = 0,
+    num_machines: int = 1,
+    ranks: int = 1,
     position_of: Callable[[int], int] | None = None,
     yields: Yield | None = None,
 ) -> Result:
     """Rounds under one placement, which learns from round to round.
 
     Args:
+        pool: the slots of each of `num_machines`, on which `ranks` train.
         groups_of_round: a round's groups, which may drift from round to round.
         num_rounds: counted rounds, after `warm_up` rounds that only teach.
         position_of: a round's first position; by default the rounds are far apart.
     """
-    allocator, yields = Allocator(pool, placement), yields or Yield()
+    allocators, yields = [Allocator(pool, placement) for _ in range(num_machines)], yields or Yield()
     outcomes = []
     for number in range(warm_up + num_rounds):
         position = _APART * number if position_of is None else position_of(number)
-        one = SimulatedRound(allocator, machine, groups_of_round(number), demand, position=position, yields=yields)
+        groups = groups_of_round(number)
+        one = SimulatedRound(allocators, machine, groups, demand, ranks=ranks, position=position, yields=yields)
         outcomes.append(one.run())
-        allocator.learn(allocator.numbers())
+        added = [sum(values) for values in zip(*(allocator.numbers() for allocator in allocators), strict=True)]
+        for allocator in allocators:
+            allocator.learn(added)
     return Result(placement, tuple(outcomes[warm_up:]))
 
 
@@ -90,9 +96,13 @@ class Scenario:
     judge_work: float  # over the writing of a completion
     step_s: tuple[float, float]  # base and each, of an engine's step of both roles
     seed: int
+    num_machines: int = 1  # with as many slots and ranks each
+    engines: int = 1  # of the policy on a slot, beside one of the judge over as many devices
 
     def pool(self, roles: tuple[str, ...]) -> SlotPool:
-        capacity = dict.fromkeys(roles, CAPACITY) if len(roles) > 1 else None
+        capacity = None
+        if len(roles) > 1:
+            capacity = {role: CAPACITY * (self.engines if role == ROLLOUT else 1) for role in roles}
         return SlotPool(self.num_slots, roles, capacity, exclusive=self.swap_s > 0, swap_s=self.swap_s)
 
 
@@ -116,11 +126,16 @@ def compare_assumed(scenario: Scenario) -> Comparison:
         simulate(
             placement,
             scenario.pool(roles),
-            Machine(dict.fromkeys(roles, speed), dict.fromkeys(roles, scenario.swap_s)),
+            Machine(
+                {role: of_engines(speed, scenario.engines) if role == ROLLOUT else speed for role in roles},
+                dict.fromkeys(roles, scenario.swap_s),
+            ),
             lambda number: work.group_at,
             Demand(scenario.need, scenario.dynamic, scenario.max_tries),
             num_rounds=scenario.num_rounds,
             warm_up=scenario.warm_up,
+            num_machines=scenario.num_machines,
+            ranks=scenario.num_slots * scenario.engines,
         )
         for placement in candidates(roles, scenario.num_slots)
     ]
@@ -128,6 +143,8 @@ def compare_assumed(scenario: Scenario) -> Comparison:
         f"assumed: {scenario.need} prompts x {scenario.group_size} completions of {mean:.0f} tokens on "
         f"the mean, judge work {scenario.judge_work:g} of it, a step {speed.base * 1e3:g} ms and "
         f"{speed.each * 1e3:g} ms more for each request, a swap {scenario.swap_s:g} s, {scenario.num_slots} slots"
+        + (f" on each of {scenario.num_machines} machines" if scenario.num_machines > 1 else "")
+        + (f", a judge over {scenario.engines} devices and a policy on each" if scenario.engines > 1 else "")
     )
     return Comparison(note, results)
 
@@ -171,7 +188,7 @@ def compare_recorded(rounds: Sequence[Sequence[Request]], scenario: Scenario) ->
         allocator, outcomes = Allocator(scenario.pool(roles), placement), []
         for groups in played:
             # A trace does not say which groups could teach, so each is drawn after as many others as it was then.
-            outcomes.append(SimulatedRound(allocator, machine, groups.__getitem__, Demand(len(groups))).run())
+            outcomes.append(SimulatedRound([allocator], machine, groups.__getitem__, Demand(len(groups))).run())
             allocator.learn(allocator.numbers())
         results.append(Result(placement, tuple(outcomes[-num_rounds:])))
     mean_s = fmean(recording.seconds)

@@ -7,7 +7,7 @@ import heapq
 import itertools
 import math
 import random
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
 
@@ -112,6 +112,11 @@ class VirtualSlot:
         return {role: engine for role, engine in self._engines.items() if engine.ends}
 
 
+def of_engines(one: Speed, count: int) -> Speed:
+    """The speed of a slot on which a role has so many engines side by side, which share its requests evenly."""
+    return Speed(one.base, one.each / count)
+
+
 @dataclass(frozen=True, slots=True)
 class Machine:
     """How fast the engines of each role are."""
@@ -158,6 +163,8 @@ class _Request:
 @dataclass(slots=True)
 class _OpenGroup:
     group: SimulatedGroup
+    machine: int  # whose slots serve it
+    rank: int  # of that machine
     unwritten: int
     unanswered: int = 0
 
@@ -167,22 +174,25 @@ _SWAP_ENDS = -1  # in place of a stamp
 
 @dataclass(eq=False)
 class SimulatedRound:
-    """Example: `SimulatedRound(allocator, machine, group_at, demand).run()`.
+    """Example: `SimulatedRound([allocator], machine, group_at, demand).run()`.
 
-    `position` counts on from round to round; `yields` learns the share of groups that teach.
+    `allocators` are one for each machine of the run, with as many slots; `ranks` are those of a machine. `position`
+    counts on from round to round; `yields` learns the share of groups that teach.
     """
 
-    allocator: Allocator
+    allocators: Sequence[Allocator]
     machine: Machine
     group_at: GroupAt
     demand: Demand
     _: KW_ONLY
+    ranks: int = 1
     position: int = 0
     yields: Yield = field(default_factory=Yield)
 
     def __post_init__(self) -> None:
         speeds, reading_s = self.machine.speeds, self.machine.reading_s
-        self._slots = [VirtualSlot(speeds, reading_s) for _ in range(self.allocator.pool.num_slots)]
+        self._num_slots = self.allocators[0].pool.num_slots  # of a machine
+        self._slots = [VirtualSlot(speeds, reading_s) for _ in range(len(self.allocators) * self._num_slots)]
         self._stamps = [0] * len(self._slots)  # a slot's events with an older stamp no longer hold
         self._events: list[tuple[float, int, int, int, int]] = []  # a heap of (time, order, slot, stamp, request)
         self._order = itertools.count()  # among events of one moment
@@ -190,23 +200,32 @@ class SimulatedRound:
         self._open: dict[int, _OpenGroup] = {}  # by position
         self._lanes: list[Lane] = []
         self._drawn = self._kept = self._finished = 0
+        self._num_open = [0] * len(self.allocators)  # groups of each machine
+        self._has_news: set[int] = set()  # machines whose allocator has something to decide
         self._written_s = 0.0
 
     def run(self) -> Outcome:
         now = 0.0
-        self.allocator.begin_round(now)
+        for allocator in self.allocators:
+            allocator.begin_round(now)
         self._draw()
         self._act(now, changed=[])
         while self._events:
             now, _, slot, stamp, request = heapq.heappop(self._events)
+            machine, own = divmod(slot, self._num_slots)
+            self._has_news.add(machine)
             if stamp == _SWAP_ENDS:
-                self.allocator.swapped(slot, now)
+                self.allocators[machine].swapped(own, now)
                 self._act(now, changed=[])
             elif stamp == self._stamps[slot]:
                 self._end_request(slot, request, now)
                 self._act(now, changed=[slot])
-        assert self.allocator.is_idle, "every request was answered"
-        return Outcome(self.allocator.end_round(now), self._lanes, self._drawn, self._written_s)
+        assert all(allocator.is_idle for allocator in self.allocators), "every request was answered"
+        usages = [allocator.end_round(now) for allocator in self.allocators]
+        busy_s = [seconds for usage in usages for seconds in usage.busy_s]
+        swap_s = [seconds for usage in usages for seconds in usage.swap_s]
+        usage = Usage(now, busy_s, swap_s, sum(usage.swaps for usage in usages))
+        return Outcome(usage, self._lanes, self._drawn, self._written_s)
 
     def _draw(self) -> None:
         demand = self.demand
@@ -222,8 +241,11 @@ class SimulatedRound:
             group = self.group_at(self.position)
             if group.after > self._finished:
                 return
+            machine = min(range(len(self.allocators)), key=self._num_open.__getitem__)
+            rank = self._drawn // len(self.allocators) % self.ranks
             self._drawn += 1
-            self._open[self.position] = _OpenGroup(group, unwritten=len(group.completions))
+            self._num_open[machine] += 1
+            self._open[self.position] = _OpenGroup(group, machine, rank, unwritten=len(group.completions))
             for index in range(len(group.completions)):
                 self._ask(ROLLOUT, self.position, index)
             self.position += 1
@@ -231,23 +253,27 @@ class SimulatedRound:
     def _ask(self, role: str, position: int, index: int) -> None:
         opened = self._open[position]
         opened.unanswered += 1
-        self.allocator.ask(len(self._requests), role)
+        self.allocators[opened.machine].ask(len(self._requests), role, opened.rank)
+        self._has_news.add(opened.machine)
         self._requests.append(_Request(role, position, index, opened.group.completions[index][role]))
 
     def _act(self, now: float, *, changed: Iterable[int]) -> None:
         """Carry out what the allocator decides, then find each changed slot's next end once."""
         slots = set(changed)
-        for action in self.allocator.decide(now):
+        decided = [(machine, action) for machine in self._has_news for action in self.allocators[machine].decide(now)]
+        self._has_news.clear()
+        for machine, action in decided:
+            slot = machine * self._num_slots + action.slot
             if isinstance(action, Start):
                 request = self._requests[action.request]
                 request.began = now
-                self._slots[action.slot].start(action.request, request.role, request.size, now)
-                slots.add(action.slot)
+                self._slots[slot].start(action.request, request.role, request.size, now)
+                slots.add(slot)
             else:
                 costs = self.machine.swap_s
                 seconds = (costs.get(action.asleep, 0.0) + costs.get(action.awake, 0.0)) / 2
-                self._lanes.append(Lane(action.slot, "swap", now, seconds))
-                self._push(now + seconds, action.slot, _SWAP_ENDS, -1)
+                self._lanes.append(Lane(slot, "swap", now, seconds))
+                self._push(now + seconds, slot, _SWAP_ENDS, -1)
         for slot in slots:
             self._stamps[slot] += 1
             following = self._slots[slot].next_end()
@@ -262,12 +288,13 @@ class SimulatedRound:
         opened = self._open[request.position]
         self._slots[slot].end(request.role, now)
         self._lanes.append(Lane(slot, request.role, request.began, now - request.began))
-        self.allocator.ended(number, now, size=request.size)
+        allocator = self.allocators[opened.machine]
+        allocator.ended(number, now, size=request.size)
         if request.role == ROLLOUT:
             self._written_s = now
             opened.unwritten -= 1
             indices: Iterable[int] = [request.index]
-            if self.allocator.gathers:  # the scorers are asked about all completions once the last is written
+            if allocator.gathers:  # the scorers are asked about all completions once the last is written
                 indices = [] if opened.unwritten else range(len(opened.group.completions))
             for index in indices:
                 for role in opened.group.completions[index]:
@@ -276,6 +303,7 @@ class SimulatedRound:
         opened.unanswered -= 1
         if not opened.unanswered:
             del self._open[request.position]
+            self._num_open[opened.machine] -= 1
             self._finished += 1
             self._kept += opened.group.teaches or not self.demand.dynamic
             self.yields.observe(taught=opened.group.teaches)

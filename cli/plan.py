@@ -64,9 +64,7 @@ def plan(
             devices=devices,
             judge=named,
             judge_tokens=judge_tokens,
-            check=lambda one, fleet: machine_checks.check_described(
-                one.model_copy(update={"rewards": declared.rewards}), fleet, known=known
-            ),
+            check=lambda one, fleet: machine_checks.check_described(with_args(declared, one), fleet, known=known),
             prompt_tokens=None if prompt_tokens is None else whole_number("--prompt-tokens", prompt_tokens),
             completion_tokens=None
             if completion_tokens is None
@@ -121,6 +119,15 @@ def _command(made: "Plan", recipe: str | None) -> str | None:
     if made.fleet.device.on_cpu or made.fleet.count == 1:
         alone = alone.model_copy(update={"processes": 1})  # what `auto` is there
     return command_line(made.first, alone, recipe=recipe)
+
+
+def with_args(declared: "RunConfig", way: "RunConfig") -> "RunConfig":
+    """The config of a way with its judges' declarations, which need not be read again for each way."""
+    rewards = [
+        spec.model_copy(update={"args": {**spec.args, **one.args}})
+        for spec, one in zip(declared.rewards, way.rewards, strict=True)
+    ]
+    return way.model_copy(update={"rewards": rewards})
 
 
 def whole_number(option: str, text: str) -> int:

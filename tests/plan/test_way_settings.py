@@ -25,12 +25,14 @@ from ycore.launch import layout
 from ycore.launch.engines import slots_of
 from ycore.launch.layout import site_of
 from ycore.launch.machine_checks import check_described, check_run, described
+from ycore.launch.scoring_models import scoring_models
+from ycore.launch.widths import facts_here, run_widths
 from ycore.plan import search
 from ycore.plan.devices import DEVICES, GIB, Device
 from ycore.plan.job import Way
 from ycore.plan.model_facts import KNOWN_CONFIGS
 from ycore.plan.search import Plan, make_plan
-from ycore.plan.way_settings import NOT_YET, config_of, placement_of
+from ycore.plan.way_settings import config_of, placement_of
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
 JOBS = 1000
@@ -70,10 +72,14 @@ def drawn(chance: random.Random) -> tuple[dict[str, Any], str]:
     return config, f"{chance.choice([1, 2, 3, 4, 5, 6, 8, 8, 16])}x{kind}"
 
 
-def planned(keys: dict[str, Any], devices: str) -> Plan:
-    config = RunConfig.model_validate(
+def config_with(keys: dict[str, Any]) -> RunConfig:
+    return RunConfig.model_validate(
         {"dataset": "task:addition", "rewards": [{"reward": "exact_answer"}], "output": "runs/planned"} | keys
     )
+
+
+def planned(keys: dict[str, Any], devices: str) -> Plan:
+    config = config_with(keys)
     declared = with_declarations(config)
     judge, tokens = command._first_judge(declared)
     return make_plan(
@@ -82,7 +88,7 @@ def planned(keys: dict[str, Any], devices: str) -> Plan:
         judge=judge,
         judge_tokens=tokens,
         core=CORE,
-        check=lambda one, fleet: check_described(one.model_copy(update={"rewards": declared.rewards}), fleet),
+        check=lambda one, fleet: check_described(command.with_args(declared, one), fleet),
     )
 
 
@@ -93,7 +99,12 @@ def check_as_launched(line: str, way: Way, made: Plan, monkeypatch: pytest.Monke
     config = read_back(line)
     site = site_of(config)
     check_run(config, site, vllm=True)
-    assert (site.layout.world, len(slots_of(config, site))) == (way.ranks, way.slots), line
+    scorers = scoring_models(config)
+    widths = run_widths(config, machine, scorers, facts_here)
+    if not fleet.device.on_cpu and len(scorers) <= 1:
+        assert widths.policy == way.tensor_parallel, line
+        assert list(widths.scorers.values()) == [way.judge_tensor_parallel] * len(scorers), line
+    assert (site.layout.world, len(slots_of(config, site, widths.slot))) == (way.ranks, way.slots), line
     assert way.ranks == 1 or site.layout.sharding == way.sharding, line
     batch = derive_batch(config, world_size=site.layout.world, on_cpu=fleet.device.on_cpu)
     assert batch.per_device_train_batch_size == way.micro_batch, line
@@ -122,15 +133,15 @@ def test_every_way_of_a_thousand_plans_can_be_run(monkeypatch: pytest.MonkeyPatc
             assert "T4 has none" in str(refused) or "micro-batch" in str(refused), (keys, devices)
             counts["refused as a whole"] += 1
             continue
-        assert all(one.way.tensor_parallel == 1 for one in made.fitting)
-        unexpected = {why for _, why in made.refused if why != NOT_YET and "engine." not in why}
+        unexpected = {why for _, why in made.refused if "engine." not in why}
         assert not unexpected, (unexpected, keys, devices)
         counts["nothing fits"] += not made.fitting
         firsts = {one.way.kind: one for one in reversed(made.fitting)}  # of each placement
         for kind, one in firsts.items():
             counts[kind] += 1
-            assert made.first is not None
-            first = config_of(made.first, made.job, one, made.fleet)
+            counts["wide"] += max(one.way.tensor_parallel, one.way.judge_tensor_parallel) > 1
+            counts["unequal"] += one.way.tensor_parallel != one.way.judge_tensor_parallel
+            first = config_of(config_with(keys), made.job, one, made.fleet)
             line = command._command(replace(made, first=first), None)
             assert line is not None and "\n" not in line
             check_as_launched(line, one.way, made, monkeypatch)
@@ -152,8 +163,20 @@ def test_a_command_has_what_differs_from_the_recipe(monkeypatch: pytest.MonkeyPa
     assert read_back(line) == made.first.model_copy(update={"output": config.output})
 
 
-def test_a_way_over_several_devices_is_left_out() -> None:
+def test_ways_over_several_devices_are_listed_with_their_widths() -> None:
     made = planned({"model": "Qwen/Qwen2.5-72B-Instruct", "prompts_per_step": 64}, "8xB200")
-    assert {why for _, why in made.refused} <= {NOT_YET}
-    alone = replace(made, fitting=())
-    assert alone.as_json(top=1)["cannot_be_run"][0]["why"] == NOT_YET
+    assert not made.refused
+    assert {one.way.tensor_parallel for one in made.fitting} >= {2, 4, 8}
+    judged = {"rewards": [{"reward": "judge:cheerful", "args": {"model": "Qwen/Qwen2.5-72B-Instruct"}}]}
+    keys = {"model": "Qwen/Qwen2.5-7B-Instruct", "prompts_per_step": 64} | judged
+    made = planned(keys, "8xH100")
+    one = next(one for one in made.fitting if (one.way.tensor_parallel, one.way.judge_tensor_parallel) == (1, 4))
+    line = command._command(replace(made, first=config_of(config_with(keys), made.job, one, made.fleet)), None)
+    assert line is not None
+    assert "engine.tensor_parallel=1" in line and "rewards.0.args.tensor_parallel=4" in line
+
+
+def test_a_declared_width_is_kept() -> None:
+    made = planned({"model": "Qwen/Qwen2.5-7B-Instruct", "engine": {"tensor_parallel": 2}}, "4xH100")
+    assert {one.way.tensor_parallel for one in made.fitting} == {2}
+    assert {why for _, why in made.refused} == {"engine.tensor_parallel is 2"}

@@ -85,30 +85,20 @@ def _width(
     (parts, kind), count = machine.parts, config.engine.count
     most = 1 if machine.is_sliced else max(1, len(parts) // (1 if count == "auto" else count))
     whole = [width for width in range(1, most + 1) if not machine.devices or count != "auto" or most % width == 0]
-    works = [width for width in whole if width == 1 or facts is None or not _undivided(facts, width)]
+    works = [width for width in whole if width == 1 or facts is None or not facts.undivided(width)]
     if declared == "auto":
         share = config.engine.gpu_memory_utilization / sharing
         return _fewest(facts, works, room=share * machine.device_bytes if machine.device_bytes else None, config=config)
     if declared in works:
         return declared
     nearest = min(works, key=lambda width: (abs(width - declared), width))
-    if facts is not None and (size := _undivided(facts, declared)):
+    if facts is not None and (size := facts.undivided(declared)):
         rule = f"does not divide the {size} of {facts.name}"
     elif declared > most:
         rule = f"is more than the {most} {kind} that an engine can span here"
     else:
         rule = f"does not divide the {len(parts)} {kind} of this machine"
     raise ConfigError(f"{what} {declared} {rule}; the nearest that works is {nearest}")
-
-
-def _undivided(facts: ModelFacts, width: int) -> str:
-    """The size of the model that so many workers cannot divide; empty where there is none."""
-    heads, kv_heads = facts.num_attention_heads, facts.num_key_value_heads
-    if heads % width:
-        return f"{heads} attention heads"
-    if max(kv_heads, width) % min(kv_heads, width):  # with fewer KV heads than workers, several have the same one
-        return f"{kv_heads} KV heads"
-    return f"{facts.intermediate_size} columns of an MLP" if facts.intermediate_size % width else ""
 
 
 def _fewest(facts: ModelFacts | None, works: Sequence[int], *, room: float | None, config: RunConfig) -> int:

@@ -6,7 +6,7 @@ from typing import Literal, get_args
 from ycore.config.batch import derive_batch
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
-from ycore.placement.placement import Kind
+from ycore.placement.placement import ROLLOUT, Kind
 from ycore.plan.model_facts import ModelFacts
 
 Sharding = Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"]
@@ -47,14 +47,22 @@ class Way:
     """One way to run a job. On GPUs every device is a rank of the trainer and also serves engines."""
 
     ranks: int
-    slots: int  # engines that can work at the same time, whatever their role
+    slots: int  # blocks of devices that can work at the same time, each for one role
     sharding: Sharding = "ddp"
     micro_batch: int = 8  # completions in one forward pass of a rank
     checkpointing: bool = False
-    tensor_parallel: int = 1  # devices that one engine spans
+    tensor_parallel: int = 1  # devices that an engine of the policy spans
+    judge_tensor_parallel: int = 1  # and one of the judge; a slot is as wide as the wider of the two
     kind: Kind = "colocated"
     judge_slots: int = 0  # slots of the judge in a split
     sleeps: bool = False  # engines free their memory while the trainer trains
+
+    def width(self, role: str) -> int:
+        return self.tensor_parallel if role == ROLLOUT else self.judge_tensor_parallel
+
+    def engines(self, role: str) -> int:
+        """Engines of a role on one slot."""
+        return max(self.tensor_parallel, self.judge_tensor_parallel) // self.width(role)
 
     @property
     def shards_weights(self) -> bool:
@@ -72,7 +80,11 @@ class Way:
             placed = f"split {self.slots - self.judge_slots}:{self.judge_slots}"
         words = [placed, self.sharding if self.ranks > 1 else "one rank", f"micro-batch {self.micro_batch}"]
         words += ["gradient checkpointing"] if self.checkpointing else []
-        words += [f"engines over {self.tensor_parallel} devices"] if self.tensor_parallel > 1 else []
+        policy, judge = self.tensor_parallel, self.judge_tensor_parallel
+        if policy != judge:
+            words += [f"engines over {policy} device{'s' * (policy > 1)}, the judge's over {judge}"]
+        elif policy > 1:
+            words += [f"engines over {policy} devices"]
         words += ["engines asleep while training"] if self.sleeps else []
         return ", ".join(words)
 

@@ -173,23 +173,26 @@ def largest_weight(facts: ModelFacts) -> float:
 def _engines(job: Job, way: Way, fleet: Fleet, *, beside: float) -> Mapping[str, Engine]:
     """The engines of one slot, each with as much cache as the round can use, or as fits beside the trainer."""
     in_split = way.kind == "split"
-    needs = {"rollout": (job.policy, way.slots - way.judge_slots, job.prompt_tokens + job.max_tokens)}
+    writing = (way.slots - way.judge_slots) * way.engines("rollout")
+    needs = {"rollout": (job.policy, writing, job.prompt_tokens + job.max_tokens)}
     if job.judge is not None:
         longest = job.judge_prompt_tokens + job.max_tokens + job.judge_tokens
-        needs["judge"] = (job.judge, way.judge_slots if in_split else way.slots, longest)
+        judging = (way.judge_slots if in_split else way.slots) * way.engines("judge")
+        needs["judge"] = (job.judge, judging, longest)
     room = (capacity_of(fleet) - beside) / (1 if way.sleeps else len(needs))
     return {
-        role: _engine(job, facts, way, fleet, slots=max(1, slots), longest=longest, room=room)
-        for role, (facts, slots, longest) in needs.items()
+        role: _engine(job, facts, way.width(role), fleet, engines=max(1, engines), longest=longest, room=room)
+        for role, (facts, engines, longest) in needs.items()
     }
 
 
-def _engine(job: Job, facts: ModelFacts, way: Way, fleet: Fleet, *, slots: int, longest: int, room: float) -> Engine:
-    """One engine. `longest`: tokens of its longest sequence. `room`: bytes left for it on the device."""
-    on_cpu, size, wide = fleet.device.on_cpu, job.bytes_per_value, way.tensor_parallel
+def _engine(job: Job, facts: ModelFacts, wide: int, fleet: Fleet, *, engines: int, longest: int, room: float) -> Engine:
+    """One of so many engines, over `wide` devices. `longest`: tokens of its longest sequence. `room`: bytes left for it
+    on a device."""
+    on_cpu, size = fleet.device.on_cpu, job.bytes_per_value
     footing = (ON_CPU if on_cpu else ON_GPU).engine
     weights = engine_weights(facts, size, tensor_parallel=wide, on_cpu=on_cpu)
-    wanted = max(1, min(_MOST_SEQUENCES, round(job.completions * job.draws / slots)))
+    wanted = max(1, min(_MOST_SEQUENCES, round(job.completions * job.draws / engines)))
     a_sequence = facts.kv_values * size / wide * longest
     if on_cpu:
         cache = max(1, -(-(a_sequence * wanted) // _CPU_CACHE_STEP)) * _CPU_CACHE_STEP

@@ -89,6 +89,15 @@ class ModelFacts:
         """Values that one token leaves in the KV cache: a key and a value a layer (arXiv 2309.06180, section 3)."""
         return 2 * self.num_hidden_layers * self.kv_size
 
+    def undivided(self, width: int) -> str:
+        """The size of the model that so many workers of an engine cannot divide; empty where there is none."""
+        heads, kv_heads = self.num_attention_heads, self.num_key_value_heads
+        if heads % width:
+            return f"{heads} attention heads"
+        if max(kv_heads, width) % min(kv_heads, width):  # with fewer KV heads than workers, several have the same one
+            return f"{kv_heads} KV heads"
+        return f"{self.intermediate_size} columns of an MLP" if self.intermediate_size % width else ""
+
     def lora_params(self, rank: int) -> int:
         """LoRA parameters on every linear layer but the head (arXiv 2106.09685, section 4.1; PEFT's `all-linear`).
 

@@ -11,7 +11,7 @@ from ycore.plan.devices import GIB, Device, Fleet, check_bfloat16, measured_core
 from ycore.plan.job import SHARDINGS, Job, Way, job_of, micro_batch_of
 from ycore.plan.model_facts import KNOWN_CONFIGS, model_facts
 from ycore.plan.step_forecast import Forecast, forecast, simulated
-from ycore.plan.way_settings import NOT_YET, config_of
+from ycore.plan.way_settings import config_of
 
 _MOST_ON_CPU = 2  # engines that a run starts by default (ycore/launch/engines.py)
 
@@ -118,7 +118,7 @@ def make_plan(
     near: list[Change] = []
     if not fitting:
         reasons = {why for _, why in left_out}
-        if len(reasons) == 1 and reasons != {NOT_YET}:
+        if len(reasons) == 1:
             raise ConfigError(*reasons)  # whatever the way, the run itself is refused
         near = nearest(job, fleet, micro_batch=micro_batch, can_run=can_run)
         near = near or _smaller_model(job, fleet, micro_batch, can_run)
@@ -143,18 +143,28 @@ def ways(job: Job, fleet: Fleet, *, micro_batch: int, shardings: Iterable[str] |
     on_cpu, count = fleet.device.on_cpu, fleet.count
     chosen = set(SHARDINGS if shardings is None else shardings) - ({"fsdp2"} if on_cpu else set())
     sharded = [name for name in SHARDINGS if name in chosen]
-    widths = [2**power for power in range(1 if on_cpu else count.bit_length()) if not count % 2**power]
+    widths = [(1, 1)] if on_cpu else widths_of(job, count)
     found: list[Way] = []
     most = most_ranks(job, fleet)
     for ranks in {1, most} if on_cpu else {most}:
         size = min(micro_batch, job.completions // ranks)
         for sharding in sharded if ranks > 1 else SHARDINGS[:1]:
-            for width in widths:
-                slots = max(min(count, _MOST_ON_CPU), ranks) if on_cpu else count // width
-                base = Way(ranks, slots, sharding, size, tensor_parallel=width)
+            for policy, judge in widths:
+                slots = max(min(count, _MOST_ON_CPU), ranks) if on_cpu else count // max(policy, judge)
+                base = Way(ranks, slots, sharding, size, tensor_parallel=policy, judge_tensor_parallel=judge)
                 for checkpointing in (False,) if on_cpu else (True, False):
                     found += _placed(job, replace(base, checkpointing=checkpointing), on_cpu)
     return found
+
+
+def widths_of(job: Job, count: int) -> list[tuple[int, int]]:
+    """Devices that an engine of the policy and one of the judge span: equally many, or one where the other has more."""
+    widths = [2**power for power in range(count.bit_length()) if not count % 2**power]
+    alone = [width for width in widths if not job.policy.undivided(width)]
+    if job.judge is None:
+        return [(width, width) for width in alone]
+    judges = [width for width in widths if not job.judge.undivided(width)]
+    return [(policy, judge) for policy in alone for judge in judges if policy == judge or 1 in (policy, judge)]
 
 
 def _placed(job: Job, base: Way, on_cpu: bool) -> list[Way]:
@@ -179,7 +189,8 @@ def ranked(
         best: dict[tuple[object, ...], Forecast] = {}
         for one in fitting:
             way = one.way
-            best.setdefault((way.kind, way.judge_slots, way.slots, way.tensor_parallel, way.sleeps), one)
+            widths = way.tensor_parallel, way.judge_tensor_parallel
+            best.setdefault((way.kind, way.judge_slots, way.slots, widths, way.sleeps), one)
         enough_s = 1.5 * min((one.step_s for one in best.values()), default=0.0)  # of the fastest by the simple bound
         fitting = _by_time(simulated(job, one, fleet) for one in best.values() if one.step_s <= enough_s)
     others = sorted((one for one in forecasts if not one.fits), key=lambda one: one.peak[1] - one.capacity)

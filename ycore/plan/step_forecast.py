@@ -12,7 +12,7 @@ from ycore.plan.comparison import simulate
 from ycore.plan.devices import GIB, Fleet
 from ycore.plan.job import Job, Way
 from ycore.plan.memory import Engine, Parts
-from ycore.plan.simulation import Demand, Lengths, Machine, Workload
+from ycore.plan.simulation import Demand, Lengths, Machine, Workload, of_engines
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,9 +57,10 @@ def simulated(job: Job, one: Forecast, fleet: Fleet) -> Forecast:
     way, device, at_once = one.way, fleet.device, one.at_once
     reads = job.judge_prompt_tokens + job.completion_tokens
     writer = timing.Serving(job.policy, device, job.bytes_per_value, way.tensor_parallel)
-    judge = replace(writer, facts=job.judge)
-    writing = _speed(writer, context=job.prompt_tokens, most=at_once[ROLLOUT])
-    judging = _speed(judge, context=reads, most=at_once[JUDGE])
+    judge = replace(writer, facts=job.judge, tensor_parallel=way.judge_tensor_parallel)
+    on_slot = {role: way.engines(role) for role in (ROLLOUT, JUDGE)}
+    writing = of_engines(_speed(writer, context=job.prompt_tokens, most=at_once[ROLLOUT]), on_slot[ROLLOUT])
+    judging = of_engines(_speed(judge, context=reads, most=at_once[JUDGE]), on_slot[JUDGE])
     # Reading a question counts as so many tokens.
     verdict = max(1.0, job.judge_tokens + judge.prefill_s(reads) / judging.step_s(1))
     spread = 0.5 if job.completion_tokens < job.max_tokens else 0.0  # of lognormal lengths
@@ -70,7 +71,13 @@ def simulated(job: Job, one: Forecast, fleet: Fleet) -> Forecast:
     shares = (way.slots - way.judge_slots, way.judge_slots) if way.kind == "split" else ()
     round_s = simulate(
         Placement(way.kind, shares),
-        SlotPool(way.slots, (ROLLOUT, JUDGE), at_once, exclusive=exclusive, swap_s=swap_s),
+        SlotPool(
+            way.slots,
+            (ROLLOUT, JUDGE),
+            {role: num * at_once[role] for role, num in on_slot.items()},
+            exclusive=exclusive,
+            swap_s=swap_s,
+        ),
         Machine({ROLLOUT: writing, JUDGE: judging}, {ROLLOUT: swap_s, JUDGE: swap_s}),
         lambda number: work.group_at,
         Demand(job.prompts_per_step, dynamic=job.draws > 1.0),

@@ -53,13 +53,14 @@ def step_seconds(job: Job, way: Way, fleet: Fleet, *, at_once: Mapping[str, int]
 
     `at_once`: by role, the sequences that one engine holds.
     """
-    device, wide, in_split = fleet.device, way.tensor_parallel, way.kind == "split"
-    slots = max(1, way.slots - (way.judge_slots if in_split else 0))
-    generate = generate_s(job, device, slots=slots, tensor_parallel=wide, at_once=at_once["rollout"])
+    device, in_split = fleet.device, way.kind == "split"
+    writing = max(1, way.slots - (way.judge_slots if in_split else 0)) * way.engines("rollout")
+    generate = generate_s(job, device, slots=writing, tensor_parallel=way.tensor_parallel, at_once=at_once["rollout"])
     judge, swaps = 0.0, swap_s(job.policy, job, device) if way.sleeps else 0.0
     if job.judge is not None:
-        slots = max(1, way.judge_slots if in_split else way.slots)
-        judge = judge_s(job, device, slots=slots, tensor_parallel=wide, at_once=at_once["judge"])
+        judging = max(1, way.judge_slots if in_split else way.slots) * way.engines("judge")
+        wide = way.judge_tensor_parallel
+        judge = judge_s(job, device, slots=judging, tensor_parallel=wide, at_once=at_once["judge"])
         swaps += 0.0 if in_split else swap_s(job.judge, job, device)
     if way.kind == "dynamic":
         both = (generate + judge) * 1.05  # near the sum of the work over all slots; the simulator knows how near

@@ -11,11 +11,10 @@ import yaml
 from ycore.config.batch import derive_batch
 from ycore.config.schema import LoraSettings, RewardConfig, RunConfig
 from ycore.errors import ConfigError
+from ycore.judge.sources import is_judge
 from ycore.plan.devices import Fleet
 from ycore.plan.job import Job, Way
 from ycore.plan.step_forecast import Forecast
-
-NOT_YET = "engines over several devices are not built yet"
 
 _OPTIONS = (
     "model", "dataset", "system_prompt", "preset", "prompts_per_step", "group_size", "max_tokens", "steps", "seed",
@@ -25,13 +24,19 @@ _OPTIONS = (
 
 
 def config_of(config: RunConfig, job: Job, one: Forecast, fleet: Fleet) -> RunConfig:
-    """The config of the job run in this way; ConfigError where nothing can run so yet.
+    """The config of the job run in this way; ConfigError where the config says something else.
 
     Args:
         config: what the way does not decide. The job may differ from it in the model, LoRA and the length.
     """
     way, on_cpu = one.way, fleet.device.on_cpu
     engine: dict[str, Any] = {} if config.engine.count == "auto" else {"count": way.slots}
+    rewards = config.rewards
+    if config.engine.tensor_parallel not in ("auto", way.tensor_parallel):
+        raise ConfigError(f"engine.tensor_parallel is {config.engine.tensor_parallel}")
+    if max(way.tensor_parallel, way.judge_tensor_parallel) > 1:
+        engine["tensor_parallel"] = way.tensor_parallel
+        rewards = [_with_width(spec, way.judge_tensor_parallel) for spec in rewards]
     if not on_cpu:
         taken = max(part.awake for part in one.engines.values()) / fleet.device.memory_bytes
         engine |= {"sleep": way.sleeps, "gpu_memory_utilization": math.ceil(100 * taken) / 100}
@@ -43,6 +48,7 @@ def config_of(config: RunConfig, job: Job, one: Forecast, fleet: Fleet) -> RunCo
         "processes": way.ranks,
         "accelerate": None if way.ranks == 1 or way.sharding == "ddp" else way.sharding,
         "engine": config.engine.model_copy(update=engine),
+        "rewards": rewards,
     }
     if job.judge is not None:
         changes["placement"] = placement_of(way)
@@ -51,11 +57,19 @@ def config_of(config: RunConfig, job: Job, one: Forecast, fleet: Fleet) -> RunCo
         trl["gradient_checkpointing"] = way.checkpointing
     made = config.model_copy(update={**changes, "trl": trl})
     size = derive_batch(made, world_size=way.ranks, on_cpu=on_cpu).per_device_train_batch_size
-    if way.tensor_parallel > 1:
-        raise ConfigError(NOT_YET)
     if size == way.micro_batch:
         return made
     return made.model_copy(update={"trl": {**trl, "per_device_train_batch_size": way.micro_batch}})
+
+
+def _with_width(spec: RewardConfig, width: int) -> RewardConfig:
+    """A judge whose engines span so many devices; other rewards as they are."""
+    if not is_judge(spec):
+        return spec
+    declared = spec.args.get("tensor_parallel", "auto")
+    if declared not in ("auto", width):
+        raise ConfigError(f"tensor_parallel of {spec.reward} is {declared}")
+    return spec.model_copy(update={"args": {**spec.args, "tensor_parallel": width}})
 
 
 def placement_of(way: Way) -> str:

@@ -68,3 +68,16 @@ def test_cohorts_have_the_loads_mean_and_longest(size: float, spread: float) -> 
     drawn = lengths(load(100, size, spread=spread))
     assert len(drawn) == COHORTS and max(drawn) == pytest.approx(size * (1 + 2 * spread))
     assert sum(drawn) / COHORTS <= size * 1.2
+
+
+def test_slots_that_have_written_help_a_judge_whose_queue_is_worth_the_swap() -> None:
+    """Half of a long queue is taken over; where that is worth less than the swap, nothing moves."""
+    every_token = Speed(0.0, 0.001)
+    loads = {"rollout": replace(load(12, 100), speed=every_token), "judge": replace(load(12, 1000), speed=every_token)}
+    pool = replace(slots(2, swap_s=0.5), capacity={"rollout": 12, "judge": 1})
+    half = {"rollout": 1, "judge": 1}
+    assert forecast_s(loads, half, pool) == pytest.approx(12.0, rel=0.12), "twelve verdicts of a second, one by one"
+    helped = 1.2 + (12 + 0.5) / 2  # written, then twelve verdicts and a swap on two slots
+    assert helped <= forecast_s(loads, half, pool, moves=True) <= helped + 1, "to a whole verdict"
+    dear = replace(pool, swap_s=20.0)
+    assert forecast_s(loads, half, dear, moves=True) == forecast_s(loads, half, dear)

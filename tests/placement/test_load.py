@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from ycore.placement.load import Sums, as_late_as, as_numbers, faded, from_numbers
+from ycore.placement.load import Load, Speed, Sums, as_late_as, as_numbers, faded, from_numbers
 
 ROLES = ("rollout", "judge")
 
@@ -77,3 +77,11 @@ def test_late_requests_are_counted_by_moment_and_carried_over() -> None:
     assert carried is not None
     assert (carried.num_late, carried.num_times_late, carried.late_at) == (2.0, 1.0, pytest.approx(0.7))
     assert carried.num_requests == 1.0 and now.late == 0.0
+
+
+def test_a_slot_holds_no_more_than_its_engine_needs_where_others_may_come_to_help() -> None:
+    """256 requests on 2 slots: 128 each, or what gives 95 % of the highest throughput, at least a quarter of 128."""
+    shallow = Load(256, 100, 0.0, 100, Speed(0.01, 0.004), 0.0)  # half of the throughput with 2.5 in flight
+    assert shallow.depth(2, 512) == 128 and shallow.depth(2, 512, moves=True) == 50
+    assert Load(256, 100, 0.0, 100, Speed(0.01, 0.01), 0.0).depth(2, 512, moves=True) == 32
+    assert Load(256, 100, 0.0, 100, Speed(0.01, 1e-6), 0.0).depth(2, 512, moves=True) == 512

@@ -4,8 +4,8 @@ A role's requests are a dozen cohorts of equal number. Their lengths are the qua
 mean and spread; the last cohort has the longest length seen. The slots of a role are alike, so one of them is played,
 with weights instead of single requests. A finished rollout cohort is then scored; under dynamic sampling the verdicts
 of the first wave bring a second. A role without slots gets those of the rollouts when these are done, a swap later,
-until the rollouts need them back. Other moves are left out: where roles start with slots, moves were seen to shorten a
-round or leave it as it is, and they seldom change which division is best. All this takes well under a millisecond.
+until the rollouts need them back; with `moves` so does a role with slots, for the share of its queue that is worth the
+swap. Other moves are left out: they seldom change which division is best. All this takes well under a millisecond.
 """
 
 import heapq
@@ -24,10 +24,14 @@ _QUANTILES = [NormalDist().inv_cdf((index + 0.5) / COHORTS) for index in range(C
 _ORDER = [index * 5 % COHORTS for index in range(COHORTS)]  # the second wave draws new lengths: in another order
 
 
-def forecast_s(loads: Mapping[str, Load], division: Division, pool: SlotPool, *, shared: bool = False) -> float:
+def forecast_s(
+    loads: Mapping[str, Load], division: Division, pool: SlotPool, *, shared: bool = False, moves: bool = False
+) -> float:
     """Seconds of a round that starts with this division; infinite where no slot rolls out. `pool` has each role's depth
-    as its capacity. `shared`: every slot serves all roles at once."""
-    return _Round(loads, division, pool, shared=shared).seconds() if division.get(ROLLOUT, 0) else math.inf
+    as its capacity. `shared`: every slot serves all roles at once. `moves`: slots without rollouts help the others."""
+    if not division.get(ROLLOUT, 0):
+        return math.inf
+    return _Round(loads, division, pool, shared=shared, moves=moves).seconds()
 
 
 @dataclass(slots=True)
@@ -79,8 +83,10 @@ class _Server:
 
 
 class _Round:
-    def __init__(self, loads: Mapping[str, Load], division: Division, pool: SlotPool, *, shared: bool) -> None:
-        self._pool = pool
+    def __init__(
+        self, loads: Mapping[str, Load], division: Division, pool: SlotPool, *, shared: bool, moves: bool
+    ) -> None:
+        self._pool, self._moves = pool, moves
         self._rollout_load = rollout = loads[ROLLOUT]
         self._rollout = self._server(ROLLOUT, rollout, division[ROLLOUT])
         self._scorers = {
@@ -89,7 +95,7 @@ class _Round:
             if role != ROLLOUT
         }
         self._shared = shared
-        self._helpers: dict[str, _Server] = {}  # the rollouts' slots, while they serve a role without slots
+        self._helpers: dict[str, _Server] = {}  # the rollouts' slots, while they serve another role
         self._lengths = lengths(rollout)
         first = max(1.0, rollout.num_requests - rollout.num_late)
         self._late_cohorts = late_cohorts(rollout)
@@ -153,19 +159,22 @@ class _Round:
         for role, scorer in self._scorers.items():
             load = scorer.load
             requests = num * load.num_requests / max(1.0, self._rollout_load.num_requests)
-            server = scorer if scorer.num_slots else self._helpers.get(role)
-            if server is None:  # they wait until the rollouts' slots come
+            helper = self._helpers.get(role)
+            servers = [server for server in (scorer, helper) if server is not None and server.num_slots]
+            if not servers:  # they wait until the rollouts' slots come
                 scorer.waiting.append((load.size, cohort, requests))
-            else:
-                server.add(load.size, cohort, requests / server.num_slots)
+            for server in servers:
+                server.add(load.size, cohort, requests / sum(one.num_slots for one in servers))
 
     def _needs_help(self) -> str | None:
-        """The scorer without a slot that has the most waiting."""
-        waiting_s = {
-            role: sum(weight for *_, weight in server.waiting) * server.load.engine_s(server.capacity)
-            for role, server in self._scorers.items()
-            if not server.num_slots and server.waiting and role not in self._helpers
-        }
+        """The scorer that has the most waiting, of those without a slot or, with moves, whose queue is worth a swap."""
+        waiting_s, swap_s = dict[str, float](), self._pool.swap_s
+        for role, server in self._scorers.items():
+            slots, num = server.num_slots, sum(weight for *_, weight in server.waiting)
+            work_s = num * max(1, slots) * server.load.engine_s(server.capacity)
+            is_worth_it = self._moves and (work_s - slots * swap_s) / (slots + 1) > swap_s
+            if num and role not in self._helpers and (not slots or is_worth_it):
+                waiting_s[role] = work_s
         return max(waiting_s, key=lambda role: waiting_s[role], default=None)
 
     def _help(self) -> None:
@@ -177,9 +186,13 @@ class _Round:
         helper = self._helpers[role] = self._server(role, scorer.load, self._rollout.num_slots)
         helper.now = self._now
         self._rollout.is_open = False
-        while scorer.waiting:
-            size, cohort, num = scorer.waiting.popleft()
-            helper.add(size, cohort, num / helper.num_slots)
+        waiting, both = list(scorer.waiting), scorer.num_slots + helper.num_slots
+        scorer.waiting.clear()
+        for size, cohort, weight in waiting:
+            each = weight * max(1, scorer.num_slots) / both
+            helper.add(size, cohort, each)
+            if scorer.num_slots:
+                scorer.add(size, cohort, each)
 
 
 def late_cohorts(load: Load) -> set[int]:

@@ -8,9 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
-from ycore.placement.forecast import forecast_s
 from ycore.placement.load import Load, Sums, as_late_as, faded, from_numbers
-from ycore.placement.moves import next_schedule
+from ycore.placement.moves import next_schedule, schedule_s, with_depths
 from ycore.placement.placement import MODES, ROLLOUT, Mode, Placement, Schedule, SlotPool
 
 KEEP, DROP = 1, 2  # vLLM's sleep levels: 1 keeps an engine's weights in host memory, 2 drops them
@@ -121,19 +120,26 @@ class Learning:
         self._update_loads()
         if not self._is_dynamic or len(self.loads) < len(roles):
             return
-        pool = replace(self._pool, capacity=self.depth, swap_s=swap_s)
+        pool = replace(self._pool, swap_s=swap_s)
         own = _loads(now)
         if len(own) == len(roles) and round_s > 0:
-            expected_s = forecast_s(own, self.schedule.division, pool, shared=self.schedule.mode == "shared")
+            expected_s = schedule_s(own, self.schedule, pool)
             self._calibration.observe(self.schedule.mode, seconds=round_s, forecast_s=expected_s)
         current = self.schedule if self._was_chosen else None
         self.schedule = next_schedule(current, self.loads, pool, self._calibration.factors)
         self._was_chosen = True
+        self._set_depth()
 
     def _update_loads(self) -> None:
         self.loads = _loads(self._sums)
-        for role, load in self.loads.items() if self._is_dynamic else ():
-            self.depth[role] = load.depth(self._pool.num_slots, self._pool.capacity_of(role))
+        self._set_depth()
+
+    def _set_depth(self) -> None:
+        if self._is_dynamic:
+            moves = self.schedule.mode in ("divided", "together")
+            self.depth = {
+                role: with_depths(self.loads, self._pool, moves=moves).capacity_of(role) for role in self.depth
+            }
 
     def state(self) -> dict[str, Any]:
         return {
@@ -154,6 +160,7 @@ class Learning:
         if self._is_dynamic and is_same:
             self._calibration.restore(state["experience"])
             self.schedule, self._was_chosen = Schedule(division, state["manner"]), state["chosen"]
+            self._set_depth()
 
 
 def _loads(sums: Mapping[str, Sums]) -> dict[str, Load]:

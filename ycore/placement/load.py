@@ -12,6 +12,8 @@ from typing import NamedTuple
 
 MEMORY = 0.7  # weight that earlier rounds keep when a new one is added: about the last three count
 _GOOD_DEPTH = 4.0  # in units of base / each: there an engine reaches four fifths of its highest throughput
+_FULL_DEPTH = 20.0  # there it reaches 95 %
+_LEAST_HELD = 0.25  # of a slot's share of a round's requests: a speed that was measured at one depth may be wrong
 _HIGH = 16  # a sum of 16th powers is nearly the 16th power of the largest, so sums alone give the longest size
 
 
@@ -54,9 +56,15 @@ class Load:
         """Seconds of a slot that one request costs when `depth` are in flight there."""
         return self.size * self.speed.step_s(depth) / depth
 
-    def depth(self, num_slots: int, capacity: int) -> int:
-        """Requests that a slot should hold: enough to run well, few enough to leave the other slots their share."""
-        share = math.ceil(self.num_requests / num_slots)
+    def depth(self, num_slots: int, capacity: int, *, moves: bool = False) -> int:
+        """Requests that a slot should hold: enough to run well, few enough to leave the other slots their share.
+
+        `moves`: single slots change their role within the round. What a slot holds, no other slot can take over, so it
+        then holds no more than its engine needs to run at full speed.
+        """
+        share = float(math.ceil(self.num_requests / num_slots))
+        if moves:
+            share = min(share, max(share * _LEAST_HELD, _FULL_DEPTH / _GOOD_DEPTH * self.speed.good_depth))
         return max(1, int(min(capacity, max(share, self.speed.good_depth))))
 
 

@@ -4,7 +4,7 @@ which schedule promises the shortest round.
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ycore.placement.forecast import forecast_s
 from ycore.placement.load import Load
@@ -80,14 +80,26 @@ def next_schedule(
     """
 
     def promised_s(schedule: Schedule) -> float:
-        shared = schedule.mode == "shared"
-        return factors[schedule.mode] * forecast_s(loads, schedule.division, pool, shared=shared)
+        return factors[schedule.mode] * schedule_s(loads, schedule, pool)
 
-    best = min(_schedules(loads, pool), key=promised_s)
+    best = min(_schedules(loads, with_depths(loads, pool)), key=promised_s)
     if current is None:
         return best
     now_s, best_s = promised_s(current), promised_s(best)
     return best if now_s - best_s > MARGIN * best_s + pool.swap_s / HORIZON else current
+
+
+def schedule_s(loads: Mapping[str, Load], schedule: Schedule, pool: SlotPool) -> float:
+    """The forecast of a round that goes so."""
+    mode = schedule.mode
+    pool = with_depths(loads, pool, moves=mode == "divided")
+    return forecast_s(loads, schedule.division, pool, shared=mode == "shared", moves=mode == "divided")
+
+
+def with_depths(loads: Mapping[str, Load], pool: SlotPool, *, moves: bool = False) -> SlotPool:
+    """The pool with what a slot should hold of each role as its capacity."""
+    depths = {role: load.depth(pool.num_slots, pool.capacity_of(role), moves=moves) for role, load in loads.items()}
+    return replace(pool, capacity={role: depths.get(role, pool.capacity_of(role)) for role in pool.roles})
 
 
 def _schedules(loads: Mapping[str, Load], pool: SlotPool) -> list[Schedule]:

@@ -22,7 +22,7 @@ from pathlib import Path
 
 import placement_engines
 from machine import describe_machine
-from placement_engines import Engines, SeededEngine, engines_running
+from placement_engines import Engines, SeededEngine, clients, engines_running
 
 from ycore.engine.commands import EngineSpec
 
@@ -55,8 +55,8 @@ def changed(
         placement_engines.engine_command = with_words
         placement_engines.engine_environment = lambda engine: {**environment(engine), **(variables or {})}
         placement_engines._engine = with_cores
-        with engines_running(job, output, length_of=lambda seed: _TOKENS) as engines:
-            yield engines
+        with engines_running(job, output) as sockets:
+            yield clients(sockets, length_of=lambda seed: _TOKENS)
     finally:
         placement_engines.engine_command = command
         placement_engines.engine_environment = environment

@@ -1,15 +1,21 @@
 """Placement with real engines: colocated, split:1:1 and dynamic in turn, on two slots, doing the same work.
 
     python docs/benchmarks/placement.py --output runs/placement
+    python docs/benchmarks/placement.py --asleep --output runs/placement-asleep
 
 Two slots are two cores. Each has a rollout engine and a judge's engine: four vLLM servers with the same small model.
-They are driven by the `Round`, `Slots` and allocator of a live run. Nothing is trained, and no weights are sent.
+They are driven by the controllers, slots and allocator of a live run: a process for each of --ranks ranks, a process
+group, and the allocator's process. Nothing is trained, and no weights are sent.
 
 The work is the same for every placement. The length of a completion follows from its seed alone (long-tailed, up to
 --longest tokens, end of text ignored). A judge reads it and writes --judge-tokens tokens. Whether a group can teach is
-a random function of its position. Groups that cannot teach are replaced one for one, so every placement draws the same
-prompts in the end. Engines never sleep here: a CPU has no sleep, and waking a role only changes which engine gets
-requests. `simulate_sweep` has the placements of a GPU, where a swap costs time.
+a random function of its position. Groups that cannot teach are replaced one for one, and ranks draw from one list, not
+each from its own as in a run. So every placement draws the same prompts in the end.
+
+Engines stay up, as on a CPU: a swap only changes which engine gets requests. With --asleep one engine of a slot is
+awake at a time, as on a GPU. A CPU has no sleep, so this is emulated: vLLM's own `/sleep` and `/wake_up`, which stop
+and restart serving here but move no memory, and around them a wait of the length that was published for a model of 0.6B
+on a GPU (vllm-project/vllm#48337: 1.44 s for both at level 1, 1.92 s at level 2).
 
 Before, between and after the rounds, the speeds of the engines are measured alone (`placement_speeds`). At the end the
 simulator gets these speeds and the lengths, and the table compares its seconds with the real ones. It also compares
@@ -21,34 +27,41 @@ import argparse
 import asyncio
 import json
 import math
+import multiprocessing
 import random
 import signal
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+import torch.distributed as dist
 from machine import busy_share, describe_machine
-from placement_engines import Engines, SeededEngine, engines_running
+from placement_engines import PUBLISHED_S, Engines, SeededEngine, clients, engines_running, sleepers
 from placement_speeds import Measured, mean_of, measure
 
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
+from ycore.placement.slot_pool import home_of
 from ycore.plan.comparison import Scenario, compare_recorded, simulate
 from ycore.plan.recording import requests_of
 from ycore.plan.simulation import Demand, Machine, SimulatedGroup
+from ycore.round.line import Line, OwnLine, SocketLine
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, Yield, completion_seed
 from ycore.round.scoring import Scoring, Writing
 from ycore.round.slots import Slots
 from ycore.round.step import Controller
 from ycore.round.tasks import together
+from ycore.round.torch_peers import MachinePeers
 from ycore.run.trace import ROUND, TraceWriter, read_trace
-from ycore.types import Prompt, Score
+from ycore.types import Draw, Prompt, Score
 from ycore.view.pictures import draw_panels
 
 PLACEMENTS = ("colocated", "split:1:1", "dynamic")
@@ -59,6 +72,7 @@ _BETWEEN = 5
 """Counted rounds between two measurements of the engines' speeds."""
 
 ROLES = (ROLLOUT, JUDGE)
+FORK = multiprocessing.get_context("fork")  # torch is imported once
 
 
 class OneForOne(Yield):
@@ -109,42 +123,89 @@ class LengthJudge:
         return [Score(float(index % 2) if teaches(position, self._job) else 0.0)]
 
 
-class Contestant:
-    """One placement with its own slots and what it learned of them."""
+class OneList(DrawSource):
+    """Prompts of a round in one order for all ranks; `drawn` counts them, by round, and is shared by the ranks."""
 
-    def __init__(self, words: str, engines: Engines, job: argparse.Namespace, folder: Path) -> None:
-        self.words = words
-        self.trace = folder / f"{words.replace(':', '-')}.json"
-        self._job = job
-        self.pool = SlotPool(2, ROLES, dict.fromkeys(ROLES, job.max_num_seqs))
-        self.allocator = Allocator(self.pool, parse_placement(words))
-        self._slots = Slots(2, allocator=self.allocator, trace=TraceWriter(self.trace))
-        rules = Rules(group_size=job.group_size, seed=0, reward_weights=(1.0,), dynamic=True)
-        scoring = Scoring([((0,), LengthJudge(engines.judges, job))])
-        draws = DrawSource(
+    def __init__(self, drawn: Any, job: argparse.Namespace) -> None:
+        super().__init__(
             [Prompt(row, "") for row in range(64)],
             seed=None,
             encode=lambda prompt: tuple(1000 + (7 * prompt.row + place) % 9000 for place in range(job.prompt_tokens)),
             max_prompt_tokens=job.prompt_tokens,
         )
+        self._drawn = drawn
+        self.round = 0
+
+    def draw(self) -> Draw:
+        with self._drawn.get_lock():
+            self.cursor = self.round * APART + self._drawn[self.round]
+            self._drawn[self.round] += 1
+        return super().draw()
+
+
+def pool_of(job: argparse.Namespace) -> SlotPool:
+    swap_s = statistics.fmean(PUBLISHED_S.values()) if job.asleep else 0.0
+    return SlotPool(2, ROLES, dict.fromkeys(ROLES, job.max_num_seqs), exclusive=job.asleep, swap_s=swap_s)
+
+
+def counters(job: argparse.Namespace) -> dict[str, Any]:
+    return {words: FORK.Array("i", job.warm_up + job.rounds) for words in PLACEMENTS}
+
+
+class Contestant:
+    """One placement, as one of its ranks has it: its own slots, and what their allocator learned of them."""
+
+    def __init__(
+        self,
+        words: str,
+        engines: Engines,
+        job: argparse.Namespace,
+        folder: Path,
+        drawn: Any,
+        *,
+        line: Line | None = None,
+    ) -> None:
+        """Args:
+        line: to the allocator of several ranks.
+        """
+        self.words = words
+        self.trace = folder / f"{words.replace(':', '-')}.json"
+        self._need = job.need // job.ranks
+        self.line = line or OwnLine(Allocator(pool_of(job), parse_placement(words)))
+        rank, num_ranks = self.line.rank, self.line.num_ranks
+        self.peers = MachinePeers(line) if isinstance(line, SocketLine) else Peers()
+        own = {slot for slot in range(2) if home_of(slot, num_ranks) == rank}
+        engines_asleep = sleepers(engines, own) if job.asleep else None
+        trace = TraceWriter(self.trace)
+        self.slots = Slots(2, line=self.line, sleepers=engines_asleep, trace=trace, rank=rank)
+        rules = Rules(group_size=job.group_size, seed=0, reward_weights=(1.0,), dynamic=True)
+        self._draws = OneList(drawn, job)
         self._controller = Controller(
-            engines=engines.rollouts, scoring=scoring, draws=draws, rules=rules, peers=Peers(), slots=self._slots
+            engines=engines.rollouts,
+            scoring=Scoring([((0,), LengthJudge(engines.judges, job))]),
+            draws=self._draws,
+            rules=rules,
+            peers=self.peers,
+            slots=self.slots,
         )
         self._controller.yields = OneForOne()
 
     async def play(self, number: int) -> dict[str, Any]:
-        """A round from position `number * APART` on."""
-        self._controller.draws.cursor = number * APART
+        """One round; where engines sleep, their waking before it and falling asleep after it count too."""
+        self._draws.round = number
         self._controller.meter.begin()
-        division, manner = dict(self.allocator.division), self.allocator.mode
-        async with self._slots.round():
-            began = time.perf_counter()
-            finished = await self._controller.fill(need=self._job.need, ready=0, step=number)
-            seconds = time.perf_counter() - began
-        metrics = await self._slots.end_round(list, step=number)
-        tokens = sum(item.group.num_tokens for item in finished)
-        row = {"seconds": seconds, "drawn": self._controller.meter.drawn, "tokens": tokens}
-        row |= {"division": division, "manner": manner}
+        learned = self.slots.state or {"division": {}, "manner": "first"}
+        await self.peers.meet(stopping=False)
+        began = time.perf_counter()
+        async with self.slots.round():
+            finished = await self._controller.fill(need=self._need, ready=0, step=number)
+        seconds = time.perf_counter() - began
+        metrics = await self.slots.end_round(self.peers.add_up, step=number)
+        drawn, tokens = self.peers.add_up(
+            [self._controller.meter.drawn, sum(item.group.num_tokens for item in finished)]
+        )
+        row = {"seconds": seconds, "drawn": drawn, "tokens": tokens}
+        row |= {"division": dict(learned["division"]), "manner": learned["manner"]}
         return row | {name.removeprefix("ycore/"): value for name, value in metrics.items()}
 
 
@@ -157,12 +218,15 @@ def simulated_group(position: int, job: argparse.Namespace) -> SimulatedGroup:
 
 def predict(words: str, measured: Sequence[dict[str, Measured]], job: argparse.Namespace) -> list[float]:
     """The simulator's seconds for the counted rounds of a placement."""
-    pool = SlotPool(2, ROLES, dict.fromkeys(ROLES, job.max_num_seqs))
     mean = {role: mean_of([told[role] for told in measured]) for role in ROLES}
     result = simulate(
         parse_placement(words),
-        pool,
-        Machine({role: told.speed for role, told in mean.items()}, {}, {r: told.reading_s for r, told in mean.items()}),
+        pool_of(job),
+        Machine(
+            {role: told.speed for role, told in mean.items()},
+            PUBLISHED_S if job.asleep else {},
+            {role: told.reading_s for role, told in mean.items()},
+        ),
         lambda number: lambda position: simulated_group(position, job),
         Demand(job.need, dynamic=True),
         num_rounds=job.rounds,
@@ -177,7 +241,7 @@ def replay(trace: Path, job: argparse.Namespace) -> dict[str, float]:
     """The simulator's mean seconds of every placement, from the counted rounds of a recording."""
     scenario = Scenario(
         num_slots=2,
-        swap_s=0.0,
+        swap_s=pool_of(job).swap_s,
         num_rounds=job.rounds,
         warm_up=job.warm_up,
         group_size=job.group_size,
@@ -190,16 +254,23 @@ def replay(trace: Path, job: argparse.Namespace) -> dict[str, float]:
         step_s=(0.0, 0.0),
         seed=0,
     )
-    rounds = requests_of(list(read_trace(trace)))[-job.rounds :]
+    rounds = requests_of([span for span in read_trace(trace) if span.rank == 0])[-job.rounds :]
     told = {str(result.placement): result.seconds for result in compare_recorded(rounds, scenario).results}
     return {words: told[words] for words in PLACEMENTS}
 
 
 async def measure_both(engines: Engines, job: argparse.Namespace) -> dict[str, Measured]:
-    told = {
-        ROLLOUT: await measure(engines.rollouts, job.prompt_tokens),
-        JUDGE: await measure(engines.judges, job.judge_reads),
-    }
+    told = {}
+    for role, of_role, reads in (
+        (ROLLOUT, engines.rollouts, job.prompt_tokens),
+        (JUDGE, engines.judges, job.judge_reads),
+    ):
+        asleep = sleepers(engines, {0, 1})[role].values() if job.asleep else ()
+        for engine in asleep:
+            await engine.wake()
+        told[role] = await measure(of_role, reads)
+        for engine in asleep:
+            await engine.sleep()
     print(told, flush=True)
     return told
 
@@ -210,17 +281,90 @@ async def play_all(
     """Round by round, every placement in turn, another one first each time; the first rounds only warm up."""
     rows: dict[str, list[dict[str, Any]]] = {one.words: [] for one in contestants}
     measured = []
+    leads = contestants[0].line.rank == 0
+    for one in contestants:
+        await one.slots.open(timeout_s=120)
+    await contestants[0].slots.sleep()
     for number in range(job.warm_up + job.rounds):
-        if number >= job.warm_up and (number - job.warm_up) % _BETWEEN == 0:
+        if leads and number >= job.warm_up and (number - job.warm_up) % _BETWEEN == 0:
             measured.append(await measure_both(engines, job))
         first = number % len(contestants)
         for one in [*contestants[first:], *contestants[:first]]:
             row = await one.play(number)
-            told = f"{row['seconds']:6.1f} s, {row['drawn']} groups, {row['manner']}"
+            if not leads:
+                continue
+            told = f"{row['seconds']:6.1f} s, {row['drawn']:.0f} groups, {row['manner']}, {row['swaps']:.0f} swaps"
             print(f"round {number} {one.words:10} {told}", flush=True)
             if number >= job.warm_up:
                 rows[one.words].append(row)
-    return rows, [*measured, await measure_both(engines, job)]
+    if leads:
+        measured.append(await measure_both(engines, job))
+    for one in contestants:
+        await one.peers.meet(stopping=False)
+        one.slots.close()
+    return rows, measured
+
+
+def rank_of(rank: int, folder: Path, drawn: Mapping[str, Any], job: argparse.Namespace) -> None:
+    """A rank's process: all placements in turn. The first leaves what it saw in `folder`."""
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meeting", rank=rank, world_size=job.ranks)
+    engines = clients(folder / "sockets", length_of=lambda seed: length_of(seed, job))
+    contestants = [
+        Contestant(words, engines, job, job.output, drawn[words], line=line_of(number, rank, folder, job))
+        for number, words in enumerate(PLACEMENTS)
+    ]
+    rows, measured = asyncio.run(play_all(contestants, engines, job))
+    if rank == 0:
+        summarised = summary_of(rows, measured, contestants, job)
+        told = {"measured": [{role: asdict(one) for role, one in told.items()} for told in measured], "rounds": rows}
+        (folder / "told.json").write_text(json.dumps({**told, "summary": summarised}))
+    dist.destroy_process_group()
+
+
+def line_of(number: int, rank: int, folder: Path, job: argparse.Namespace) -> SocketLine:
+    placement = parse_placement(PLACEMENTS[number])
+    return SocketLine(folder / f"allocator-{number}", pool_of(job), placement, rank=rank, num_ranks=job.ranks)
+
+
+def play_ranks(sockets: Path, job: argparse.Namespace) -> dict[str, Any]:
+    """All ranks and an allocator for each placement, in processes of their own; nothing is left of them."""
+    with tempfile.TemporaryDirectory(prefix="yc-") as place:
+        folder = Path(place)
+        (folder / "sockets").symlink_to(sockets)
+        words = [sys.executable, "-m", "ycore.round.service"]
+        services = [
+            subprocess.Popen([*words, str(folder / f"allocator-{number}"), str(job.ranks)])
+            for number in range(len(PLACEMENTS))
+        ]
+        drawn = counters(job)
+        ranks = [FORK.Process(target=rank_of, args=(rank, folder, drawn, job)) for rank in range(job.ranks)]
+        try:
+            for process in ranks:
+                process.start()
+            while any(process.is_alive() for process in ranks):
+                if any(process.exitcode for process in ranks):
+                    raise RuntimeError("a rank failed")
+                time.sleep(0.5)
+            if any(process.exitcode for process in ranks):
+                raise RuntimeError("a rank failed")
+            told: dict[str, Any] = json.loads((folder / "told.json").read_text())
+            return told
+        finally:
+            for process in ranks:
+                process.kill()
+            for service in services:
+                service.kill()
+                service.wait()
+
+
+def summary_of(
+    rows: dict[str, list[dict[str, Any]]],
+    measured: Sequence[dict[str, Measured]],
+    contestants: Sequence[Contestant],
+    job: argparse.Namespace,
+) -> dict[str, Any]:
+    predicted = {words: predict(words, measured, job) for words in PLACEMENTS}
+    return summarise(rows, predicted, {one.words: replay(one.trace, job) for one in contestants})
 
 
 def summarise(
@@ -256,16 +400,13 @@ def main() -> None:
     job.output.mkdir(parents=True, exist_ok=True)
     busy = busy_share()
     with ExitStack() as stack:
-        engines = stack.enter_context(engines_running(job, job.output, length_of=lambda seed: length_of(seed, job)))
-        contestants = [Contestant(words, engines, job, job.output) for words in PLACEMENTS]
-        rows, measured = asyncio.run(play_all(contestants, engines, job))
-    predicted = {words: predict(words, measured, job) for words in PLACEMENTS}
+        sockets = stack.enter_context(engines_running(job, job.output))
+        played = play_ranks(sockets, job)
     told = {"job": {key: str(value) for key, value in vars(job).items()}, "machine": describe_machine(), "busy": busy}
-    told |= {"measured": [{role: asdict(one) for role, one in told.items()} for told in measured], "rounds": rows}
-    told |= {"summary": summarise(rows, predicted, {one.words: replay(one.trace, job) for one in contestants})}
-    (job.output / "results.json").write_text(json.dumps(told, indent=2))
-    print(json.dumps(told["summary"], indent=2))
-    draw_panels([(one.words, _last_round(one.trace)) for one in contestants], job.output / "timeline.png")
+    (job.output / "results.json").write_text(json.dumps(told | played, indent=2))
+    print(json.dumps(played["summary"], indent=2))
+    traces = [(words, job.output / f"{words.replace(':', '-')}.json") for words in PLACEMENTS]
+    draw_panels([(words, _last_round(trace)) for words, trace in traces], job.output / "timeline.png")
 
 
 def _end(*_: object) -> None:
@@ -285,6 +426,8 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--rounds", type=int, default=10, help="counted rounds of each placement")
     parser.add_argument("--warm-up", type=int, default=2, help="rounds before them, in which dynamic learns")
+    parser.add_argument("--ranks", type=int, default=2, help="training ranks that share the two slots")
+    parser.add_argument("--asleep", action="store_true", help="one engine of a slot is awake at a time (emulated)")
     parser.add_argument("--need", type=int, default=32, help="groups that can teach, a round")
     parser.add_argument("--group-size", type=int, default=4)
     parser.add_argument("--teach-share", type=float, default=0.7)

@@ -1,11 +1,12 @@
 """The engines of `placement`: vLLM servers of a rollout and of a judge on each of two cores, stopped at the end."""
 
 import argparse
+import asyncio
 import os
 import shutil
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,10 +14,12 @@ from typing import Any
 
 from ycore.engine.commands import EngineSpec, engine_command, engine_environment
 from ycore.engine.server import Server, is_healthy
+from ycore.engine.sleeping import SleepingEngine
 from ycore.launch.guardian import RunWatch, remove_leftovers
 from ycore.launch.processes import ManagedProcess
 from ycore.models.fetch import fetch_model
 from ycore.models.names import resolve_model
+from ycore.placement.placement import JUDGE, ROLLOUT
 from ycore.run.files import make_private
 from ycore.run.paths import RunFolder
 from ycore.types import Completion
@@ -29,7 +32,7 @@ class SeededEngine:
 
     def __init__(self, name: str, socket: Path, length_of: Callable[[int], int]) -> None:
         self.name = name
-        self._server = Server(name, socket, request_timeout_s=600)
+        self.server = Server(name, socket, request_timeout_s=600)
         self._length_of = length_of
 
     async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
@@ -39,7 +42,7 @@ class SeededEngine:
         """`length` tokens."""
         body = {"model": "rollout", "prompt": list(prompt_ids), "n": 1, "seed": seed, "temperature": 1.0, "logprobs": 0}
         body |= {"max_tokens": length, "ignore_eos": True, "return_token_ids": True}
-        answer = await self._server.request("POST", "/v1/completions", body)
+        answer = await self.server.request("POST", "/v1/completions", body)
         tokens = answer["choices"][0]["token_ids"]
         assert len(tokens) == length
         return Completion(tuple(tokens), None, "", "length", 0)
@@ -53,9 +56,52 @@ class Engines:
     judges: Sequence[SeededEngine]
 
 
+PUBLISHED_S = {ROLLOUT: 1.92, JUDGE: 1.44}
+"""Seconds of a sleep and the wake after it, 0.6B on a GPU (vllm-project/vllm#48337): level 2 for the policy, whose
+weights are sent again anyway, and level 1 for the judge."""
+
+
+class WaitingEngine(SleepingEngine):
+    """vLLM's own sleep and wake, which move no memory on a CPU, and a wait of half the published length with each."""
+
+    def __init__(self, server: Server, wait_s: float) -> None:
+        super().__init__(server, refill=_nothing)
+        self._wait_s = wait_s
+
+    async def sleep(self) -> None:
+        if not self._asleep.exists():
+            await asyncio.gather(super().sleep(), asyncio.sleep(self._wait_s))
+
+    async def wake(self) -> None:
+        if self._asleep.exists():
+            await asyncio.gather(super().wake(), asyncio.sleep(self._wait_s))
+
+
+async def _nothing() -> None:
+    """On a CPU the weights stay where they are."""
+
+
+def sleepers(engines: Engines, slots: Collection[int]) -> Mapping[str, Mapping[int, WaitingEngine]]:
+    """The engines of these slots, by role and slot."""
+    roles = {ROLLOUT: engines.rollouts, JUDGE: engines.judges}
+    return {
+        role: {slot: WaitingEngine(of_role[slot].server, PUBLISHED_S[role] / 2) for slot in slots}
+        for role, of_role in roles.items()
+    }
+
+
+def clients(sockets: Path, *, length_of: Callable[[int], int]) -> Engines:
+    """A process's own clients of the four servers."""
+    roles = [
+        [SeededEngine(name, sockets / f"{name}.sock", of) for name in names]
+        for names, of in ((("rollout-0", "rollout-1"), length_of), (("judge-0", "judge-1"), lambda length: length))
+    ]
+    return Engines(*roles)
+
+
 @contextmanager
-def engines_running(job: argparse.Namespace, output: Path, *, length_of: Callable[[int], int]) -> Iterator[Engines]:
-    """Four servers on two cores; their logs stay in `output`, and nothing else of them."""
+def engines_running(job: argparse.Namespace, output: Path) -> Iterator[Path]:
+    """Four servers on two cores, and the folder of their sockets; their logs stay in `output`, and nothing else."""
     folder = RunFolder(Path(tempfile.mkdtemp(prefix="ycore-placement-")))
     model = fetch_model(resolve_model(job.model, trust_remote_code=False), log=output / "model.log")
     cores = sorted(os.sched_getaffinity(0))[:2]
@@ -78,8 +124,7 @@ def engines_running(job: argparse.Namespace, output: Path, *, length_of: Callabl
                 )
             )
         _wait(planned, processes, watch)
-        rollouts = [SeededEngine(one.name, one.socket, length_of) for one in planned[:2]]
-        yield Engines(rollouts, [SeededEngine(one.name, one.socket, lambda length: length) for one in planned[2:]])
+        yield folder.sockets
     finally:
         watch.look()
         watch.kill(grace_s=0)
@@ -98,7 +143,8 @@ def _engine(name: str, model: Path, folder: RunFolder, job: argparse.Namespace, 
         temporary=folder.temporary,
         run_id=folder.run_id,
         dtype="bfloat16",
-        max_model_len=max(job.longest + job.prompt_tokens, job.judge_reads + job.judge_tokens),
+        # 32 more than a judge writes, since its speed is measured with longer answers
+        max_model_len=max(job.longest + job.prompt_tokens, job.judge_reads + job.judge_tokens + 32),
         max_num_seqs=job.max_num_seqs,
         seed=0,
         cores=(core,),

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from ycore.placement.load import Speed
+from ycore.plan.recording import Steps
 from ycore.types import Completion
 
 BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
@@ -41,7 +42,15 @@ class MadeUpEngine:
 def job() -> argparse.Namespace:
     sizes = {"rounds": 2, "warm_up": 1, "need": 4, "group_size": 4, "teach_share": 0.6, "mean": 40.0, "sigma": 0.8}
     return argparse.Namespace(
-        **sizes, longest=200, prompt_tokens=8, judge_reads=16, judge_tokens=12, max_num_seqs=8, output=None
+        **sizes,
+        longest=200,
+        prompt_tokens=8,
+        judge_reads=16,
+        judge_tokens=12,
+        max_num_seqs=8,
+        output=None,
+        ranks=1,
+        asleep=False,
     )
 
 
@@ -50,11 +59,14 @@ def test_every_placement_draws_and_writes_the_same(script: Any, job: argparse.Na
         rollouts=[MadeUpEngine(lambda seed: script.length_of(seed, job)) for _ in range(2)],
         judges=[MadeUpEngine(lambda length: length) for _ in range(2)],
     )
-    contestants = [script.Contestant(words, engines, job, tmp_path) for words in script.PLACEMENTS]
+    drawn = script.counters(job)
+    contestants = [script.Contestant(words, engines, job, tmp_path, drawn[words]) for words in script.PLACEMENTS]
     rows, measured = asyncio.run(script.play_all(contestants, engines, job))
     assert {words: len(told) for words, told in rows.items()} == dict.fromkeys(script.PLACEMENTS, 2)
     assert len(measured) == 2, "before the counted rounds and after them"
-    assert all(one.speed.step_s(8) > 0 and one.reading_s >= 0 for told in measured for one in told.values())
+    assert all(len(one.speed.seconds) == 7 and one.reading_s >= 0 for told in measured for one in told.values())
+    steady = script.Measured(Steps(1e-4, 1e-6, (1.0,), (1e-4,)), 0.0)  # what was measured of such short waits is noise
+    measured = [dict.fromkeys(script.ROLES, steady)]
     predicted = {words: script.predict(words, measured, job) for words in script.PLACEMENTS}
     replayed = {one.words: script.replay(one.trace, job) for one in contestants}
     summary = script.summarise(rows, predicted, replayed)
@@ -78,7 +90,7 @@ def test_prompts_that_do_not_teach_are_replaced_one_for_one(script: Any, job: ar
     for words in script.PLACEMENTS:
         allocator = Allocator(SlotPool(2, script.ROLES, dict.fromkeys(script.ROLES, 8)), parse_placement(words))
         outcome = SimulatedRound(
-            allocator,
+            [allocator],
             Machine(dict.fromkeys(script.ROLES, Speed(0.01, 0.001)), {}),
             lambda place: script.simulated_group(place, job),
             Demand(job.need, dynamic=True),

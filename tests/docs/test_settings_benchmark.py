@@ -46,12 +46,12 @@ def test_an_engine_is_started_with_what_is_compared(
     module, seen = script.placement_engines, []
 
     @contextmanager
-    def running(job: argparse.Namespace, output: Path, **_: Any) -> Iterator[Any]:
+    def running(job: argparse.Namespace, output: Path) -> Iterator[Path]:
         engine = module._engine(
             "rollout-0", tmp_path, SimpleNamespace(socket=tmp_path.joinpath, run_id="a", temporary=tmp_path), job, 0
         )
         seen.append((module.engine_command(engine), module.engine_environment(engine), engine.cores))
-        yield seen
+        yield tmp_path
 
     monkeypatch.setattr(script, "engines_running", running)
     monkeypatch.setattr(sys, "argv", ["engine_settings.py"])

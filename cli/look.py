@@ -2,13 +2,17 @@
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 from ycore_cli import options as o
 
 Page = Annotated[Path | None, typer.Option(help="The page to write; report.html in the first run's folder.")]
 Engines = Annotated[bool, typer.Option("--engines", help="Start a real engine too, which takes half a minute.")]
+GpuParts = Annotated[bool, typer.Option("--gpu", help="Try a run's path on a GPU, with figures: ten minutes.")]
+OnDevice = Annotated[
+    Literal["gpu", "cpu"], typer.Option("--device", help="With --gpu: `cpu` runs the parts that a CPU can do.")
+]
 Quick = Annotated[bool, typer.Option("--quick", help="The only mode, and the default: about a minute.")]
 Chaos = Annotated[bool, typer.Option("--chaos", hidden=True)]
 Seed = Annotated[int, typer.Option(min=0, help="Seed of the runs and of the step of the kill; e.g. 0.")]
@@ -85,7 +89,13 @@ def env(json: o.Json = False) -> None:
     _print_checks(report, json=json)
 
 
-def doctor(engines: Engines = False, json: o.Json = False) -> None:
+def doctor(
+    engines: Engines = False,
+    gpu: GpuParts = False,
+    device: OnDevice = "gpu",
+    dry_run: DryRun = False,
+    json: o.Json = False,
+) -> None:
     """Try out what a run needs, and say how to fix it.
 
     \b
@@ -95,17 +105,31 @@ def doctor(engines: Engines = False, json: o.Json = False) -> None:
     \b
     ycore doctor
     ycore doctor --engines
+    ycore doctor --gpu
     """
-    from ycore_cli.output import stdout_for_json
+    from ycore_cli.output import print_line, stdout_for_json
 
+    from ycore.errors import ConfigError
+    from ycore.tools.device_check import PARTS, device_report
     from ycore.tools.doctor import doctor_report
 
+    if (device == "cpu" or dry_run) and not gpu:
+        raise ConfigError("--device and --dry-run are for doctor --gpu; add --gpu, or leave them out")
+    if dry_run:
+        for name, part in PARTS.items():
+            on_cpu = "not run on a CPU" if not part.on_cpu else f"not run on a CPU: {part.left_out}"
+            print(f"{name:<12} {part.limit_s:.0f} s at most; {on_cpu}")
+        print("Nothing was started; leave out --dry-run to begin.")
+        return
     with stdout_for_json(json):
-        report = doctor_report(engines=engines)
-    _print_checks(report, json=json)
+        report = device_report(print_line, on=device) if gpu else doctor_report(engines=engines)
+    if json or not gpu:
+        _print_checks(report, json=json)
     if not json:
         broken = sum(not check["ok"] for check in report["checks"])
-        print("everything works" if report["ok"] else f"{broken} to mend; each line ends with how")
+        way_out = "docs/gpu.md says what each part does" if gpu else "each line ends with how"
+        works = "what ran has passed; no GPU was tried" if gpu and device == "cpu" else "everything works"
+        print(works if report["ok"] else f"{broken} to mend; {way_out}")
     if not report["ok"]:
         raise typer.Exit(1)
 

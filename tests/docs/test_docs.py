@@ -155,7 +155,7 @@ def test_ycore_lines_work(page: Path, line: str, tmp_path: Path) -> None:
 def dry_run(line: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     """The command in `folder`, without a hub and with empty caches; what would train or measure only plans."""
     words = shlex.split(line, comments=True)[1:]
-    if words[0] in STARTS and "--dry-run" not in words:
+    if (words[0] in STARTS or "--gpu" in words) and "--dry-run" not in words:
         words.append("--dry-run")
     if (model := option(line, "--model")).startswith("runs/"):
         write_stand_in(folder / model)

@@ -126,18 +126,26 @@ def test_calls_without_the_fused_head_and_generation_are_as_before(model: PreTra
     assert model._supports_logits_to_keep()  # read from the signature: else generation projects the whole prompt
 
 
-def test_a_head_without_entropies_gives_log_probabilities_all_the_same(tmp_path: Path) -> None:
-    """TRL gives the reference of a full fine-tuning a head that computes log-probabilities only."""
-    reference: PreTrainedModel = AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path))
-    add_fused_lm_head(reference, temperature=TEMPERATURE, outputs=("log_probs",))
-    use_segments(reference)
+@pytest.mark.parametrize("outputs", [("log_probs",), ("log_probs", "entropy")], ids=["reference", "policy"])
+@pytest.mark.parametrize("as_on_a_device", [False, True])
+def test_packed_rows_fit_trls_own_head(
+    tmp_path: Path, outputs: tuple[str, ...], as_on_a_device: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL's head scores the labelled positions only where Triton runs, and gives a reference no entropies."""
+    if as_on_a_device:
+        monkeypatch.setattr("trl.trainer.utils._use_triton", lambda device: True)
+    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(write_tiny_model(tmp_path))
+    add_fused_lm_head(model, temperature=TEMPERATURE, outputs=outputs)
+    use_segments(model)
     prompts, completions = random_batch(0)
     ids, mask, width = padded(prompts, completions)
+    logps, entropies = score_completions(model, ids, mask, width, path="segments")
+    logps.sum().backward()
     with torch.no_grad():
-        logps, entropies = score_completions(reference, ids, mask, width, path="segments")
-        expected, _ = one_by_one(reference, prompts, completions)
-    torch.testing.assert_close(logps, expected, rtol=0, atol=1e-5)
-    assert not entropies.any()
+        expected, expected_entropies = one_by_one(model, prompts, completions)
+    torch.testing.assert_close(logps.detach(), expected, rtol=0, atol=1e-5)
+    wanted = expected_entropies if "entropy" in outputs else torch.zeros_like(expected)
+    torch.testing.assert_close(entropies, wanted, rtol=0, atol=1e-5)
 
 
 def test_a_model_whose_attention_ignores_the_segments_is_refused(tmp_path: Path) -> None:

@@ -87,7 +87,7 @@ class _File:
         begin, self.end = self.end, self.end + weight.nbytes
         offsets = [begin - self._start, self.end - self._start]
         self._entries[name] = {"dtype": _DTYPES[weight.dtype], "shape": [*weight.shape], "data_offsets": offsets}
-        host, wait = _copied_to_host(weight)
+        host, wait = copied_to_host(weight)
 
         def write() -> None:
             sums[name] = tensor_sums(weight)
@@ -107,7 +107,7 @@ class _File:
         return self.end - self._start
 
 
-def _copied_to_host(weight: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
+def copied_to_host(weight: torch.Tensor) -> tuple[torch.Tensor, Callable[[], object]]:
     """The weight in host memory, and what waits for it. Pinned memory is filled while the device goes on."""
     if not weight.is_cuda:
         return weight.cpu(), lambda: None

@@ -29,7 +29,7 @@ from ycore.tools.doctor import Check, check, environment_report
 STEPS = 5
 ENGINE = "transformers"
 _COMPARED = ("step", "loss", "grad_norm", "learning_rate", "reward")
-_YCORE = (sys.executable, "-P", "-c", "import sys; from ycore_cli.main import main; sys.exit(main())")
+YCORE = (sys.executable, "-P", "-c", "import sys; from ycore_cli.main import main; sys.exit(main())")
 _LIMIT_S = 300.0
 _GONE_WITHIN_S = 10.0
 _REWARD = '''"""The share of different characters: a pure function of the completion, so that a run repeats."""
@@ -105,26 +105,26 @@ def leftovers(folder: RunFolder) -> list[str]:
 
 
 def _run_checks(place: Path, *, seed: int, say: Say) -> list[Check]:
-    words = _write_inputs(place, seed)
+    words = write_inputs(place, seed)
     whole, killed = RunFolder(place / "whole"), RunFolder(place / "killed")
     say(f"a run of {STEPS} steps, --engine {ENGINE} ...")
-    status = _run(words, whole)
-    checks = [_check("run", f"{STEPS} steps", [] if status == 0 else [_why(whole, status)])]
+    status = run_command(words, whole)
+    checks = [_check("run", f"{STEPS} steps", [] if status == 0 else [why(whole, status)])]
     if status != 0:
         return checks
     after = 2 + seed % (STEPS - 3)
     say(f"the same run, its trainer killed after step {after} ...")
-    status = _run(words, killed, kill_after=after)
+    status = run_command(words, killed, kill_after=after)
     problems = [] if status not in (0, None) else [f"the kill was not noticed; exit status {status}"]
     say("resume ...")
-    status = _run([*words, "--resume"], killed)
-    problems += [_why(killed, status)] if status != 0 else compare_runs(whole, killed)
+    status = run_command([*words, "--resume"], killed)
+    problems += [why(killed, status)] if status != 0 else compare_runs(whole, killed)
     checks.append(_check("kill and resume", "metrics and weights equal to the bit", problems))
     left = [*leftovers(whole), *leftovers(killed)]
     return [*checks, _check("leftovers", "no process, socket or temporary file", left)]
 
 
-def _write_inputs(place: Path, seed: int) -> list[str]:
+def write_inputs(place: Path, seed: int) -> list[str]:
     """The model, the prompts, the reward, and the command line that trains on them."""
     from transformers.utils.logging import disable_progress_bar
 
@@ -151,12 +151,15 @@ def _write_inputs(place: Path, seed: int) -> list[str]:
     return ["grpo", *(str(word) for pair in options.items() for word in pair), *sets]
 
 
-def _run(words: Sequence[str], folder: RunFolder, *, kill_after: int | None = None) -> int | None:
+def run_command(
+    words: Sequence[str], folder: RunFolder, *, kill_after: int | None = None, on_cpu: bool = False
+) -> int | None:
     """Exit status of one `ycore` command; None where it hung. SIGKILLs the trainer after that many steps."""
+    hidden = {"CUDA_VISIBLE_DEVICES": ""} if on_cpu else {}
     with folder.root.with_suffix(".log").open("ab") as log:
         run = subprocess.Popen(
-            [*_YCORE, *words, "--output", str(folder.root)],
-            env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+            [*YCORE, *words, "--output", str(folder.root)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false", **hidden},
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
@@ -191,6 +194,6 @@ def _check(name: str, value: str, problems: Sequence[str]) -> Check:
     return check(name, "; ".join(problems) or value, ok=not problems)
 
 
-def _why(folder: RunFolder, status: int | None) -> str:
+def why(folder: RunFolder, status: int | None) -> str:
     lines = folder.root.with_suffix(".log").read_text(errors="replace").strip().splitlines()
     return f"exit status {status}: {lines[-1].strip() if lines else 'no output'}"

@@ -1,0 +1,258 @@
+"""The parts of `ycore doctor --gpu` that train: a replayed round, packed rows, the stages of a sync, three whole steps.
+
+A part takes a folder of its own, returns its figures in words, and raises RunError where something is wrong. One row of
+the figures of packed rows by itself: `python -m ycore.tools.device_training 8192 segments`, with 30 layers or as many
+as a third argument says.
+"""
+
+import json
+import random
+import resource
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from ycore.engine.weight_proof import tensor_sums
+from ycore.engine.weights import copied_to_host, engine_weights, write_weights
+from ycore.errors import RunError
+from ycore.launch.gpus import Gpu, visible_gpus
+from ycore.run.files import read_json
+from ycore.run.metrics import read_metrics
+from ycore.run.paths import RunFolder
+from ycore.tools.selftest import YCORE, run_command, why, write_inputs
+from ycore.trl.forward import add_compact_head
+from ycore.trl.packing import attention_inputs, block_mask, pack, plan_blocks, use_segments
+
+GIB = 2**30
+PATHS = ("mask", "segments", "varlen")
+_SMOLLM2: dict[str, Any] = {
+    "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3,
+    "num_hidden_layers": 30, "vocab_size": 49152, "tie_word_embeddings": True, "max_position_embeddings": 65536,
+}  # fmt: skip
+_BILLION = _SMOLLM2 | {
+    "hidden_size": 2048, "intermediate_size": 8192, "num_attention_heads": 32, "num_key_value_heads": 8,
+    "num_hidden_layers": 20,
+}  # fmt: skip
+_GROUP, _PROMPT_SHARE = 8, 8  # completions of a row's prompt, and which part of the row the prompt is
+_MEANS_WITHIN = 0.01  # nats a token, in bfloat16
+_LARGEST_GAP = 0.1  # nats a token; 0.04 was seen with bfloat16 on both sides
+_GROWN_GIB = 1.25  # of the plan
+
+
+def device(folder: Path) -> str:
+    """torch's own view of the device, and a product on it against the CPU's."""
+    if not torch.cuda.is_available():
+        raise RunError(f"torch {torch.__version__} sees no device, and the driver lists one; pip install 'ycore[gpu]'")
+    found = torch.cuda.get_device_properties(0)
+    torch.manual_seed(0)
+    one, other = torch.randn(2, 1024, 1024, dtype=torch.float64)
+    gap = 0.0
+    for dtype, allowed in ((torch.float32, 1e-2), (torch.bfloat16, 1e-1)):
+        product = (one.to("cuda", dtype) @ other.to("cuda", dtype)).cpu().double()
+        gap = float((product - one @ other).std() / (one @ other).std())
+        if not gap < allowed:
+            raise RunError(f"a product in {dtype} is {gap:.1e} from the CPU's; {allowed:.0e} is allowed")
+    memory = f"{found.total_memory / GIB:.1f} GiB, compute capability {found.major}.{found.minor}"
+    return f"{found.name}, {memory}, torch {torch.__version__}; a bfloat16 product within {gap:.1e} of the CPU's"
+
+
+def replay_lora(folder: Path) -> str:
+    return _replay(folder)
+
+
+def replay_full(folder: Path) -> str:
+    return _replay(folder, "--full", "--beta", "0.05")
+
+
+def _replay(folder: Path, *options: str) -> str:
+    """Rounds recorded on the CPU, trained on again here: losses and gradient norms, in float32."""
+    recorded, again = RunFolder(folder / "recorded"), RunFolder(folder / "again")
+    words = [*write_inputs(folder, 0), "--steps", "3", "--set", "lora.dropout=0", "--keep-journal", *options]
+    for run, command in ((recorded, words), (again, ["grpo", "--replay", str(recorded.root)])):
+        status = run_command(command, run, on_cpu=run is recorded)
+        if status != 0:
+            raise RunError(why(run, status))
+    steps = list(zip(read_metrics(recorded.metrics), read_metrics(again.metrics), strict=True))
+    loss = max(abs(one["loss"] - other["loss"]) for one, other in steps)
+    norm = max(abs(one["grad_norm"] / other["grad_norm"] - 1) for one, other in steps)
+    said = f"{len(steps)} steps, losses within {loss:.1e} and gradient norms within {norm:.1e} of the CPU's"
+    if not (loss <= 1e-4 and norm <= 1e-3):
+        raise RunError(f"{said}; 1e-4 and 1e-3 are allowed")
+    return said
+
+
+def attention(folder: Path) -> str:
+    """Forward and backward of packed rows by each path, each in a process of its own."""
+    lines, on_device = [], torch.cuda.is_available()
+    for tokens in (2048, 8192, 16384, 32768) if on_device else (1024,):
+        found: dict[str, dict[str, float]] = {}
+        words = []
+        for path in PATHS:
+            command = [sys.executable, "-P", "-m", __spec__.name, str(tokens), path, str(30 if on_device else 2)]
+            done = subprocess.run(command, capture_output=True, text=True, timeout=240)
+            if done.returncode == 0:
+                one = found[path] = json.loads(done.stdout.splitlines()[-1])
+                words.append(f"{path} {one['seconds']:.2f} s {one['gib']:.1f} GiB")
+                continue
+            problem = done.stderr.strip().rpartition("\n")[2]
+            if path == "segments":
+                raise RunError(f"{tokens} tokens by segments: {problem}")
+            words.append(f"{path} not run ({problem[:80]})")  # without flash attention, or the mask has no room
+        lines.append(f"{tokens} tokens: {', '.join(words)}")
+        means = [one["mean_logprob"] for one in found.values()]
+        if max(means) - min(means) > _MEANS_WITHIN:
+            raise RunError(f"{lines[-1]}: the mean log-probabilities differ: {means}")
+    return "; ".join(lines)
+
+
+def forward_cost(tokens: int, path: str, layers: int = 30) -> dict[str, float]:
+    """Seconds, and GiB above what was held before, of forward and backward of a row: eight completions of a prompt.
+
+    SmolLM2-135M's shape with random weights, LoRA, bfloat16, gradient checkpointing. Flash attention does not share the
+    prompt, so its row is longer. `mask`: one dense mask, made on the host, as long as the row in both directions.
+    """
+    shape = _SMOLLM2 | {"num_hidden_layers": layers}
+    policy = _policy("flash_attention_2" if path == "varlen" else "sdpa", shape=shape)
+    device, model = policy.device, policy.get_base_model()
+    add_compact_head(model, temperature=1.0)
+    policy.gradient_checkpointing_enable()
+    policy.enable_input_require_grads()
+    policy.train()
+    if path == "segments":
+        use_segments(model)
+
+    def once(length: int) -> float:
+        shared = length // _PROMPT_SHARE
+        each = (length - shared) // _GROUP
+        draw, words = random.Random(0), range(model.config.vocab_size)
+        prompts = [tuple(draw.choices(words, k=shared + 1))] * _GROUP
+        completions = [tuple(draw.choices(words, k=each)) for _ in range(_GROUP)]
+        blocks = plan_blocks(prompts, completions, share=path != "varlen")
+        row, _ = pack(blocks, prompts, completions, each)
+        masked = path == "mask"
+        layout = {"attention_mask": block_mask(blocks[0]).to(device)} if masked else None
+        layout = layout or attention_inputs(path, blocks, device)
+        inputs = {name: one.to(device) for name, one in row.items()}
+        outputs = policy(**inputs, **layout, fused_lm_head=True, use_cache=False)
+        outputs.log_probs.sum().backward()
+        return float(outputs.log_probs.detach().sum()) / (_GROUP * each)
+
+    once(128)  # kernels are chosen and compiled
+    held, began, processor = _held(reset=True), time.perf_counter(), time.process_time()
+    mean = once(tokens)
+    seconds, processor = time.perf_counter() - began, time.process_time() - processor
+    return {"seconds": seconds, "processor_s": processor, "gib": (_held() - held) / GIB, "mean_logprob": mean}
+
+
+def _held(*, reset: bool = False) -> float:
+    """Bytes: the most so far of the device, or else of this process; with `reset`, those held now."""
+    if torch.cuda.is_available():
+        if reset:
+            torch.cuda.reset_peak_memory_stats()
+        return float(torch.cuda.max_memory_allocated())
+    return float(
+        psutil.Process().memory_info().rss if reset else resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    )
+
+
+def _policy(attention: str = "sdpa", *, shape: Mapping[str, Any] = _SMOLLM2) -> Any:
+    torch.manual_seed(0)
+    config = LlamaConfig(**shape)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    with device:
+        model = AutoModelForCausalLM.from_config(config, attn_implementation=attention, dtype=torch.bfloat16)
+        lora = LoraConfig(r=16, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+        return get_peft_model(model, lora)
+
+
+def sync(folder: Path) -> str:
+    """GB/s of a sync's stages: of 135M on a CPU, and of 1.3 billion random weights on a device."""
+    policy = _policy(shape=_BILLION if torch.cuda.is_available() else _SMOLLM2)
+    shared = Path("/dev/shm") if Path("/dev/shm").is_dir() else folder
+    target = shared / f"ycore-{RunFolder(folder).run_id}"
+
+    def each(work: Callable[[torch.Tensor], object]) -> Callable[[], object]:
+        return lambda: [work(weight) for _, weight in engine_weights(policy, dtype=torch.bfloat16)]
+
+    def copy(weight: torch.Tensor) -> None:
+        _, wait = copied_to_host(weight)
+        wait()
+
+    stages = {
+        "merged and cast": each(lambda weight: None),
+        "and summed": each(tensor_sums),
+        "and copied to the host": each(copy),
+        "all, with four files written": lambda: write_weights(policy, target, dtype=torch.bfloat16, version=1),
+    }
+    num_bytes = sum(weight.nbytes for _, weight in engine_weights(policy, dtype=torch.bfloat16))
+    try:
+        words = [f"{name} {num_bytes / 1e9 / _best(work):.2f} GB/s" for name, work in stages.items()]
+    finally:
+        for file in target.glob("*"):
+            file.unlink()
+        target.rmdir()
+    return f"{num_bytes / 1e9:.2f} GB: {', '.join(words)}"
+
+
+def _best(work: Callable[[], object]) -> float:
+    times = []
+    for _ in range(3):
+        began = time.perf_counter()
+        work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        times.append(time.perf_counter() - began)
+    return min(times)
+
+
+def steps(folder: Path) -> str:
+    """Three steps of the quickstart with its engines, beside the plan, and the gap in log-probability."""
+    run = RunFolder(folder / "run")
+    gpu = next(iter(visible_gpus()), None)
+    ask = ["nvidia-smi", "--query-gpu=memory.used", "--format=csv,noheader,nounits", "-lms", "500", "-i"]
+    used = folder / "used"
+    with used.open("w") as file:
+        sampling = None if gpu is None else subprocess.Popen([*ask, gpu.id], stdout=file)
+        status = run_command(["grpo", "--recipe", "quickstart", "--steps", "3"], run)
+        if sampling is not None:
+            sampling.terminate()
+    if status != 0:
+        raise RunError(why(run, status))
+    rows = read_metrics(run.metrics)
+    gap = max(row["ycore/logprob_gap"] for row in rows)
+    step = sorted(row["ycore/time/step"] for row in rows[1:])[0]
+    said = f"a step takes {step:.1f} s; engine and trainer differ by {gap:.3f} nats a token"
+    if gpu is None:
+        planned = read_json(run.summary).get("plan_and_measured", [])
+    else:
+        planned = _on_a_device(gpu, [float(line) for line in used.read_text().split()], step)
+    said += "".join(
+        f"; {one['what']} {one['measured']:.1f} {one['unit']}, planned {one['planned']:.1f}" for one in planned
+    )
+    memory = [one for one in planned if one["what"].startswith("memory")]
+    if gap > _LARGEST_GAP or any(one["measured"] > _GROWN_GIB * one["planned"] for one in memory):
+        raise RunError(f"{said}; {_LARGEST_GAP} nats and {_GROWN_GIB} times the planned memory are allowed")
+    return said
+
+
+def _on_a_device(gpu: Gpu, used_mib: list[float], step: float) -> list[dict[str, Any]]:
+    """The plan's first way for this device beside what was measured."""
+    words = [*YCORE, "plan", "--recipe", "quickstart", "--devices", f"1x{gpu.memory_gib or 0:.0f}GB", "--json"]
+    first = json.loads(subprocess.run(words, capture_output=True, text=True, check=True).stdout)["fits"][0]
+    memory = (max(used_mib) - used_mib[0]) / 1024
+    return [
+        {"what": "memory", "unit": "GiB", "measured": memory, "planned": first["peak_bytes"] / GIB},
+        {"what": "time/step", "unit": "s", "measured": step, "planned": first["seconds"]["step"]},
+    ]
+
+
+if __name__ == "__main__":
+    print(json.dumps(forward_cost(int(sys.argv[1]), sys.argv[2], *map(int, sys.argv[3:]))))

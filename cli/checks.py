@@ -14,11 +14,14 @@ if TYPE_CHECKING:
     from ycore.models.names import ModelPlan
 
 
-def checked_plan(config: AnyConfig, *, resume: bool = False, how: Resume = AS_IT_WAS) -> dict[str, Any]:
+def checked_plan(
+    config: AnyConfig, *, resume: bool = False, how: Resume = AS_IT_WAS, trains: bool = True
+) -> dict[str, Any]:
     """What the run will do, as JSON values; UserError where it cannot work.
 
     Args:
         resume: the run's folder must hold this run, instead of none.
+        trains: False for a preflight and an evaluation.
     """
     from ycore.config.resolve import check_needs
     from ycore.config.trl_arguments import trl_arguments
@@ -28,7 +31,7 @@ def checked_plan(config: AnyConfig, *, resume: bool = False, how: Resume = AS_IT
     from ycore.run.secrets import redact
 
     model = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
-    site = site_of(config, trains=config.algorithm != "eval")
+    site = site_of(config, trains=trains)
     if isinstance(config, RunConfig):
         details = _check_rollouts(config, model, site)
     else:
@@ -93,11 +96,12 @@ def _check_rollouts(config: RunConfig, model: "ModelPlan", site: "Site") -> dict
 
             require(choose(config.sandbox.level), f"reward {reward.reward!r}")
             check_tests(reward, columns, prompts.prompts)
-    check_run(config, site)
+    sharing = check_run(config, site)
     num_rows = len(prompts.prompts)
     return {
         "dataset": {"rows": num_rows, "columns": columns, "chat": prompts.is_chat, "fingerprint": prompts.fingerprint},
         "engine": engine,
+        "memory": None if sharing is None else sharing.line,
         "scorers": check_scorers(config, columns, engine=engine),
         "sandbox": _sandbox_lines(config),
         "batch": derive_batch(config, world_size=site.layout.world, on_cpu=not site.machine.devices),
@@ -170,6 +174,7 @@ def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> list[tuple[st
     rows.append(("run", f"{_run_in_words(plan)}, seed {config['seed']}"))
     if has_rollouts:
         rows.append(("engine", f"{plan['engine']}, completions of at most {config['max_tokens']} tokens"))
+        rows += [("memory", plan["memory"])] if plan["memory"] else []
     return [*rows, ("output", config["output"] + (", going on from its last checkpoint" if resume else ""))]
 
 

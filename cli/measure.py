@@ -42,7 +42,7 @@ def preflight(context: typer.Context, *, dry_run: bool, json: bool, **_: Any) ->
 
     with stdout_for_json(json):
         config = _in_own_folder(require_rollouts(o.resolve_config(context, algorithm="grpo")))
-        result = checked_plan(config)
+        result = checked_plan(config, trains=False)
         if not dry_run:
             result = _run_preflight(config)
     if json:
@@ -64,7 +64,7 @@ def fly_first(config: "RunConfig") -> None:
 
     with stdout_for_json(True):
         alone = _in_own_folder(config)
-        checked_plan(alone)
+        checked_plan(alone, trains=False)
         result = _run_preflight(alone)
     for line in _preflight_lines(result):
         print_line(line, stream=sys.stderr)
@@ -101,7 +101,7 @@ def evaluate(context: typer.Context, *, output: str | None, dry_run: bool, json:
         config = require_rollouts(o.resolve_config(context, algorithm="eval"))
         if output is None:
             config = config.model_copy(update={"output": o.unused_folder(config.output)})
-        result = checked_plan(config)
+        result = checked_plan(config, trains=False)
         if not (json and dry_run):
             print_table(plan_rows(result))
         if not dry_run:

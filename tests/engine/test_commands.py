@@ -47,7 +47,7 @@ def test_the_command_on_cpu() -> None:
 
 
 def test_the_command_on_a_device() -> None:
-    gpu = replace(CPU, cores=None, devices=("3",))
+    gpu = replace(CPU, cores=None, devices=("3",), gpu_memory_utilization=0.3)
     command = engine_command(gpu)
     assert "--enforce-eager" not in command
     assert command[command.index("--gpu-memory-utilization") + 1] == "0.3"

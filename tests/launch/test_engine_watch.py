@@ -60,11 +60,11 @@ def in_vllms_place(monkeypatch: pytest.MonkeyPatch, *, refuses: str = "/nothing"
     monkeypatch.setattr(engine_watch, "engine_command", command)
 
 
-def planned(folder: RunFolder, sockets: Path, name: str, device: str | None = None) -> EngineSpec:
+def planned(folder: RunFolder, sockets: Path, name: str, device: str | None = None, sleeps: bool = True) -> EngineSpec:
     return EngineSpec(
         name=name, role=name.rpartition("-")[0], model=folder.root, socket=sockets / f"{name}.sock",
         temporary=folder.root, run_id=folder.run_id, dtype="float32", max_model_len=64, max_num_seqs=1, seed=0,
-        devices=tuple(device or ()), sleeps=device is not None,
+        devices=tuple(device or ()), sleeps=sleeps and device is not None,
     )  # fmt: skip
 
 
@@ -104,7 +104,17 @@ def test_each_is_asleep_before_the_next_one_of_its_device_starts(sockets: Path, 
     assert EngineWatch(started).are_ready and len(said) == 3
 
 
-def test_engines_that_do_not_sleep_all_start_at_once(sockets: Path, folder: RunFolder) -> None:
+def test_those_that_stay_awake_on_a_device_start_in_turn_too(sockets: Path, folder: RunFolder) -> None:
+    """vLLM measures its memory while it starts; what a neighbour takes meanwhile would be counted for it."""
+    named = [("rollout-0", "0"), ("rollout-1", "1"), ("judge-0", "0")]
+    started = start_all(folder, [planned(folder, sockets, *one, sleeps=False) for one in named])
+    assert all(engine.is_ready for engine in started), "the trainer starts next, and last"
+    lines = (sockets / "log").read_text().splitlines()
+    assert lines[2] == "judge-0 starts" and sorted(lines[:2]) == ["rollout-0 starts", "rollout-1 starts"]
+    assert len(lines) == 3, "nobody sleeps"
+
+
+def test_engines_on_cores_all_start_at_once(sockets: Path, folder: RunFolder) -> None:
     started = start_all(folder, [planned(folder, sockets, name) for name in ("rollout-0", "rollout-1")])
     assert not any(engine.is_ready for engine in started)
 

@@ -41,9 +41,9 @@ def plan(tmp_path: Path) -> Plan:
     """Plan for SmolLM2's shape, as its config.json says it."""
     (tmp_path / "config.json").write_text(json.dumps(SMOLLM2))
 
-    def made(config: RunConfig, machine: Machine, *, sleeps: bool = False) -> EnginePlan:
-        site = Site(RunFolder(Path("/tmp/run")), ONE_RANK, machine)
-        return plan_engines(config, site, fetch=lambda name: tmp_path, sleeps=sleeps)
+    def made(config: RunConfig, machine: Machine, *, trains: bool = True) -> EnginePlan:
+        site = Site(RunFolder(Path("/tmp/run")), ONE_RANK, machine, trains)
+        return plan_engines(config, site, fetch=lambda name: tmp_path)
 
     return made
 
@@ -70,15 +70,17 @@ def test_on_many_cores_two_engines_share_them(plan: Plan) -> None:
 
 
 def test_on_devices_one_engine_each(plan: Plan) -> None:
-    made = plan(config_with(), TWO_DEVICES)
+    made = plan(config_with(algorithm="eval"), TWO_DEVICES, trains=False)
     assert [(engine.cores, engine.devices) for engine in made.engines] == [(None, ("4",)), (None, ("5",))]
-    assert made.note == "generating with vLLM: 2 engines on devices 4, 5"
-    assert not made.sleeps
+    assert made.note == (
+        "generating with vLLM: 2 engines on devices 4, 5; the sizes of a model or device are not known"
+    )
+    assert not made.sleeps and {engine.gpu_memory_utilization for engine in made.engines} == {0.9}
 
 
 @pytest.mark.parametrize(("machine", "sleep"), [(TWO_DEVICES, True), (TWO_CORES, False)])
 def test_engines_sleep_on_devices_alone(machine: Machine, sleep: bool, plan: Plan) -> None:
-    made = plan(config_with(), machine, sleeps=True)
+    made = plan(config_with(), machine)
     assert made.sleeps == sleep and {engine.sleeps for engine in made.engines} == {sleep}
 
 
@@ -138,7 +140,7 @@ def test_an_engine_of_two_devices_has_neighbours(plan: Plan, tmp_path: Path) -> 
     made = plan(config_with(engine={"tensor_parallel": 2}), EIGHT_DEVICES)
     assert [engine.devices for engine in made.engines] == [("0", "1"), ("2", "3"), ("4", "5"), ("6", "7")]
     assert {engine.tensor_parallel for engine in made.engines} == {2} and made.num_slots == 4
-    assert made.note.endswith("4 engines on devices 0, 1, 2, 3, 4, 5, 6, 7, tensor parallel over 2")
+    assert "4 engines on devices 0, 1, 2, 3, 4, 5, 6, 7, tensor parallel over 2;" in made.note
     on_cores = plan(config_with(engine={"tensor_parallel": 2}), TWO_CORES)
     assert [(one.cores, one.tensor_parallel) for one in on_cores.engines] == [((0, 1), 2)] and on_cores.num_slots == 1
 
@@ -146,7 +148,7 @@ def test_an_engine_of_two_devices_has_neighbours(plan: Plan, tmp_path: Path) -> 
 def test_beside_a_judge_of_four_devices_a_slot_has_four_policy_engines(plan: Plan, tmp_path: Path) -> None:
     """Slots are aligned blocks, and all engines of a role on a slot are on its devices and on no others."""
     (tmp_path / "config.json").write_text(json.dumps({**TWELVE_HEADS, "intermediate_size": 1536, "vocab_size": 49152}))
-    made = plan(judged(4), EIGHT_DEVICES, sleeps=True)
+    made = plan(judged(4), EIGHT_DEVICES)
     rollouts, judges = (model.engines for model in made.served)
     assert [one.devices for one in rollouts] == [(device,) for device in "01234567"]
     assert [one.devices for one in judges] == [tuple("0123"), tuple("4567")]

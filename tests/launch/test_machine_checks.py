@@ -54,6 +54,7 @@ def check(
         (H100, {"judge": BIG}),  # on all eight devices
         (H100, {"judge": EIGHT, "judge_width": 4, "placement": "split:1:1"}),
         (TWO_24, {"judge": SMALL}),
+        (TWO_24, {"model": EIGHT}),
         (TWO_24, {"model": EIGHT, "engine": {"gpu_memory_utilization": 0.8}}),
         (SLICES, {"judge": SMALL, "placement": "split:1:1"}),
         (CORES, {"judge": SMALL, "processes": 2}),
@@ -79,14 +80,14 @@ def test_what_works_passes(machine: Machine, settings: dict[str, Any]) -> None:
         (
             H100,
             {"judge": BIG, "judge_width": 1},
-            f"judge {BIG}: its weights take 135.4 GiB, and an engine gets 0.3 of a device's 74.5 GiB, which is 22.4; "
-            "take a model of 37 billion parameters or fewer, or a judge with a base_url",
+            f"judge {BIG}: an engine needs 139.6 GiB (weights 135.4, a sequence of 4096 tokens 1.25), and 69.5 of a "
+            "device's 74.5 GiB are left beside the trainer's 1.2; take a model of 35 billion parameters or fewer, or a "
+            "judge with a base_url",
         ),
         (
             TWO_24,
             {"judge": BIG},
-            f"judge {BIG}: its weights take 67.7 GiB on each of 2 devices, and an engine gets 0.3 of a device's "
-            "22.4 GiB, which is 6.7; take a model of 21 billion parameters or fewer, or a judge with a base_url",
+            f"judge {BIG}: an engine needs 70.6 GiB on each of 2 devices (weights 67.7, a sequence of 4096 tokens ",
         ),
         (
             H100,
@@ -122,16 +123,15 @@ def test_what_works_passes(machine: Machine, settings: dict[str, Any]) -> None:
             f"tensor_parallel of {EIGHT} 4 is more than the 2 devices that an engine can span here",
         ),
         (
-            TWO_24,
-            {"model": EIGHT},
-            "its weights take 7.6 GiB on each of 2 devices, and an engine gets 0.3 of a device's 22.4 GiB, which is "
-            "6.7; say --set engine.gpu_memory_utilization=0.41",
+            SLICES,
+            {"judge": EIGHT},
+            "are left beside the trainer's 1.2; take a model of 2.6 billion parameters or fewer",
         ),
-        (SLICES, {"judge": EIGHT}, "of a device's 9.3 GiB, which is 2.8; take a model of 3.9 billion parameters"),
         (
             H100,
             {"judge": EIGHT, "engine": {"sleep": False, "gpu_memory_utilization": 0.6}},
-            "twice engine.gpu_memory_utilization 0.6 is more than a device; take 0.45, or leave engine.sleep out",
+            "engines take 90.4 GiB at once with engine.gpu_memory_utilization=0.6, and 70.8 of a device's 74.5 can be "
+            "used; lower that, or leave it out",
         ),
         (
             replace(CORES, host_bytes=12e9),

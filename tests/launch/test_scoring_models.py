@@ -16,6 +16,7 @@ from ycore.launch.engines import plan_scorers as plan_on_slots
 from ycore.launch.scoring_models import check_run_placement, check_scorers, scoring_models
 from ycore.launch.widths import Widths
 from ycore.models.tiny import write_tiny_model
+from ycore.plan.sharing import Sharing
 from ycore.run.paths import RunFolder
 
 SCORE = {"verdict": {"kind": "score"}}
@@ -44,11 +45,16 @@ def slots(folder: Path, count: int = 2, **engine: Any) -> list[EngineSpec]:
 
 
 def plan_scorers(
-    config: RunConfig, folder: RunFolder, rollouts: list[EngineSpec], *, fetch: Callable[[str], Path]
+    config: RunConfig,
+    folder: RunFolder,
+    rollouts: list[EngineSpec],
+    *,
+    fetch: Callable[[str], Path],
+    sharing: Sharing | None = None,
 ) -> list[ServedModel]:
     """With one rollout engine a slot."""
     slots = [Slot(one.cores, one.devices) for one in rollouts]
-    return plan_on_slots(config, folder, rollouts, slots=slots, widths=Widths(), fetch=fetch)
+    return plan_on_slots(config, folder, rollouts, slots=slots, widths=Widths(), sharing=sharing, fetch=fetch)
 
 
 def rollouts(engines: list[EngineSpec]) -> ServedModel:
@@ -119,23 +125,18 @@ def test_commands_are_those_of_the_role(folder: Path) -> None:
     assert engine_environment(engines[1])["VLLM_CPU_KVCACHE_SPACE"] == "1"
 
 
-def test_on_a_device_scorers_share_what_an_engine_may_take(folder: Path) -> None:
-    devices = slots(folder, 1, devices=("0",), gpu_memory_utilization=0.3)
-    config = config_of(judge("a"), {"reward": "rm:scalar"})
-    plans = plan_scorers(config, RunFolder(folder), devices, fetch=lambda name: folder)
-    assert [plan.engines[0].gpu_memory_utilization for plan in plans] == [0.15, 0.15]
-
-
-def test_where_engines_sleep_the_models_of_one_role_share_it(folder: Path) -> None:
-    devices = slots(folder, 1, devices=("0",), gpu_memory_utilization=0.6, sleeps=True)
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_on_a_device_each_scorer_has_the_share_that_was_planned(folder: Path, sleeps: bool) -> None:
+    devices = slots(folder, 1, devices=("0",), sleeps=sleeps, gpu_memory_utilization=0.6)
     config = config_of(judge("a"), judge("b", model="other"), {"reward": "rm:scalar"})
-    config = config.model_copy(update={"engine": config.engine.model_copy(update={"gpu_memory_utilization": 0.6})})
-    plans = plan_scorers(config, RunFolder(folder), devices, fetch=lambda name: folder)
-    assert [plan.engines[0].gpu_memory_utilization for plan in plans] == [0.3, 0.3, 0.6]
+    sharing = Sharing(sleeps, "none", {"rollout": [0.6], "judge": [0.3, 0.2], "reward_model": [0.1]}, "who sleeps")
+    plans = plan_scorers(config, RunFolder(folder), devices, fetch=lambda name: folder, sharing=sharing)
+    assert [plan.engines[0].gpu_memory_utilization for plan in plans] == [0.3, 0.2, 0.1]
     engines = [*devices, *(engine for plan in plans for engine in plan.engines)]
-    assert all(one.sleeps and one.devices == ("0",) and "--enable-sleep-mode" in engine_command(one) for one in engines)
-    assert note(config, devices, folder).endswith("; engines sleep while others use the device")
-    assert note(config, slots(folder, 1, devices=("0",)), folder) == "vLLM, beside judge-0, judge-1, reward-model-0"
+    assert all(one.sleeps == sleeps and one.devices == ("0",) for one in engines)
+    assert {"--enable-sleep-mode" in engine_command(one) for one in engines} == {sleeps}
+    made = EnginePlan("vllm", 512, "vLLM", (rollouts(devices), *plans), sharing)
+    assert made.note == "vLLM, beside judge-0, judge-1, reward-model-0; who sleeps"
 
 
 def test_a_judged_run_on_a_cpu_says_that_nothing_sleeps(folder: Path) -> None:

@@ -45,8 +45,8 @@ def test_the_sync_holds_one_whole_weight() -> None:
     assert largest_weight(SMALL) == 4 * SMALL.head_params
     one = forecast(JOB, replace(WAY, slots=1), Fleet(DEVICES["a100"], 1))
     trainer = {phase: roles["trainer"] for phase, roles in one.phases.items()}
-    assert trainer["generate"] < trainer["wake-up and sync"] < trainer["train"]
-    assert trainer["wake-up and sync"] - trainer["generate"] == largest_weight(SMALL)
+    assert trainer["generate"] < trainer["sync"] < trainer["train"]
+    assert trainer["sync"] - trainer["generate"] == largest_weight(SMALL)
 
 
 def test_processes_add_up_over_ranks_and_engines() -> None:

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from ycore.errors import EngineError, Interrupted
-from ycore.trl import offload
-from ycore.trl.offload import deepspeed_can, move_moments, optimizer_away
+from ycore.trl.offload import Offload, deepspeed_can
 
 
 def trained(steps: int, *, away_after: int | None = None) -> tuple[list[torch.Tensor], torch.optim.Optimizer]:
@@ -21,7 +20,7 @@ def trained(steps: int, *, away_after: int | None = None) -> tuple[list[torch.Te
         model(torch.full((1, 3), step + 1.0)).square().sum().backward()
         optimizer.step()
         if step == away_after:
-            move_moments(optimizer, of="cpu")()
+            Offload("optimizer", of="cpu").move_moments(optimizer)()
     return [parameter.detach().clone() for parameter in model.parameters()], optimizer
 
 
@@ -38,7 +37,7 @@ def test_every_tensor_of_the_state_is_another_while_away_and_has_its_dtype_and_n
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     before = {(p, key): value for p in parameters for key, value in optimizer.state[p].items()}
     assert {key for _, key in before} == {"step", "exp_avg", "exp_avg_sq", "max_exp_avg_sq"}
-    back = move_moments(optimizer, of="cpu")
+    back = Offload("optimizer", of="cpu").move_moments(optimizer)
     for (parameter, key), value in before.items():
         away = optimizer.state[parameter][key]
         assert away.data_ptr() != value.data_ptr() and away.dtype == value.dtype and torch.equal(away, value)
@@ -52,9 +51,9 @@ def test_what_is_on_no_device_or_pages_itself_stays() -> None:
     state = optimizer.state[optimizer.param_groups[0]["params"][0]]
     state["exp_avg"].is_paged = True
     kept, other = state["exp_avg"], state["exp_avg_sq"]
-    move_moments(optimizer, of="cuda")
+    Offload("optimizer").move_moments(optimizer)
     assert state["exp_avg_sq"] is other
-    move_moments(optimizer, of="cpu")
+    Offload("optimizer", of="cpu").move_moments(optimizer)
     assert state["exp_avg"] is kept and state["exp_avg_sq"] is not other
 
 
@@ -63,7 +62,7 @@ class Device(Enum):
     cpu = "cpu"
 
 
-class Offload:
+class ParameterOffload:
     def __init__(self, device: Device) -> None:
         self.device = device
 
@@ -96,8 +95,8 @@ class DeepSpeedEngine:
     def zero_use_cpu_optimizer(self) -> bool:
         return self._cpu
 
-    def zero_offload_param(self) -> Offload | None:
-        return None if self._params is None else Offload(self._params)
+    def zero_offload_param(self) -> ParameterOffload | None:
+        return None if self._params is None else ParameterOffload(self._params)
 
     def offload_states(self, include: list[Any]) -> None:
         self.calls.append([state.value for state in include])
@@ -113,7 +112,7 @@ AWAY = ["optim_states", "hp_params"]
 def test_deepspeed_moves_what_it_can(stage: int) -> None:
     pytest.importorskip("deepspeed")
     engine = DeepSpeedEngine(stage, params=Device.none)
-    with optimizer_away(None, engine):
+    with Offload("optimizer").away(None, engine):
         assert engine.calls == [AWAY]
     assert engine.calls == [AWAY, "reload"]
 
@@ -131,10 +130,10 @@ def test_deepspeed_is_not_asked_for_what_it_asserts_against() -> None:
 def test_under_zero3_another_optimizers_moments_are_moved_here(monkeypatch: pytest.MonkeyPatch) -> None:
     _, optimizer = trained(1)
     moved: list[torch.optim.Optimizer] = []
-    monkeypatch.setattr(offload, "move_moments", lambda one: lambda: moved.append(one))
+    monkeypatch.setattr(Offload, "move_moments", lambda self, one: lambda: moved.append(one))
     for stage, expected in ((3, [optimizer]), (1, [])):
         engine = DeepSpeedEngine(stage, optimizer=Zero(optimizer), cpu=stage == 1)
-        with optimizer_away(object(), engine):
+        with Offload("optimizer").away(object(), engine):
             assert moved == []
         assert moved == expected and engine.calls == []
         moved.clear()
@@ -157,11 +156,40 @@ def test_deepspeeds_source_has_what_was_read_there() -> None:
 def test_it_comes_back_for_a_checkpoint_and_not_after_an_error(error: Exception, comes_back: bool) -> None:
     pytest.importorskip("deepspeed")
     engine = DeepSpeedEngine(2)
-    with pytest.raises(type(error)), optimizer_away(None, engine):
+    with pytest.raises(type(error)), Offload("optimizer").away(None, engine):
         raise error
     assert engine.calls == ([AWAY, "reload"] if comes_back else [AWAY])
 
 
 def test_before_there_is_an_optimizer_nothing_is_moved() -> None:
-    with optimizer_away(None):
+    with Offload("optimizer").away(None):
+        pass
+
+
+def test_frozen_weights_leave_and_come_back_and_their_copy_on_the_host_is_made_once() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(4, 4).requires_grad_(False), torch.nn.Linear(4, 2))
+    frozen, trained_weight = model[0].weight, model[1].weight
+    before, on_device = frozen.detach().clone(), frozen.data_ptr()
+    room = Offload("weights", [model], of="cpu")
+    hosts = []
+    for _ in range(2):
+        with room.away(None):
+            assert frozen.data_ptr() != on_device and torch.equal(frozen, before), "a sync reads it there"
+            assert frozen is model[0].weight and trained_weight.data_ptr() == model[1].weight.data_ptr()
+            hosts.append(frozen.data_ptr())
+        assert frozen.data_ptr() != hosts[-1] and torch.equal(frozen, before)
+        on_device = frozen.data_ptr()
+    assert hosts[0] == hosts[1]
+    with Offload("optimizer", [model], of="cpu").away(None):
+        assert frozen.data_ptr() == on_device
+
+
+def test_host_memory_for_the_moments_is_used_again() -> None:
+    _, optimizer = trained(1)
+    state, room, seen = next(iter(optimizer.state.values())), Offload("optimizer", of="cpu"), []
+    for _ in range(2):
+        with room.away(optimizer):
+            seen.append(state["exp_avg"].data_ptr())
+    assert seen[0] == seen[1]
+    with Offload("none").away(optimizer):
         pass

@@ -14,6 +14,9 @@ Count = Annotated[int, Field(gt=0, le=10**6, strict=True)]
 """How many things are held at once. The limit keeps products of several such numbers small enough to factorise."""
 
 
+Offload = Literal["none", "optimizer", "weights"]
+"""What of the trainer is in host memory during a round; `weights` are the optimizer's state and frozen weights."""
+
 Width = Literal["auto"] | Annotated[int, Field(gt=0, le=1024, strict=True)]
 """How many devices one engine spans (tensor parallelism); `auto` is the fewest that fit, and on a CPU 1."""
 
@@ -67,9 +70,15 @@ class EngineSettings(Strict):
     max_model_len: Positive | None = None
     # KV cache of one engine on a CPU, all its workers together, in GiB; None derives it from the model and the batch.
     memory_gib: Positive | None = None
-    # Share of a device's memory for an engine beside the trainer; with `sleep`, for each role in turn.
-    gpu_memory_utilization: Annotated[float, Field(gt=0, lt=1)] = 0.3
-    sleep: bool = True  # on a GPU, engines sleep while the trainer trains, and one role of a slot is awake at a time
+    # Share of a device's memory for an engine; `auto` derives each one's from the plan. A number is for each role in
+    # turn where engines sleep, and else for rollouts and for all scorers together.
+    gpu_memory_utilization: Literal["auto"] | Annotated[float, Field(gt=0, lt=1)] = "auto"
+    # On a GPU: engines sleep while the trainer trains, and one role of a slot is awake at a time; `auto`: where they
+    # and the trainer do not fit together.
+    sleep: Literal["auto"] | bool = "auto"
+    # What leaves a GPU for host memory during a round, where engines sleep; `auto`: no more than is needed.
+    offload: Literal["auto"] | Offload = "auto"
+    args: dict[str, Any] = {}  # any other argument of vLLM's for the policy's engines, by vLLM's own name
     # Limit for an engine to become ready, and then for the trainer to reach its first step.
     start_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     # Limit for an engine to answer a request, including its retries.
@@ -125,6 +134,8 @@ class BaseConfig(Strict):
     # What trainer and engine compute in; `auto` is bfloat16. Adapters and full weights are kept in float32.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     lora: LoraSettings | None = LoraSettings()  # None trains every weight
+    # `4bit`: the frozen base of a LoRA run in NF4 (QLoRA, arXiv 2305.14314); engines keep the model's own weights.
+    quantize: Literal["4bit"] | None = None
     merge: bool = False  # also save the model with its adapters merged in; a reward model is always saved whole
     checkpoint_every: Positive | None = None  # steps between checkpoints; None is a fifth of the run
     # Training ranks on this machine, each with its own share of the prompts; `auto` is one a GPU, and one on a CPU.

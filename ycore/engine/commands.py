@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from ycore.engine.arguments import words_of
 from ycore.errors import ConfigError
 from ycore.models.hub import cache_dir
 from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT
@@ -72,11 +73,12 @@ class EngineSpec:
     devices: tuple[str, ...] = ()
     tensor_parallel: int = 1  # workers; on a CPU they share the cores evenly
     memory_gib: int = 1  # size of the KV cache on a CPU, all workers together
-    gpu_memory_utilization: float = 0.3
+    gpu_memory_utilization: float = 0.0  # share of each device
     sleeps: bool = False  # with vLLM's sleep mode; on a device only
     trust_remote_code: bool = False
     role: str = ROLLOUT  # or `judge`, `reward_model`
     has_neighbours: bool = False  # engines of other roles use the same cores or device
+    arguments: tuple[tuple[str, Any], ...] = ()  # of vLLM, by name, beside those that ycore sets
     variables: tuple[str, ...] = ()  # of the environment, that the user lets it have beside the usual ones
 
     @property
@@ -113,8 +115,9 @@ def engine_command(engine: EngineSpec) -> list[str]:
         flags += ["--enable-sleep-mode"] if engine.sleeps else []
     if engine.trust_remote_code:
         flags.append("--trust-remote-code")
+    given = words_of(engine.arguments)  # last, since of an option that comes twice the last one counts
     words = [word for option, value in options.items() for word in (option, str(value))]
-    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *flags]
+    return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *flags, *given]
 
 
 def engine_environment(engine: EngineSpec, *, base: Mapping[str, str] | None = None) -> dict[str, str]:

@@ -191,6 +191,8 @@ def _merged(layer: LoraLayer, weight: torch.Tensor, dtype: torch.dtype) -> torch
     whole = [(_unsharded(left).float(), _unsharded(right).float(), scale) for left, right, scale in factors]
     if getattr(layer, "fan_in_fan_out", False) and layer.lora_A:
         whole = [(right.T, left.T, scale) for left, right, scale in whole]
+    if whole:  # where the adapters are: frozen weights may be in host memory
+        weight = weight.to(whole[0][0].device, non_blocking=True)
     merged = torch.empty_like(weight, dtype=dtype)
     rows = max(1, _TILE // weight.size(1)) if weight.is_cpu else len(weight)
     for first in range(0, len(weight), rows):

@@ -195,8 +195,12 @@ def start_engines(
     start_timeout_s: float,
     say: Say,
 ) -> list[LiveEngine]:
-    """Start all engines at once; those that share a device by sleeping in turn, each asleep before the next starts."""
-    if not any(engine.sleeps for engine in planned):
+    """Start engines on cores at once; those on devices in turn, each ready, or asleep, before the next one starts.
+
+    vLLM takes for its own what its neighbours allocate while it measures (`determine_available_memory`), so no two
+    engines of a device start at once, and the trainer starts when all engines are ready.
+    """
+    if all(engine.on_cpu for engine in planned):
         return [LiveEngine(engine, folder, health_timeout_s=health_timeout_s) for engine in planned]
     started: dict[str, LiveEngine] = {}
     for turn in turns(planned):
@@ -205,7 +209,7 @@ def start_engines(
         while not watch.are_ready:
             watch.look()
             time.sleep(_POLL_S)
-        for engine in turn:
+        for engine in turn if turn[0].sleeps else ():
             # The policy's weights are sent before their first use anyway; frozen ones are kept.
             level = DROP if engine.role == ROLLOUT else KEEP
             if not request_succeeds(engine.socket, "POST", SLEEP.format(level=level), timeout_s=start_timeout_s):

@@ -4,7 +4,6 @@ Rollouts, judges and reward models are served alike. Every slot (some devices, o
 engine, and beside it one engine of each model that scores; several, where one does not span the whole slot.
 """
 
-import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
@@ -14,11 +13,14 @@ from typing import Any, Literal, NamedTuple
 from ycore.config.schema import RunConfig
 from ycore.engine.commands import EngineSpec, kv_cache_gib, split_evenly
 from ycore.errors import ConfigError
+from ycore.launch.device_memory import MAX_MODEL_LEN, PROMPT_TOKENS, RunMemory, scored_at_once, sequences_at_once
 from ycore.launch.layout import Site
 from ycore.launch.scoring_models import scoring_models
 from ycore.launch.widths import Widths, facts_here, run_widths
 from ycore.models.folder import context_length
 from ycore.placement.placement import ROLLOUT
+from ycore.plan.model_facts import ModelFacts
+from ycore.plan.sharing import Sharing
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 
@@ -27,10 +29,6 @@ Fetch = Callable[[str], Path]
 """Makes a model's name its local folder."""
 
 _MAX_ENGINES_ON_CPU = 2
-_MAX_MODEL_LEN = 4096  # tokens, where neither the user nor the model asks for less
-_PROMPT_TOKENS = 512  # tokens of KV cache for a sequence's prompt; longer prompts wait for room
-_MAX_ROLLOUT_SEQS = 256
-_MAX_SCORER_SEQS = 32
 _INSTALL_VLLM = "pip install 'ycore[cpu]' (or 'ycore[gpu]')"
 
 
@@ -76,6 +74,7 @@ class EnginePlan:
     max_model_len: int
     how: str
     served: tuple[ServedModel, ...] = ()
+    sharing: Sharing | None = None  # of devices
 
     @property
     def engines(self) -> tuple[EngineSpec, ...]:
@@ -97,8 +96,8 @@ class EnginePlan:
         """The plan in a line for the user."""
         scorers = [engine.name for model in self.served[1:] for engine in model.engines]
         notes = [f"{self.how}, beside {', '.join(scorers)}" if scorers else self.how]
-        if self.sleeps:
-            notes.append("engines sleep while others use the device")
+        if self.sharing is not None:
+            notes.append(self.sharing.line)
         elif scorers and self.engines[0].on_cpu:
             notes.append("no engine sleeps (vLLM cannot on a CPU), so placement only routes requests")
         return "; ".join(notes)
@@ -113,6 +112,8 @@ class EnginePlan:
             "max_num_seqs": self.engines[0].max_num_seqs if self.engines else None,
             "scorers": [model.as_json() for model in self.served[1:]],
             **({"sleeps": True} if self.sleeps else {}),
+            **({"offload": self.sharing.offload} if self.sharing is not None and self.sleeps else {}),
+            **({"on_host": True} if self.sharing is not None and not self.sharing.has_trainer else {}),
         }
 
 
@@ -133,11 +134,8 @@ def choose_kind(requested: str, *, vllm_installed: bool) -> tuple[Kind, str]:
     return "transformers", f"vLLM is not installed, so transformers generates, which is slower; {_INSTALL_VLLM}"
 
 
-def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch, sleeps: bool = False) -> EnginePlan:
-    """Plan every engine of this machine.
-
-    `sleeps`: engines on devices can be put to sleep.
-    """
+def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch) -> EnginePlan:
+    """Plan every engine of this machine."""
     model = fetch(config.model)
     model_config = read_json(model / "config.json")
     length = model_length(config.engine.max_model_len, model_config, option="engine.max_model_len")
@@ -146,13 +144,16 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch, sleeps: bool = 
     kind, how = choose_kind(config.engine.kind, vllm_installed=is_vllm_installed())
     if kind == "transformers":
         return EnginePlan(kind, length, how)
-    widths = run_widths(
-        config, site.machine, scoring_models(config), lambda name: facts_here(str(fetch(name)), name=name)
-    )
+    scorers = scoring_models(config)
+
+    def known(name: str) -> ModelFacts | None:
+        return facts_here(str(fetch(name)), name=name)
+
+    memory = RunMemory(config, site, scorers, known)
+    widths = run_widths(config, site.machine, scorers, known, memory)
     slots = slots_of(config, site, widths.slot)
+    sharing = memory.share(widths.of, num_slots=len(slots)) if site.machine.devices else None
     parts = [part for slot in slots for part in slot.parts(widths.slot // widths.policy)]
-    num_engines = len(parts) * site.layout.num_machines  # all completions of a round run at once
-    round_size = config.prompts_per_step * (config.num_samples if config.algorithm == "eval" else config.group_size)
     spec = EngineSpec(
         name="",
         model=model,
@@ -161,20 +162,22 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch, sleeps: bool = 
         run_id=site.folder.run_id,
         dtype="float32" if config.dtype == "float32" else "bfloat16",
         max_model_len=length,
-        max_num_seqs=max(1, min(_MAX_ROLLOUT_SEQS, math.ceil(round_size / num_engines))),
+        max_num_seqs=sequences_at_once(config, len(parts) * site.layout.num_machines),
         seed=config.seed,
         devices=parts[0].devices,
         tensor_parallel=widths.policy,
-        gpu_memory_utilization=config.engine.gpu_memory_utilization,
-        sleeps=sleeps and slots[0].cores is None,
+        gpu_memory_utilization=0.0 if sharing is None else sharing.shares[ROLLOUT][0],
+        sleeps=sharing is not None and sharing.sleeps,
         trust_remote_code=config.trust_remote_code,
-        has_neighbours=bool(scoring_models(config)),
+        has_neighbours=bool(scorers),
         variables=tuple(config.engine.environment),
+        arguments=tuple(config.engine.args.items()),
     )
     spec = replace(spec, memory_gib=config.engine.memory_gib or _memory_gib(spec, model_config, config.max_tokens))
     rollouts = _on(parts, spec, ROLLOUT, site.folder)
-    scorers = plan_scorers(config, site.folder, rollouts, slots=slots, widths=widths, fetch=fetch)
-    return EnginePlan(kind, length, f"{how}: {_describe(parts, widths.policy)}", (ServedModel(rollouts), *scorers))
+    served = plan_scorers(config, site.folder, rollouts, slots=slots, widths=widths, sharing=sharing, fetch=fetch)
+    where = f"{how}: {_describe(parts, widths.policy)}"
+    return EnginePlan(kind, length, where, (ServedModel(rollouts), *served), sharing)
 
 
 def plan_scorers(
@@ -184,6 +187,7 @@ def plan_scorers(
     *,
     slots: Sequence[Slot],
     widths: Widths,
+    sharing: Sharing | None,
     fetch: Fetch,
 ) -> list[ServedModel]:
     """Engines of every scoring model on every slot, beside its rollout engines."""
@@ -192,21 +196,20 @@ def plan_scorers(
     for model in models:
         path = fetch(model.name)
         model_config = read_json(path / "config.json")
-        # Beside the trainer all models share the device's memory; where engines sleep, those of one role do.
-        together = [other for other in models if other.role == model.role or not rollouts[0].sleeps]
         parts = [part for slot in slots for part in slot.parts(widths.slot // widths.of(model.role, model.name))]
-        at_once = math.ceil(rollouts[0].max_num_seqs * len(rollouts) / len(parts))
+        earlier = [one for one in planned if one.role == model.role]
         spec = replace(
             rollouts[0],
             model=path,
             max_model_len=model_length(model.max_model_len, model_config, option=f"max_model_len of {model.name}"),
-            max_num_seqs=min(at_once, _MAX_SCORER_SEQS),
+            max_num_seqs=scored_at_once(rollouts[0].max_num_seqs, len(rollouts), len(parts)),
             tensor_parallel=widths.of(model.role, model.name),
-            gpu_memory_utilization=config.engine.gpu_memory_utilization / len(together),
+            gpu_memory_utilization=0.0 if sharing is None else sharing.shares[model.role][len(earlier)],
             has_neighbours=True,
+            arguments=(),
         )
         spec = replace(spec, memory_gib=_memory_gib(spec, model_config, config.max_tokens + model.max_new_tokens))
-        first = sum(len(earlier.engines) for earlier in planned if earlier.role == model.role)
+        first = sum(len(one.engines) for one in earlier)
         planned.append(ServedModel(_on(parts, spec, model.role, folder, first=first), model.sources))
     return planned
 
@@ -215,7 +218,7 @@ def model_length(requested: int | None, model_config: Mapping[str, Any], *, opti
     """Longest prompt plus completion in tokens: as requested, else the model's context, 4096 at most."""
     context = context_length(dict(model_config))
     if requested is None:
-        return min(context or _MAX_MODEL_LEN, _MAX_MODEL_LEN)
+        return min(context or MAX_MODEL_LEN, MAX_MODEL_LEN)
     if context and requested > context:
         raise ConfigError(f"{option} {requested} is more than the model's {context}; lower it")
     return requested
@@ -255,7 +258,7 @@ def _memory_gib(engine: EngineSpec, model_config: Mapping[str, Any], new_tokens:
     if not engine.on_cpu:
         return 1
     num_bytes = 4 if engine.dtype == "float32" else 2
-    tokens = engine.max_num_seqs * min(engine.max_model_len, _PROMPT_TOKENS + new_tokens)
+    tokens = engine.max_num_seqs * min(engine.max_model_len, PROMPT_TOKENS + new_tokens)
     return kv_cache_gib(
         model_config,
         max(tokens, engine.max_model_len),

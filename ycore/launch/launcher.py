@@ -159,7 +159,7 @@ class _Run:
             write_json_atomic(folder.engines, {"kind": "none", "engines": [], **facts})
             return EngineWatch()
         settings = config.engine
-        plan = plan_engines(config, self.site, fetch=fetch, sleeps=self.worker.trains and settings.sleep)
+        plan = plan_engines(config, self.site, fetch=fetch)
         say(plan.note + (", starting ..." if plan.engines else ""))
         write_json_atomic(folder.engines, {**plan.as_json(), **facts})
         live = start_engines(

@@ -35,6 +35,7 @@ class Machine:
     cores: tuple[int, ...]
     devices: tuple[str, ...]
     device_bytes: float | None = None  # of the smallest device
+    free_bytes: float | None = None  # of the device of which others hold most
     host_bytes: float | None = None
     shm_bytes: float | None = None  # free in /dev/shm
     without_bfloat16: tuple[str, ...] = ()  # devices, in words
@@ -91,6 +92,7 @@ class Site:
     folder: RunFolder
     layout: Layout
     machine: Machine
+    trains: bool = True
 
     @property
     def rank_cores(self) -> list[list[int]] | None:
@@ -135,7 +137,8 @@ def site_of(config: AnyConfig, *, trains: bool = True) -> Site:
     layout = layout_of(config, machine) if trains else ONE_RANK
     check_deepspeed(config, layout)
     home = Path(config.output)
-    return Site(RunFolder(home if layout.machine_rank == 0 else home / f"node-{layout.machine_rank}"), layout, machine)
+    folder = RunFolder(home if layout.machine_rank == 0 else home / f"node-{layout.machine_rank}")
+    return Site(folder, layout, machine, trains)
 
 
 def check_ranks(config: AnyConfig, layout: Layout, machine: Machine) -> None:
@@ -171,10 +174,12 @@ def this_machine() -> Machine:
     cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     gpus = () if is_cpu_build else visible_gpus()
     sizes = [gpu.memory_gib * 2**30 for gpu in gpus if gpu.memory_gib is not None]
+    free = [gpu.free_gib * 2**30 for gpu in gpus if gpu.free_gib is not None]
     return Machine(
         cores=tuple(cores),
         devices=tuple(gpu.id for gpu in gpus),
         device_bytes=min(sizes, default=None),
+        free_bytes=min(free, default=None),
         host_bytes=float(psutil.virtual_memory().total),
         shm_bytes=float(shutil.disk_usage(_SHM).free) if os.path.isdir(_SHM) else None,
         without_bfloat16=tuple(f"{gpu.id} ({gpu.name})" for gpu in gpus if not gpu.has_bfloat16),

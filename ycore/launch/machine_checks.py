@@ -10,22 +10,27 @@ from pathlib import Path
 
 from ycore.config.batch import derive_batch
 from ycore.config.schema import RunConfig
+from ycore.engine.arguments import check_arguments
 from ycore.errors import ConfigError
 from ycore.launch import engines
+from ycore.launch.device_memory import FactsOf, RunMemory
 from ycore.launch.layout import Machine, Site, check_deepspeed, layout_of
 from ycore.launch.scoring_models import ScoringModel, check_run_placement, scoring_models
-from ycore.launch.widths import FactsOf, Widths, facts_here, run_widths, served_models
-from ycore.placement.placement import JUDGE, REWARD_MODEL
+from ycore.launch.widths import Widths, facts_here, run_widths, served_models
+from ycore.placement.placement import REWARD_MODEL
 from ycore.plan.devices import GIB, Fleet
-from ycore.plan.memory import ON_GPU, engine_weights
+from ycore.plan.memory import engine_weights
 from ycore.plan.model_facts import ModelFacts
+from ycore.plan.sharing import Sharing
 from ycore.run.paths import RunFolder
 
-_MOST_UTILIZATION = 0.95  # the share of a device that the plan gives to everything
 
-
-def check_run(config: RunConfig, site: Site, *, known: FactsOf = facts_here, vllm: bool | None = None) -> None:
+def check_run(
+    config: RunConfig, site: Site, *, known: FactsOf = facts_here, vllm: bool | None = None
+) -> Sharing | None:
     """ConfigError where the site's machine cannot run the config: ranks, slots, placement, batch, memory.
+
+    Returns how the engines and the trainer share devices, where both are on some.
 
     Args:
         vllm: whether vLLM is installed on the machine; by default, on this one.
@@ -33,7 +38,8 @@ def check_run(config: RunConfig, site: Site, *, known: FactsOf = facts_here, vll
     if config.algorithm != "eval":
         derive_batch(config, world_size=site.layout.world, on_cpu=not site.machine.devices)
     if config.replay is not None:
-        return check_run_placement(config)
+        check_run_placement(config)
+        return None
     is_installed = engines.is_vllm_installed() if vllm is None else vllm
     kind, _ = engines.choose_kind(config.engine.kind, vllm_installed=is_installed)
     if kind == "transformers":
@@ -42,18 +48,19 @@ def check_run(config: RunConfig, site: Site, *, known: FactsOf = facts_here, vll
                 "transformers generates with the trainer's own weights, which no rank has whole under zero3 or fsdp2; "
                 "install vLLM (pip install 'ycore[cpu]' or 'ycore[gpu]'), or take --accelerate zero2"
             )
-        return check_run_placement(config)
+        check_run_placement(config)
+        return None
     scorers = scoring_models(config)
-    widths = run_widths(config, site.machine, scorers, known)
+    check_arguments(config.engine.args)
+    memory = RunMemory(config, site, scorers, known)
+    widths = run_widths(config, site.machine, scorers, known, memory)
     num_slots = len(engines.slots_of(config, site, widths.slot))
     check_run_placement(config, num_slots=num_slots, models=scorers)
-    if site.machine.devices:
-        _check_devices(config, site.machine, scorers, widths, known)
-    else:
+    if not site.machine.devices:
         _check_host(config, site.machine, num_slots, scorers, widths, known)
     if config.algorithm != "eval" and config.sync_weights:
         _check_shared_memory(config, site.machine, known)
-    return None
+    return memory.share(widths.of, num_slots=num_slots) if site.machine.devices else None
 
 
 def check_described(config: RunConfig, fleet: Fleet, *, known: FactsOf = facts_here) -> None:
@@ -84,39 +91,6 @@ def _weights(role: str, facts: ModelFacts, config: RunConfig) -> float:
 
 def _value_bytes(config: RunConfig) -> int:
     return 4 if config.dtype == "float32" else 2
-
-
-def _check_devices(
-    config: RunConfig, machine: Machine, scorers: Sequence[ScoringModel], widths: Widths, known: FactsOf
-) -> None:
-    """vLLM takes no more of a device than it is told, so the weights must fit into that share."""
-    share, whole = config.engine.gpu_memory_utilization, machine.device_bytes
-    if whole is None:
-        return
-    for role, name, sharing in served_models(config, scorers):
-        facts = known(name)
-        if facts is None:
-            continue
-        width = widths.of(role, name)
-        weights = _weights(role, facts, config) / width
-        if weights < share / sharing * whole:
-            continue
-        each = f" on each of {width} devices" if width > 1 else ""
-        needed = math.ceil(100 * sharing * (weights + ON_GPU.engine) / whole) / 100
-        way_out = f"say --set engine.gpu_memory_utilization={needed:g}"
-        if needed > _MOST_UTILIZATION:
-            most = width * (_MOST_UTILIZATION * whole / sharing - ON_GPU.engine) / _value_bytes(config) / 1e9
-            way_out = f"take a model of {most:.2g} billion parameters or fewer" if most > 0.1 else "take larger devices"
-            way_out += ", or a judge with a base_url" if role == JUDGE else ""
-        raise ConfigError(
-            f"{role} {name}: its weights take {weights / GIB:.1f} GiB{each}, and an engine gets {share / sharing:.2g} "
-            f"of a device's {whole / GIB:.1f} GiB, which is {share / sharing * whole / GIB:.1f}; {way_out}"
-        )
-    if share > 0.5 and scorers and not config.engine.sleep:
-        raise ConfigError(
-            f"with engine.sleep=false the engines of all roles hold their memory at once, and twice "
-            f"engine.gpu_memory_utilization {share:g} is more than a device; take 0.45, or leave engine.sleep out"
-        )
 
 
 def _check_host(

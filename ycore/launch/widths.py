@@ -8,17 +8,16 @@ of them on every slot, so all widths must divide the widest.
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 
 from ycore.config.schema import RunConfig, Width
 from ycore.errors import ConfigError, ModelError
+from ycore.launch.device_memory import FactsOf, RunMemory
 from ycore.launch.layout import Machine
 from ycore.launch.scoring_models import ScoringModel
 from ycore.placement.placement import ROLLOUT
 from ycore.plan.memory import least_engine
 from ycore.plan.model_facts import ModelFacts, facts_of, model_config
-
-FactsOf = Callable[[str], ModelFacts | None]
-"""The sizes of a model by its name; None where they are not known before it is fetched."""
 
 _UNUSUAL = {"quantization_config", "kv_lora_rank"}  # fewer bytes a value; other sizes of the attention
 
@@ -39,7 +38,7 @@ def served_models(config: RunConfig, scorers: Sequence[ScoringModel]) -> list[tu
 
     Those of a role share it, or all scorers where no engine sleeps.
     """
-    sleeps = config.engine.sleep and config.algorithm != "eval"
+    sleeps = config.engine.sleep is not False and config.algorithm != "eval"
     sharing = [sum(other.role == one.role or not sleeps for other in scorers) for one in scorers]
     return [(ROLLOUT, config.model, 1), *((one.role, one.name, n) for one, n in zip(scorers, sharing, strict=True))]
 
@@ -60,14 +59,25 @@ class Widths:
         return self.policy if role == ROLLOUT else self.scorers.get((role, name), 1)
 
 
-def run_widths(config: RunConfig, machine: Machine, scorers: Sequence[ScoringModel], known: FactsOf) -> Widths:
+def run_widths(
+    config: RunConfig, machine: Machine, scorers: Sequence[ScoringModel], known: FactsOf, memory: RunMemory
+) -> Widths:
     """The width of every model of a run; ConfigError where a declared one does not work on this machine."""
     options = [("engine.tensor_parallel", config.engine.tensor_parallel)]
     options += [(f"tensor_parallel of {one.name}", one.tensor_parallel) for one in scorers]
     models = served_models(config, scorers)
+
+    def fewest(facts: ModelFacts | None, works: Sequence[int], scorer: ScoringModel | None, sharing: int) -> int:
+        """The fewest devices on which vLLM has room for the model; the most where none are enough."""
+        room = memory.room(machine, sharing=sharing)
+        if facts is None or room is None:
+            return 1
+        needs = {width: least_engine(memory.need(facts, width, scorer, [1, 1])) for width in works}
+        return next((width for width in works if needs[width] <= room), works[-1])
+
     policy, *others = [
-        _width(what, declared, known(name), config, machine, sharing=sharing)
-        for (what, declared), (_, name, sharing) in zip(options, models, strict=True)
+        _width(what, declared, known(name), config, machine, partial(fewest, scorer=scorer, sharing=sharing))
+        for (what, declared), (_, name, sharing), scorer in zip(options, models, [None, *scorers], strict=True)
     ]
     found = Widths(policy, {(one.role, one.name): width for one, width in zip(scorers, others, strict=True)})
     for role, name, _ in models:
@@ -80,15 +90,19 @@ def run_widths(config: RunConfig, machine: Machine, scorers: Sequence[ScoringMod
 
 
 def _width(
-    what: str, declared: Width, facts: ModelFacts | None, config: RunConfig, machine: Machine, *, sharing: int
+    what: str,
+    declared: Width,
+    facts: ModelFacts | None,
+    config: RunConfig,
+    machine: Machine,
+    fewest: Callable[[ModelFacts | None, Sequence[int]], int],
 ) -> int:
     (parts, kind), count = machine.parts, config.engine.count
     most = 1 if machine.is_sliced else max(1, len(parts) // (1 if count == "auto" else count))
     whole = [width for width in range(1, most + 1) if not machine.devices or count != "auto" or most % width == 0]
     works = [width for width in whole if width == 1 or facts is None or not facts.undivided(width)]
     if declared == "auto":
-        share = config.engine.gpu_memory_utilization / sharing
-        return _fewest(facts, works, room=share * machine.device_bytes if machine.device_bytes else None, config=config)
+        return fewest(facts, works)
     if declared in works:
         return declared
     nearest = min(works, key=lambda width: (abs(width - declared), width))
@@ -99,14 +113,3 @@ def _width(
     else:
         rule = f"does not divide the {len(parts)} {kind} of this machine"
     raise ConfigError(f"{what} {declared} {rule}; the nearest that works is {nearest}")
-
-
-def _fewest(facts: ModelFacts | None, works: Sequence[int], *, room: float | None, config: RunConfig) -> int:
-    """The fewest devices on which vLLM has `room` (bytes of each) for a completion; the most where none are enough."""
-    if facts is None or room is None:
-        return 1
-    longest, size = config.max_tokens, 4 if config.dtype == "float32" else 2
-    needed = {
-        width: least_engine(facts, longest=longest, bytes_per_value=size, tensor_parallel=width) for width in works
-    }
-    return next((width for width in works if needed[width] <= room), works[-1])

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ycore.config.batch import derive_batch
-from ycore.config.schema import RunConfig
+from ycore.config.schema import Offload, RunConfig
 from ycore.errors import ConfigError
 from ycore.placement.placement import ROLLOUT, Kind
 from ycore.plan.model_facts import ModelFacts
@@ -25,6 +25,7 @@ class Job:
     max_tokens: int = 256
     max_model_len: int = 4096
     lora_rank: int | None = 16  # None trains every weight
+    quantized: bool = False  # the frozen base of a LoRA run in 4 bits
     bytes_per_value: int = 2  # 2 computes in bfloat16, 4 in float32
     draws: float = 1.0  # groups generated for each one trained on (dynamic sampling)
     has_reference: bool = False  # for the KL term; with LoRA, the policy without adapters, so it costs nothing
@@ -56,6 +57,7 @@ class Way:
     kind: Kind = "colocated"
     judge_slots: int = 0  # slots of the judge in a split
     sleeps: bool = False  # engines free their memory while the trainer trains
+    offload: Offload = "none"
 
     def width(self, role: str) -> int:
         return self.tensor_parallel if role == ROLLOUT else self.judge_tensor_parallel
@@ -86,6 +88,8 @@ class Way:
         elif policy > 1:
             words += [f"engines over {policy} devices"]
         words += ["engines asleep while training"] if self.sleeps else []
+        away = {"optimizer": "optimizer's state", "weights": "optimizer's state and frozen weights"}
+        words += [f"{away[self.offload]} in host memory during rounds"] if self.offload != "none" else []
         return ", ".join(words)
 
 
@@ -115,6 +119,7 @@ def job_of(
         max_tokens=config.max_tokens,
         max_model_len=config.engine.max_model_len or min(context, _LONGEST),
         lora_rank=None if config.lora is None else config.lora.r,
+        quantized=config.quantize is not None,
         bytes_per_value=4 if config.dtype == "float32" else 2,
         draws=_DYNAMIC_DRAWS if config.sampling.dynamic else 1.0,
         has_reference=bool(config.trl.get("beta")),

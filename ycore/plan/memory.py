@@ -4,9 +4,10 @@ On GPUs the largest phase of one device must fit. On a CPU the roles are process
 memory, so the sum of their peaks must fit. The formulas and their sources are also in docs/plan.md.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ycore.config.schema import Offload
 from ycore.plan.devices import GIB, Fleet
 from ycore.plan.job import Job, Way
 from ycore.plan.model_facts import ModelFacts
@@ -18,8 +19,9 @@ _LOGIT_BYTES = 14  # one logit of a tile: in bfloat16, in float32, its log-softm
 _PREFILL_TOKENS = 8192  # prompt tokens that vLLM takes into one step at most, by default
 _SYNC_BYTES = 0.5 * GIB  # what the writing rank holds of the policy (`QUEUED_BYTES` in ycore/engine/weights.py)
 _MOST_SEQUENCES = 256
+_NF4_BITS = 4.127  # with doubly quantised scales of blocks of 64 (arXiv 2305.14314, section 3)
 _CPU_CACHE_STEP = GIB  # on a CPU, vLLM's cache is whole GiB
-_DEVICE_SHARE, _HOST_SHARE = 0.95, 0.9  # share of a GPU's and of the host's memory that a plan may use
+DEVICE_SHARE, _HOST_SHARE = 0.95, 0.9  # share of a GPU's and of the host's memory that a plan may use
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,43 +57,131 @@ class Engine:
 
 def capacity_of(fleet: Fleet) -> float:
     """Bytes that a plan may use of a device, or of the machine for a CPU."""
-    return fleet.device.memory_bytes * (_HOST_SHARE if fleet.device.on_cpu else _DEVICE_SHARE)
+    return fleet.device.memory_bytes * (_HOST_SHARE if fleet.device.on_cpu else DEVICE_SHARE)
 
 
 def step_memory(job: Job, way: Way, fleet: Fleet) -> tuple[Parts, Mapping[str, Engine], Mapping[str, Parts]]:
     """One rank's trainer at its peak; the engines by role; the bytes by phase and role, on the fullest device."""
-    footing = ON_CPU if fleet.device.on_cpu else ON_GPU
+    trainer = trainer_memory(job, way, on_cpu=fleet.device.on_cpu)
+    needs = _needs(job, way)
+    if fleet.device.on_cpu:
+        on_cpu = {role: _engine_on_cpu(need) for role, need in needs.items()}
+        policy_bytes = float(job.policy.num_params * job.bytes_per_value)
+        peak = max(trainer.peak, trainer.resting["none"] + trainer.gather + min(_SYNC_BYTES, policy_bytes))
+        processes = {role: engine.awake * way.slots for role, engine in on_cpu.items()}
+        return trainer.parts, on_cpu, {"all at once": {"trainer": peak * way.ranks, **processes}}
+    alone = {role: [need] for role, need in needs.items()}
+    engines = engines_on_gpu(alone, trainer, capacity_of(fleet), sleeps=way.sleeps, offload=way.offload)
+    by_role = {role: of_role[0] for role, of_role in engines.items()}
+    return trainer.parts, by_role, gpu_phases(engines, trainer, sleeps=way.sleeps, offload=way.offload)
+
+
+@dataclass(frozen=True, slots=True)
+class TrainerMemory:
+    """Bytes of one rank. `resting`: between its steps, by what is then in host memory. `gather`: more during a sync."""
+
+    parts: Parts  # at its peak
+    resting: Mapping[Offload, float]
+    gather: float
+
+    @property
+    def peak(self) -> float:
+        return sum(self.parts.values())
+
+
+NO_TRAINER = TrainerMemory({}, {"none": 0.0}, 0.0)
+
+
+def trainer_memory(job: Job, way: Way, *, on_cpu: bool = False) -> TrainerMemory:
+    footing = ON_CPU if on_cpu else ON_GPU
     libraries = footing.trainer + (footing.zero if way.sharding.startswith("zero") else 0.0)
     parts, states = trainer_peak(job, way), trainer_states(job, way)
-    trainer = {**parts, "allocator": footing.slack * sum(parts.values()), "libraries": libraries}
-    peak = sum(trainer.values())
-    resident = sum(states.values()) - states.get("gradients", 0.0) - states.get("copies", 0.0) + libraries
-    syncing = resident + largest_weight(job.policy)
-    others = footing.asleep * (0 if job.judge is None else 1)
-    engines = _engines(job, way, fleet, beside=syncing + others if way.sleeps else peak)
-    if not fleet.device.on_cpu:
-        return trainer, engines, _gpu_phases(way, footing, engines, peak, resident, syncing)
-    policy_bytes = float(job.policy.num_params * job.bytes_per_value)
-    peak = max(peak, syncing + min(_SYNC_BYTES, policy_bytes))
-    processes = {role: engine.awake * way.slots for role, engine in engines.items()}
-    return trainer, engines, {"all at once": {"trainer": peak * way.ranks, **processes}}
+    passing = ("gradients", "copies")  # only while a step is computed
+    resting: dict[Offload, float] = {
+        "none": sum(size for name, size in states.items() if name not in passing) + libraries
+    }
+    resting["optimizer"] = resting["none"] - states.get("optimizer", 0.0)
+    if not way.shards_weights:
+        resting["weights"] = resting["optimizer"] - states.get("frozen weights", 0.0) - states.get("reference", 0.0)
+    peak = {**parts, "allocator": footing.slack * sum(parts.values()), "libraries": libraries}
+    return TrainerMemory(peak, resting, largest_weight(job.policy))
 
 
-def _gpu_phases(
-    way: Way, footing: Footing, engines: Mapping[str, Engine], peak: float, resident: float, syncing: float
+@dataclass(frozen=True, slots=True)
+class Need:
+    """What an engine has to hold. Tokens are of one sequence; `longest` is what vLLM must be able to hold."""
+
+    facts: ModelFacts
+    bytes_per_value: int
+    tensor_parallel: int
+    sequences: int
+    tokens: int
+    longest: int
+
+    @property
+    def token_bytes(self) -> float:
+        """Of the cache, on each device; with fewer KV heads than devices, several have the same one."""
+        kv_heads = self.facts.num_key_value_heads
+        return self.facts.kv_values * self.bytes_per_value / min(self.tensor_parallel, kv_heads)
+
+    @property
+    def fixed(self) -> tuple[float, float]:
+        """Weights and workspace on each device."""
+        wide, size = self.tensor_parallel, self.bytes_per_value
+        workspace = _workspace(self.facts, size, sequences=self.sequences, tensor_parallel=wide)
+        return engine_weights(self.facts, size, tensor_parallel=wide), workspace
+
+
+def engines_on_gpu(
+    needs: Mapping[str, Sequence[Need]], trainer: TrainerMemory, capacity: float, *, sleeps: bool, offload: Offload
+) -> Mapping[str, list[Engine]]:
+    """Engines by role, as many on a device as the role has models, with the cache that they need or that fits.
+
+    Those of a role are awake together; of several roles one is at a time where engines sleep, and all are where not.
+    """
+    if not sleeps:
+        awake = iter(_filled([need for of_role in needs.values() for need in of_role], capacity - trainer.peak))
+        return {role: [next(awake) for _ in of_role] for role, of_role in needs.items()}
+    num_models = sum(map(len, needs.values()))
+    return {
+        role: _filled(of_role, capacity - trainer.resting[offload] - ON_GPU.asleep * (num_models - len(of_role)))
+        for role, of_role in needs.items()
+    }
+
+
+def _filled(needs: Sequence[Need], room: float) -> list[Engine]:
+    """Engines that are awake together in `room` bytes; where that is short, each gets the same share of its cache."""
+    fixed = [need.fixed for need in needs]
+    wanted = [need.token_bytes * max(need.tokens * need.sequences, need.longest) for need in needs]
+    left = room - sum(weights + workspace + ON_GPU.engine for weights, workspace in fixed)
+    share = min(1.0, max(0.0, left / sum(wanted)))
+    found = []
+    for need, (weights, workspace), most in zip(needs, fixed, wanted, strict=True):
+        least = need.token_bytes * need.longest
+        cache = max(least, share * most)
+        at_once = int(min(need.sequences, cache // (need.token_bytes * need.tokens))) if share * most >= least else 0
+        found.append(Engine(weights, cache, workspace, ON_GPU.engine, at_once))
+    return found
+
+
+def gpu_phases(
+    engines: Mapping[str, Sequence[Engine]], trainer: TrainerMemory, *, sleeps: bool, offload: Offload
 ) -> Mapping[str, Parts]:
     """The phases of a device. In a split too it has an engine of every role, of which one is never used."""
-    resting = {role: footing.asleep if way.sleeps else engine.awake for role, engine in engines.items()}
+    awake = {role: sum(engine.awake for engine in of_role) for role, of_role in engines.items()}
+    idle = {role: ON_GPU.asleep * len(of_role) for role, of_role in engines.items()} if sleeps else awake
+    resting = trainer.resting[offload]
 
-    def working(role: str, trainer: float) -> Parts:
-        return {"trainer": trainer, **resting, role: engines[role].awake}
+    def working(role: str) -> Parts:
+        return {"trainer": resting, **idle, role: awake[role]}
 
     phases: dict[str, Parts] = {
-        "train": {"trainer": peak, **resting},
-        "wake-up and sync": working("rollout", syncing),
-        "generate": working("rollout", resident),
+        "train": {"trainer": trainer.peak, **idle},
+        "sync": {"trainer": resting + trainer.gather, **idle},  # weights are written before an engine wakes
+        "generate": working("rollout"),
     }
-    return phases | ({"judge": working("judge", resident)} if "judge" in engines else {})
+    names = {"judge": "judge", "reward_model": "score"}
+    return phases | {name: working(role) for role, name in names.items() if role in engines}
 
 
 def trainer_states(job: Job, way: Way) -> Parts:
@@ -102,10 +192,9 @@ def trainer_states(job: Job, way: Way) -> Parts:
     (12): stage 1 shards masters and moments, stage 2 the gradients too, stage 3 the weights too.
     """
     trained, size, ranks = job.trainable, job.bytes_per_value, way.ranks
-    frozen = 0 if job.lora_rank is None else job.policy.num_params
     weight_ranks = ranks if way.shards_weights else 1
     two_layers = 2.0 * size * job.policy.layer_params  # gathered: the one at work and the next
-    parts: dict[str, float] = {"frozen weights": frozen * size / weight_ranks}
+    parts: dict[str, float] = {"frozen weights": (0.0 if job.lora_rank is None else frozen_bytes(job)) / weight_ranks}
     if way.sharding == "ddp":
         copies = (2.0 * trained if size == 2 else 0.0) + (4.0 * trained if ranks > 1 else 0.0)
         parts |= {"weights": 4.0 * trained, "gradients": 4.0 * trained, "optimizer": 8.0 * trained, "copies": copies}
@@ -117,9 +206,24 @@ def trainer_states(job: Job, way: Way) -> Parts:
         parts["gradients"] = float(size) * trained / (1 if way.sharding == "zero1" else ranks)
         parts["optimizer"] = 12.0 * trained / ranks
         parts["copies"] = 4.0 * trained / ranks + (two_layers if way.shards_weights else 0.0)
+    if job.quantized:  # the weight at work, in the dtype of the computation
+        facts = job.policy
+        parts["copies"] += float(size * facts.hidden_size * max(facts.intermediate_size, facts.query_size))
     if job.has_reference and job.lora_rank is None:
         parts["reference"] = float(size) * job.policy.num_params / weight_ranks
     return {name: value for name, value in parts.items() if value}
+
+
+def frozen_bytes(job: Job) -> float:
+    """The base of a LoRA run. In 4 bits (arXiv 2305.14314, section 3) the linear layers of the blocks have
+    `_NF4_BITS` a weight; embeddings, head, norms and the experts of a mixture stay as they are.
+    """
+    facts, size = job.policy, job.bytes_per_value
+    if not job.quantized:
+        return float(facts.num_params * size)
+    per_layer = facts.attention_params + (facts.expert_params if facts.num_experts == 1 else 0)
+    linear = facts.num_hidden_layers * per_layer
+    return linear * _NF4_BITS / 8 + (facts.num_params - linear) * size
 
 
 def saved_per_token(job: Job) -> float:
@@ -170,37 +274,28 @@ def largest_weight(facts: ModelFacts) -> float:
     return 4.0 * max(facts.head_params, facts.expert_params / 3, facts.hidden_size * facts.query_size)
 
 
-def _engines(job: Job, way: Way, fleet: Fleet, *, beside: float) -> Mapping[str, Engine]:
-    """The engines of one slot, each with as much cache as the round can use, or as fits beside the trainer."""
-    in_split = way.kind == "split"
-    writing = (way.slots - way.judge_slots) * way.engines("rollout")
-    needs = {"rollout": (job.policy, writing, job.prompt_tokens + job.max_tokens)}
+def _needs(job: Job, way: Way) -> Mapping[str, Need]:
+    """What the engines of one slot hold, by role."""
+
+    def need(role: str, facts: ModelFacts, slots: int, tokens: int, longest: int) -> Need:
+        num_engines = max(1, slots * way.engines(role))
+        wanted = max(1, min(_MOST_SEQUENCES, round(job.completions * job.draws / num_engines)))
+        return Need(facts, job.bytes_per_value, way.width(role), wanted, tokens, max(tokens, longest))
+
+    tokens = job.prompt_tokens + job.max_tokens
+    needs = {"rollout": need("rollout", job.policy, way.slots - way.judge_slots, tokens, job.max_model_len)}
     if job.judge is not None:
-        longest = job.judge_prompt_tokens + job.max_tokens + job.judge_tokens
-        judging = (way.judge_slots if in_split else way.slots) * way.engines("judge")
-        needs["judge"] = (job.judge, judging, longest)
-    room = (capacity_of(fleet) - beside) / (1 if way.sleeps else len(needs))
-    return {
-        role: _engine(job, facts, way.width(role), fleet, engines=max(1, engines), longest=longest, room=room)
-        for role, (facts, engines, longest) in needs.items()
-    }
+        tokens = job.judge_prompt_tokens + job.max_tokens + job.judge_tokens
+        judging = way.judge_slots if way.kind == "split" else way.slots
+        needs["judge"] = need("judge", job.judge, judging, tokens, tokens)
+    return needs
 
 
-def _engine(job: Job, facts: ModelFacts, wide: int, fleet: Fleet, *, engines: int, longest: int, room: float) -> Engine:
-    """One of so many engines, over `wide` devices. `longest`: tokens of its longest sequence. `room`: bytes left for it
-    on a device."""
-    on_cpu, size = fleet.device.on_cpu, job.bytes_per_value
-    footing = (ON_CPU if on_cpu else ON_GPU).engine
-    weights = engine_weights(facts, size, tensor_parallel=wide, on_cpu=on_cpu)
-    wanted = max(1, min(_MOST_SEQUENCES, round(job.completions * job.draws / engines)))
-    a_sequence = facts.kv_values * size / wide * longest
-    if on_cpu:
-        cache = max(1, -(-(a_sequence * wanted) // _CPU_CACHE_STEP)) * _CPU_CACHE_STEP
-        return Engine(weights, cache, 0.0, footing, wanted)
-    workspace = _workspace(facts, size, sequences=wanted, tensor_parallel=wide)
-    left = max(0.0, room - weights - workspace - footing)
-    at_once = int(min(wanted, left // a_sequence))
-    return Engine(weights, max(at_once, 1) * a_sequence, workspace, footing, at_once)
+def _engine_on_cpu(need: Need) -> Engine:
+    a_sequence = need.facts.kv_values * need.bytes_per_value / need.tensor_parallel * need.tokens
+    cache = max(1, -(-(a_sequence * need.sequences) // _CPU_CACHE_STEP)) * _CPU_CACHE_STEP
+    weights = engine_weights(need.facts, need.bytes_per_value, tensor_parallel=need.tensor_parallel, on_cpu=True)
+    return Engine(weights, cache, 0.0, ON_CPU.engine, need.sequences)
 
 
 def _workspace(facts: ModelFacts, size: int, *, sequences: int, tensor_parallel: int) -> float:
@@ -209,11 +304,9 @@ def _workspace(facts: ModelFacts, size: int, *, sequences: int, tensor_parallel:
     return widest * size / tensor_parallel + 3.0 * 4 * sequences * facts.vocab_size
 
 
-def least_engine(facts: ModelFacts, *, longest: int, bytes_per_value: int, tensor_parallel: int) -> float:
-    """Bytes on each of its GPUs of an engine that has room for one sequence of `longest` tokens."""
-    cache = facts.kv_values * bytes_per_value / min(tensor_parallel, facts.num_key_value_heads) * longest
-    workspace = _workspace(facts, bytes_per_value, sequences=1, tensor_parallel=tensor_parallel)
-    return engine_weights(facts, bytes_per_value, tensor_parallel=tensor_parallel) + cache + workspace + ON_GPU.engine
+def least_engine(need: Need) -> float:
+    """Bytes on each of its GPUs of an engine that has room for one of its longest sequences."""
+    return sum(need.fixed) + need.token_bytes * need.longest + ON_GPU.engine
 
 
 def engine_weights(facts: ModelFacts, bytes_per_value: int, *, tensor_parallel: int, on_cpu: bool = False) -> float:

@@ -10,6 +10,7 @@ from ycore.errors import ConfigError
 from ycore.plan.devices import GIB, Device, Fleet, check_bfloat16, measured_core, num_cores, parse_devices
 from ycore.plan.job import SHARDINGS, Job, Way, job_of, micro_batch_of
 from ycore.plan.model_facts import KNOWN_CONFIGS, model_facts
+from ycore.plan.sharing import sharings
 from ycore.plan.step_forecast import Forecast, forecast, simulated
 from ycore.plan.way_settings import config_of
 
@@ -168,14 +169,13 @@ def widths_of(job: Job, count: int) -> list[tuple[int, int]]:
 
 
 def _placed(job: Job, base: Way, on_cpu: bool) -> list[Way]:
-    """The way with its engines asleep or awake while training, and with a judge under each placement."""
-    sleeps = (False,) if on_cpu else (True, False)
-    found = [replace(base, sleeps=asleep) for asleep in sleeps]
+    """The way with its engines awake or asleep while training, and with a judge under each placement."""
+    shared = [base] if on_cpu else [replace(base, sleeps=asleep, offload=away) for asleep, away in sharings(job, base)]
     if job.judge is None or base.slots < 2:
-        return found
-    found += [replace(base, kind="dynamic", sleeps=asleep) for asleep in sleeps]
+        return shared
+    found = [*shared, *(replace(one, kind="dynamic") for one in shared)]
     splits = sorted({1, base.slots // 4, base.slots // 2, base.slots - 1} - {0})
-    return found + [replace(base, kind="split", judge_slots=a, sleeps=asleep) for a in splits for asleep in sleeps]
+    return found + [replace(one, kind="split", judge_slots=alone) for alone in splits for one in shared]
 
 
 def ranked(

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ycore.plan.devices import Device, Fleet
 from ycore.plan.job import Job, Way
-from ycore.plan.memory import micro_batch_tokens, saved_per_token
+from ycore.plan.memory import micro_batch_tokens, saved_per_token, trainer_memory
 from ycore.plan.model_facts import ModelFacts
 
 _LENGTH_CLASSES = 8
@@ -28,12 +28,14 @@ class Pace:
     swap_s: float  # seconds of an engine's sleep and wake whatever the model
     swap_bandwidth: float  # bytes of weights a second in it (vllm-project/vllm#48337: 1.9 s for 0.6B, 6.8 s for 8B)
     micro_batch_s: float  # seconds of a micro-batch whatever is in it
+    offload_bandwidth: float = 1e12  # bytes a second between a device and pinned host memory
     request_s: float = 0.0  # seconds of a request to an engine: parsing, scheduling, answering
 
 
 ON_GPU = Pace(
     training=0.65, serving=0.5, memory=0.7, passes=6.0, decode_s=0.004, sequence_s=2e-5,
     sync_s=0.3, sync_bandwidth=5e9, swap_s=1.5, swap_bandwidth=3.1e9, micro_batch_s=0.02,
+    offload_bandwidth=1.2e10,
 )  # fmt: skip
 """Not measured: set so that three published step times (tests/plan/test_published.py) come out within twice."""
 
@@ -56,7 +58,7 @@ def step_seconds(job: Job, way: Way, fleet: Fleet, *, at_once: Mapping[str, int]
     device, in_split = fleet.device, way.kind == "split"
     writing = max(1, way.slots - (way.judge_slots if in_split else 0)) * way.engines("rollout")
     generate = generate_s(job, device, slots=writing, tensor_parallel=way.tensor_parallel, at_once=at_once["rollout"])
-    judge, swaps = 0.0, swap_s(job.policy, job, device) if way.sleeps else 0.0
+    judge, swaps = 0.0, (swap_s(job.policy, job, device) if way.sleeps else 0.0) + offload_s(job, way, device)
     if job.judge is not None:
         judging = max(1, way.judge_slots if in_split else way.slots) * way.engines("judge")
         wide = way.judge_tensor_parallel
@@ -193,3 +195,9 @@ def swap_s(facts: ModelFacts, job: Job, device: Device) -> float:
     """A sleep of one engine and a wake of another."""
     pace = pace_of(device)
     return pace.swap_s + facts.num_params * job.bytes_per_value / pace.swap_bandwidth
+
+
+def offload_s(job: Job, way: Way, device: Device) -> float:
+    """What leaves the device for a round, and comes back."""
+    resting = trainer_memory(job, way).resting
+    return 2 * (resting["none"] - resting[way.offload]) / pace_of(device).offload_bandwidth

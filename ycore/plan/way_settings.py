@@ -1,7 +1,6 @@
 """From a way to run a job to the settings of a run that goes so, and to the command line that starts it."""
 
 import json
-import math
 import shlex
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -38,8 +37,7 @@ def config_of(config: RunConfig, job: Job, one: Forecast, fleet: Fleet) -> RunCo
         engine["tensor_parallel"] = way.tensor_parallel
         rewards = [_with_width(spec, way.judge_tensor_parallel) for spec in rewards]
     if not on_cpu:
-        taken = max(part.awake for part in one.engines.values()) / fleet.device.memory_bytes
-        engine |= {"sleep": way.sleeps, "gpu_memory_utilization": math.ceil(100 * taken) / 100}
+        engine |= {"sleep": way.sleeps, "offload": way.offload}
     lora = None if job.lora_rank is None else (config.lora or LoraSettings()).model_copy(update={"r": job.lora_rank})
     changes: dict[str, Any] = {
         "model": job.policy.name,

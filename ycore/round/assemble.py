@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from ycore.config.schema import RunConfig
+from ycore.config.schema import Offload, RunConfig
 from ycore.data.prompts import PromptSet, load_prompts
 from ycore.engine import Engine, Sampling
 from ycore.engine.server import Server, restart_timeout_s
@@ -44,7 +44,8 @@ class EngineList:
 
     `engines` and those of `scorers` are slot by slot, as many on each; `num_slots` None is one engine a slot. `home`:
     the folder of the whole run, on a machine that is not its first. `max_num_seqs`: completions that one engine
-    writes at once. `sleeps`: engines share devices with the trainer, and sleep while others use them.
+    writes at once. `sleeps`: engines share devices with the trainer, and sleep while others use them. `offload`: what
+    the trainer keeps in host memory meanwhile. `on_host`: a preflight's own model finds no room on the device.
     """
 
     kind: str
@@ -56,6 +57,8 @@ class EngineList:
     max_num_seqs: int | None = None
     scorers: Sequence[ScorerEngines] = ()
     sleeps: bool = False
+    offload: Offload = "none"
+    on_host: bool = False
 
 
 @dataclass(frozen=True, slots=True)

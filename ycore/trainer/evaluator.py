@@ -42,14 +42,16 @@ def _evaluate(root: Path) -> None:
 
 
 def load_policy(parts: "Assembly") -> Any:
-    """The run's model as transformers loads it."""
+    """The run's model as transformers loads it, on the device where there is one with room."""
+    import torch
     from transformers import AutoModelForCausalLM
 
     from ycore.trl.build import compute_dtype
 
-    return AutoModelForCausalLM.from_pretrained(
+    model = AutoModelForCausalLM.from_pretrained(
         parts.started.model, dtype=compute_dtype(parts.config), trust_remote_code=parts.config.trust_remote_code
     )
+    return model.to("cuda") if torch.cuda.is_available() and not parts.started.on_host else model
 
 
 def open_engines(parts: "Assembly", model: Any) -> "list[Engine]":

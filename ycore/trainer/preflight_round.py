@@ -188,10 +188,10 @@ def _logprobs(model: Any, prompt_ids: Sequence[int], completion: Completion, *, 
     """The model's log-probability of every token of a completion."""
     import torch
 
-    ids = torch.tensor([[*prompt_ids, *completion.token_ids]])
+    ids = torch.tensor([[*prompt_ids, *completion.token_ids]], device=model.device)
     with torch.no_grad():
         logits = model(input_ids=ids, use_cache=False).logits[0, len(prompt_ids) - 1 : -1].float() / temperature
-    chosen = torch.tensor(completion.token_ids).unsqueeze(-1)
+    chosen = torch.tensor(completion.token_ids, device=model.device).unsqueeze(-1)
     return [float(value) for value in torch.log_softmax(logits, dim=-1).gather(-1, chosen).squeeze(-1)]
 
 

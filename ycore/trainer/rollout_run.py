@@ -65,7 +65,7 @@ class RolloutRun(TrainingRun):
             slots=parts.slots(engines, self._line),
         )
         controller.record = self.trainer.record
-        self.trainer.shares_device = parts.started.sleeps
+        self.trainer.shares_device, self.trainer.offload = parts.started.sleeps, parts.started.offload
         return controller
 
     def _take_rounds(self) -> Checkpoints:

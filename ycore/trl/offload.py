@@ -1,4 +1,6 @@
-"""Take the optimizer's state off the device while engines use it, and put it back before the next step.
+"""Take the optimizer's state and frozen weights off the device while engines use it, and put them back after.
+
+Host memory is pinned, so that copies run at the link's speed, and is kept from round to round.
 
 DeepSpeed moves it itself (`offload_states`) under ZeRO-1 and ZeRO-2, and under ZeRO-3 only with its own FusedAdam. With
 another optimizer under ZeRO-3, and without DeepSpeed, the moments are moved here, tensor by tensor. Under DeepSpeed
@@ -7,7 +9,7 @@ without ZeRO they stay: its own tensors are views into them.
 The calls were checked against the source of DeepSpeed 0.19.8; none was ever run on a device.
 """
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -18,37 +20,98 @@ from ycore.errors import Interrupted
 Restore = Callable[[], object]
 
 
-@contextmanager
-def optimizer_away(optimizer: Any, engine: Any = None) -> Iterator[None]:
-    """Keep the optimizer's state in host memory, and give the device's cache back.
-
-    The state comes back unless the work fails: after an error nothing is saved, and there may be no room.
+class Offload:
+    """What of a trainer is in host memory while engines use its device.
 
     Args:
-        optimizer: the trainer's, wrapped by accelerate or not; None before there is one.
-        engine: DeepSpeed's engine, which then holds the optimizer's state.
+        what: "none" only gives the device's cache back; "weights" are the optimizer's state and frozen weights.
+        models: those of which the frozen weights may leave.
+        of: the type of the devices that are left.
     """
-    restore = _take_away(optimizer, engine)
-    torch.cuda.empty_cache()  # of activations too; does nothing without a device
-    try:
-        yield
-    except Interrupted:
-        restore()  # the checkpoint that follows needs it
-        raise
-    restore()
 
+    def __init__(self, what: str, models: Iterable[torch.nn.Module] = (), *, of: str = "cuda") -> None:
+        self._what, self._of = what, of
+        self._models = list(models)
+        self._hosts: dict[Any, torch.Tensor] = {}
+        self._frozen: dict[torch.nn.Parameter, torch.Tensor] = {}
 
-def _take_away(optimizer: Any, engine: Any) -> Restore:
-    if engine is not None:
-        if deepspeed_can(engine):
-            from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
+    @contextmanager
+    def away(self, optimizer: Any, engine: Any = None) -> Iterator[None]:
+        """Keep it in host memory meanwhile. It comes back unless the work fails: then nothing is saved.
 
-            # Moments and master weights. Gradients stay: a round may come while a step accumulates them.
-            engine.offload_states(include=[State.optim_states, State.hp_params])
-            return lambda: engine.reload_states()
-        optimizer = engine.optimizer if engine.zero_optimization_stage() == 3 else None
-    inner = getattr(optimizer, "optimizer", optimizer)  # of accelerate's wrapper, or of ZeRO's
-    return (lambda: None) if inner is None else move_moments(inner)
+        Args:
+            optimizer: the trainer's, wrapped by accelerate or not; None before there is one.
+            engine: DeepSpeed's engine, which then holds the optimizer's state.
+        """
+        restores = [] if self._what == "none" else [self._take_away(optimizer, engine)]
+        if self._what == "weights":
+            restores.append(self._freeze_away())
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()  # copies run behind the host's back
+            torch.cuda.empty_cache()  # of activations too
+        try:
+            yield
+        except Interrupted:
+            for restore in restores:
+                restore()  # the checkpoint that follows needs it
+            raise
+        for restore in restores:
+            restore()
+
+    def _take_away(self, optimizer: Any, engine: Any) -> Restore:
+        if engine is not None:
+            if deepspeed_can(engine):
+                from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum as State
+
+                # Moments and master weights. Gradients stay: a round may come while a step accumulates them.
+                engine.offload_states(include=[State.optim_states, State.hp_params])
+                return lambda: engine.reload_states()
+            optimizer = engine.optimizer if engine.zero_optimization_stage() == 3 else None
+        inner = getattr(optimizer, "optimizer", optimizer)  # of accelerate's wrapper, or of ZeRO's
+        return (lambda: None) if inner is None else self.move_moments(inner)
+
+    def move_moments(self, optimizer: torch.optim.Optimizer) -> Restore:
+        """Move every tensor of the optimizer's state to the host; call the result to undo it.
+
+        Parameters and their groups stay, and so does what bitsandbytes' optimizers page themselves.
+        """
+        moved: list[tuple[dict[str, Any], str, torch.device]] = []
+        for parameter, state in optimizer.state.items():
+            for key, value in state.items():
+                pages_itself = getattr(value, "is_paged", False)
+                if isinstance(value, torch.Tensor) and value.device.type == self._of and not pages_itself:
+                    moved.append((state, key, value.device))
+                    state[key] = self._on_host((parameter, key), value)
+
+        def restore() -> None:
+            for state, key, device in moved:
+                state[key] = state[key].to(device, non_blocking=True, copy=True)
+
+        return restore
+
+    def _freeze_away(self) -> Restore:
+        """Frozen weights never change, so their copies on the host are made once."""
+        moved: list[tuple[torch.nn.Parameter, torch.device]] = []
+        for parameter in (weight for model in self._models for weight in model.parameters()):
+            if parameter.requires_grad or parameter.device.type != self._of or hasattr(parameter, "ds_id"):
+                continue
+            if parameter not in self._frozen:
+                self._frozen[parameter] = self._on_host((parameter, ""), parameter.data)
+            moved.append((parameter, parameter.device))
+            parameter.data = self._frozen[parameter]
+
+        def restore() -> None:
+            for parameter, device in moved:
+                parameter.data = self._frozen[parameter].to(device, non_blocking=True, copy=True)
+
+        return restore
+
+    def _on_host(self, key: Any, value: torch.Tensor) -> torch.Tensor:
+        host = self._hosts.get(key)
+        if host is None or host.shape != value.shape or host.dtype != value.dtype:
+            host = torch.empty_like(value, device="cpu", pin_memory=torch.cuda.is_available())
+            self._hosts[key] = host
+        return host.copy_(value, non_blocking=True)
 
 
 def deepspeed_can(engine: Any) -> bool:
@@ -60,23 +123,3 @@ def deepspeed_can(engine: Any) -> bool:
     if stage == 3:
         return bool(type(engine.optimizer.optimizer).__name__ == "FusedAdam")
     return stage in (1, 2) and hasattr(engine.optimizer, "offload_states")
-
-
-def move_moments(optimizer: torch.optim.Optimizer, *, of: str = "cuda") -> Restore:
-    """Move every tensor of the optimizer's state on devices of type `of` to the host; call the result to undo it.
-
-    Parameters and their groups stay, and so does what bitsandbytes' optimizers page themselves.
-    """
-    moved: list[tuple[dict[str, Any], str, torch.device]] = []
-    for state in optimizer.state.values():
-        for key, value in state.items():
-            pages_itself = getattr(value, "is_paged", False)
-            if isinstance(value, torch.Tensor) and value.device.type == of and not pages_itself:
-                moved.append((state, key, value.device))
-                state[key] = value.to("cpu", copy=True)
-
-    def restore() -> None:
-        for state, key, device in moved:
-            state[key] = state[key].to(device)
-
-    return restore

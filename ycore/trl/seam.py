@@ -26,7 +26,7 @@ from ycore.trl.base import BaseTrainer
 from ycore.trl.batches import FlatSequence, Place, absolute_gap, deal, flatten, importance_ratio
 from ycore.trl.divergence import stand_in
 from ycore.trl.forward import add_compact_head, score_completions
-from ycore.trl.offload import optimizer_away
+from ycore.trl.offload import Offload
 from ycore.trl.packing import path_of, use_segments
 from ycore.types import Group
 
@@ -98,7 +98,10 @@ class SeamGRPOTrainer(DurableTrainer):
 
     rounds: RoundSource
     shares_device = False
-    """Whether engines use the trainer's device: the optimizer's state then leaves it during a round."""
+    """Whether engines use the trainer's device in turn with it."""
+
+    offload = "none"
+    """What then leaves the device for a round, see `Offload`."""
 
     _buffered_inputs: Any
     _step: int
@@ -114,6 +117,7 @@ class SeamGRPOTrainer(DurableTrainer):
         bare_models = [_bare(self.accelerator.unwrap_model(one)) for one in models]
         self.packed_by = None if self.aux_loss_enabled else path_of(bare_models[0])
         """How the forward packs sequences: "segments", "varlen", or None where TRL pads them."""
+        self._away: Offload | None = None
         self._round: list[FlatSequence] = []
         self._rewards = torch.empty(0)
         self._micro_batch: dict[str, Any] | None = None
@@ -136,8 +140,13 @@ class SeamGRPOTrainer(DurableTrainer):
         return bool(self.args.sync_ref_model or self.is_deepspeed_enabled or self.is_fsdp_enabled)
 
     def room_for_engines(self) -> AbstractContextManager[None]:
-        """Keep the optimizer's state off the device, where engines share it."""
-        return optimizer_away(self.optimizer, self.deepspeed) if self.shares_device else nullcontext()
+        """Keep off the device what is to leave it, where engines share it."""
+        if not self.shares_device:
+            return nullcontext()
+        if self._away is None:
+            reference = None if self.args.sync_ref_model else self.ref_model  # one that moves is not frozen
+            self._away = Offload(self.offload, [one for one in (self.model, reference) if one is not None])
+        return self._away.away(self.optimizer, self.deepspeed)
 
     def record(self, name: str, value: float) -> None:
         """Add a value to the step's metric `name`; TRL logs the mean of a step's values."""

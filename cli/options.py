@@ -102,6 +102,7 @@ Epochs = number("Passes over the rows, where --steps is not given.")
 # Training
 Steps = number("Optimizer steps; e.g. 100.")
 Lora = flag("Train low-rank adapters (the default), or every weight.", "--lora/--full")
+Quantize = text("Keep the frozen base of a LoRA run in 4 bits: 4bit.", metavar="BITS")
 Merge = flag("Also save the model with its adapters merged in.", "--merge")
 Processes = number("Training processes on this machine: auto is one a GPU, and one on a CPU; e.g. 2.")
 Accelerate = text(
@@ -126,9 +127,9 @@ StageSet = texts("Any key of a stage; may be repeated; e.g. sft.steps=50.", "--s
 StageResume = switch("Skip what is finished, go on with what was begun.", "--resume")
 
 _TEXTS = (
-    "model", "dataset", "output", "merge", "system_prompt", "prompt_column", "answer_column", "trust_remote_code",
-    "split", "accelerate", "preset", "advantage", "divergence", "placement", "keep_journal", "replay",
-    "eval_dataset", "eval_split",
+    "model", "dataset", "output", "merge", "quantize", "system_prompt", "prompt_column", "answer_column",
+    "trust_remote_code", "split", "accelerate", "preset", "advantage", "divergence", "placement", "keep_journal",
+    "replay", "eval_dataset", "eval_split",
 )  # fmt: skip
 _NUMBERS = (
     "prompts_per_step", "group_size", "max_tokens", "steps", "seed", "num_samples", "limit", "processes", "restarts",

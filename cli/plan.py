@@ -31,6 +31,7 @@ def plan(
     prompt_tokens: o.PromptTokens = None,
     completion_tokens: o.CompletionTokens = None,
     lora: o.Lora = None,
+    quantize: o.Quantize = None,
     accelerate: o.Accelerate = None,
     dynamic_sampling: o.DynamicSampling = None,
     set_: o.Set = None,
@@ -41,8 +42,7 @@ def plan(
     """Memory and time of a run, before it starts, on any devices.
 
     \b
-    Reads the model's config.json and nothing else. Fields of TRL's GRPOConfig are options too.
-    The formulas are in docs/plan.md.
+    Reads the model's config.json alone, see docs/plan.md. Fields of TRL's GRPOConfig are options too.
 
     \b
     ycore plan --model Qwen/Qwen2.5-7B-Instruct --devices 8x80GB --max-tokens 1024 --prompts-per-step 64

@@ -34,9 +34,9 @@ _HOW = {
     "json": o.Json,
 }  # fmt: skip
 _TRAINING = {
-    "steps": o.Steps, "lora": o.Lora, "merge": o.Merge, "processes": o.Processes, "accelerate": o.Accelerate,
-    "trust_remote_code": o.TrustRemoteCode, "seed": o.Seed, "set_": o.Set, "recipe": o.Recipe, "output": o.Output,
-    **_HOW,
+    "steps": o.Steps, "lora": o.Lora, "quantize": o.Quantize, "merge": o.Merge, "processes": o.Processes,
+    "accelerate": o.Accelerate, "trust_remote_code": o.TrustRemoteCode,
+    "seed": o.Seed, "set_": o.Set, "recipe": o.Recipe, "output": o.Output, **_HOW,
 }  # fmt: skip
 
 

@@ -288,3 +288,18 @@ def test_a_tracker_that_is_not_installed_is_refused(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr("ycore.config.resolve.find_spec", lambda name: None if name == "wandb" else find_spec(name))
     with pytest.raises(ConfigError, match=r"wandb is not installed; pip install 'ycore\[wandb\]'"):
         check_needs(_with_trl(report_to="tensorboard,wandb"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"lora": None}, "--quantize 4bit is for the frozen base of a LoRA run; leave --full out"),
+        ({"accelerate": "zero3"}, "each rank keeps the base whole, and zero3 shards it; take zero2"),
+    ],
+)
+def test_a_base_in_4_bits_is_refused_where_it_cannot_be(changes: dict[str, Any], message: str) -> None:
+    told = {"model": "m", "dataset": "task:addition", "output": "o", "rewards": ["exact_answer"], "quantize": "4bit"}
+    check_needs(resolve(options=told))
+    with pytest.raises(ConfigError) as refused:
+        check_needs(resolve(options=told | changes))
+    assert message in str(refused.value)

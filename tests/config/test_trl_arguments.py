@@ -12,6 +12,7 @@ from ycore.config.batch import derive_batch, derive_tune_batch
 from ycore.config.resolve import resolve
 from ycore.config.schema import RunConfig
 from ycore.config.trl_arguments import trl_arguments
+from ycore.errors import ConfigError
 from ycore.run.paths import RunFolder
 
 
@@ -75,3 +76,17 @@ def test_trls_class_takes_what_ycore_says(algorithm: Algorithm, tmp_path: Path) 
     full, lora = LEARNING_RATES[algorithm.name]
     assert built.learning_rate == lora
     assert arguments(lora=None)["learning_rate"] == full
+
+
+def test_a_collective_may_wait_for_a_slow_save(tmp_path: Path) -> None:
+    """The limit of a round's exchanges is minutes, and a checkpoint of hundreds of GB takes longer."""
+    assert _arguments(_config(), tmp_path)["ddp_timeout"] == 3600
+    assert _arguments(_config(step_timeout_s=7200.0, collective_timeout_s=60.0), tmp_path)["ddp_timeout"] == 7200
+    assert _arguments(_config(trl={"ddp_timeout": 900}), tmp_path)["ddp_timeout"] == 900
+
+
+def test_ligers_kernels_are_for_gpus_and_said_so(tmp_path: Path) -> None:
+    config = _config(trl={"use_liger_kernel": True})
+    assert _arguments(config, tmp_path, on_cpu=False)["use_liger_kernel"] is True
+    with pytest.raises(ConfigError, match=r"use_liger_kernel needs a GPU: .* leave it out"):
+        _arguments(config, tmp_path)

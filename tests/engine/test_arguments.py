@@ -53,7 +53,7 @@ def test_what_vllm_does_not_know_is_refused_with_the_nearest() -> None:
     if not vllm_arguments():
         pytest.skip("vLLM is not installed")
     check_arguments(["max_num_seqs", "block_size", "speculative_config", "compilation_config"])
-    with pytest.raises(ConfigError, match=r"no argument max_num_seq \(engine\.args\); did you mean max_num_seqs"):
+    with pytest.raises(ConfigError, match=r"no argument max_num_seq \(engine\.args\); did you mean 'max_num_seqs'"):
         check_arguments(["max_num_seq"])
 
 

@@ -3,10 +3,11 @@
 import itertools
 from dataclasses import replace
 
+from ycore.config.schema import RunConfig
 from ycore.plan.devices import DEVICES, GIB, Device, Fleet
 from ycore.plan.job import Job, Way
 from ycore.plan.model_facts import model_facts
-from ycore.plan.search import nearest, ranked, ways, why_not
+from ycore.plan.search import Plan, make_plan, nearest, ranked, ways, why_not
 from ycore.plan.step_forecast import forecast
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
@@ -69,3 +70,28 @@ def test_on_cores_every_process_counts_at_once() -> None:
     assert {one.way.ranks for one in fitting} == {1, 2}
     assert all(set(one.phases) == {"all at once"} for one in fitting)
     assert all(set(one.phases["all at once"]) == {"trainer", "rollout"} for one in fitting)
+
+
+def planned_on_24gb(**keys: object) -> Plan:
+    told = {"model": "Qwen/Qwen2.5-7B-Instruct", "dataset": "task:addition", "output": "o"}
+    config = RunConfig.model_validate({**told, "rewards": [{"reward": "exact_answer"}], **keys})
+    return make_plan(config, devices="1x24GB")
+
+
+def test_a_7b_model_learns_with_adapters_on_one_device_of_24_gb() -> None:
+    """Its weights alone are 14.2 GiB, in the trainer and again in the engine."""
+    in_4_bits, whole = planned_on_24gb(quantize="4bit"), planned_on_24gb()
+    for made in (in_4_bits, whole):
+        best = made.fitting[0]
+        assert set(best.phases) == {"train", "sync", "generate"}
+        assert all(sum(roles.values()) <= best.capacity for roles in best.phases.values())
+        assert best.way.sleeps and best.engines["rollout"].at_once >= 16
+    assert in_4_bits.fitting[0].way.micro_batch > whole.fitting[0].way.micro_batch
+    assert whole.fitting[0].way.offload == "weights"
+    assert whole.first is not None and whole.first.trl["per_device_train_batch_size"] < 64
+    assert in_4_bits.first is not None and in_4_bits.first.quantize == "4bit"
+
+
+def test_4_bits_are_among_the_nearest_changes() -> None:
+    told = planned_on_24gb(trl={"per_device_train_batch_size": 32})
+    assert not told.fitting and "--quantize 4bit" in [change.change for change in told.nearest]

@@ -22,6 +22,7 @@ from ycore.errors import ConfigError
 from ycore.judge import sources
 from ycore.judge.sources import with_declarations
 from ycore.launch import layout
+from ycore.launch.device_memory import RunMemory
 from ycore.launch.engines import slots_of
 from ycore.launch.layout import site_of
 from ycore.launch.machine_checks import check_described, check_run, described
@@ -100,7 +101,7 @@ def check_as_launched(line: str, way: Way, made: Plan, monkeypatch: pytest.Monke
     site = site_of(config)
     check_run(config, site, vllm=True)
     scorers = scoring_models(config)
-    widths = run_widths(config, machine, scorers, facts_here)
+    widths = run_widths(config, machine, scorers, facts_here, RunMemory(config, site, scorers, facts_here))
     if not fleet.device.on_cpu and len(scorers) <= 1:
         assert widths.policy == way.tensor_parallel, line
         assert list(widths.scorers.values()) == [way.judge_tensor_parallel] * len(scorers), line

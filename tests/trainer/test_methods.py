@@ -1,6 +1,7 @@
 """Every preset, estimator, divergence and group reward trains: two steps of the tiny model, written by transformers."""
 
 import json
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -128,3 +129,10 @@ def test_a_code_reward_trains(model: Path, tmp_path: Path) -> None:
         failed = sum(row[f"ycore/code/{name}"] for name in ("compile_errors", "run_errors", "timeouts", "memory"))
         assert row["ycore/code/passed"] + failed == row["ycore/code/programs"]
     assert sum(row["ycore/code/passed"] for row in metrics) > 0
+
+
+def test_adapters_learn_on_a_base_in_4_bits(tmp_path: Path, model: Path) -> None:
+    pytest.importorskip("bitsandbytes")
+    (tmp_path / "spread.py").write_text(SPREAD)
+    rows = trained(tmp_path, model, [{"reward": f"{tmp_path / 'spread.py'}:spread"}], quantize="4bit")
+    assert len(rows) == 2 and all(math.isfinite(row["loss"]) and row["grad_norm"] > 0 for row in rows)

@@ -196,6 +196,8 @@ def _short(name: str) -> str:
 
 def check_needs(config: AnyConfig) -> None:
     """ConfigError for trackers that are not installed and configuration files that do not exist."""
+    if config.quantize is not None:
+        _check_quantize(config)
     trackers = {"wandb": "'ycore[wandb]'", "trackio": "'ycore[trackio]'", "tensorboard": "tensorboard"}
     given = config.trl.get("report_to")
     for name in given if isinstance(given, list) else [given]:
@@ -205,5 +207,19 @@ def check_needs(config: AnyConfig) -> None:
         file = config.trl.get(name)
         if isinstance(file, str) and not os.path.isfile(os.path.expanduser(file)):
             raise ConfigError(f"{name} is a JSON file or JSON text; there is no file {file!r}")
+    if config.trl.get("use_liger_kernel") and find_spec("liger_kernel") is None:
+        raise ConfigError("--use-liger-kernel: Liger is not installed; pip install liger-kernel")
     if config.trl.get("deepspeed") is not None and find_spec("deepspeed") is None:
         raise ConfigError("--deepspeed: DeepSpeed is not installed; pip install 'ycore[deepspeed]'")
+
+
+def _check_quantize(config: AnyConfig) -> None:
+    if config.lora is None:
+        raise ConfigError("--quantize 4bit is for the frozen base of a LoRA run; leave --full out")
+    if find_algorithm(config.algorithm).trains_reward_model:
+        raise ConfigError("a reward model is saved whole, which a base in 4 bits cannot be; leave --quantize out")
+    if config.accelerate in ("zero3", "fsdp2"):
+        rule = f"each rank keeps the base whole, and {config.accelerate} shards it"
+        raise ConfigError(f"--quantize 4bit: {rule}; take zero2")
+    if find_spec("bitsandbytes") is None:
+        raise ConfigError("--quantize 4bit: bitsandbytes is not installed; pip install 'ycore[qlora]'")

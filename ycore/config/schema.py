@@ -174,7 +174,7 @@ class RunConfig(BaseConfig):
     restarts: Annotated[int, Field(ge=0, strict=True)] = 0
     # Longest step, from its beginning to its row of metrics; then all stacks are written and the run fails.
     step_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
-    # How long ranks wait for each other in one collective; torch's own default is half an hour on a CPU.
+    # How long ranks wait for each other in one exchange of a round. Training's own collectives have the step's limit.
     collective_timeout_s: Annotated[float, Field(gt=0)] = 300.0
     # How rollouts and scorers share the slots: `colocated`, `dynamic`, or `split:3:1` with slots for each role.
     placement: str = "dynamic"

@@ -16,8 +16,16 @@ def trl_arguments(config: AnyConfig, batch: BatchPlan | TuneBatch, folder: RunFo
 
     Args:
         batch: what `derive_batch` or `derive_tune_batch` made of this config.
+
+    Raises:
+        ConfigError: Liger's kernels on a CPU.
     """
+    if batch.on_cpu and config.trl.get("use_liger_kernel"):
+        raise ConfigError("use_liger_kernel needs a GPU: Liger's kernels are written in Triton; leave it out")
     return {**_defaults(config, batch), **config.trl, **_owned(config, batch, folder)}
+
+
+_SAVE_S = 3600.0
 
 
 def _defaults(config: AnyConfig, batch: BatchPlan | TuneBatch) -> dict[str, Any]:
@@ -31,8 +39,10 @@ def _defaults(config: AnyConfig, batch: BatchPlan | TuneBatch) -> dict[str, Any]
     }
     if batch.on_cpu:
         defaults |= {"use_cpu": True, "gradient_checkpointing": False}
-    if isinstance(config, RunConfig):
-        defaults["ddp_timeout"] = math.ceil(config.collective_timeout_s)
+    # A rank waits in a collective while another saves a checkpoint of perhaps hundreds of GB: the step's limit is what
+    # ends a hang there, and the limit of a round's own exchanges (`collective_timeout_s`) would end a slow save.
+    limits = (config.step_timeout_s, config.collective_timeout_s) if isinstance(config, RunConfig) else (_SAVE_S,)
+    defaults["ddp_timeout"] = math.ceil(max(limits))
     if isinstance(batch, TuneBatch):
         defaults["max_length"] = batch.max_length
         defaults["per_device_eval_batch_size"] = batch.per_device_train_batch_size  # transformers' 8 may not fit

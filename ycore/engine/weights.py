@@ -9,6 +9,7 @@ Threads write several files at once, over those of the last sync: memory that a 
 as fast as new memory. Until a file is whole it has no header, so that nothing can load it.
 """
 
+import copy
 import json
 import os
 from collections import deque
@@ -20,10 +21,11 @@ from pathlib import Path
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from torch.distributed.tensor import DTensor
 
 from ycore.engine.weight_proof import TensorSums, remove_manifest, tensor_sums, write_manifest
+from ycore.errors import SyncError
 
 NUM_FILES = 4  # written at the same time
 QUEUED_BYTES = 2**29  # of weights that wait to be written, unless one weight has more
@@ -127,7 +129,10 @@ def save_merged(model: PeftModel, folder: Path, *, dtype: torch.dtype, writes: b
             files |= dict.fromkeys(opened.keys(), file.name)
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}, indent=2))
     base = model.get_base_model()
-    base.config.save_pretrained(folder)
+    config = copy.deepcopy(base.config)
+    if hasattr(config, "quantization_config"):  # what was merged are the weights before they were quantised
+        del config.quantization_config
+    config.save_pretrained(folder)
     if base.generation_config is not None:
         base.generation_config.save_pretrained(folder)
 
@@ -153,12 +158,29 @@ def engine_weights(
         with _gathered([parameter, *adapters]):
             if not writes and not isinstance(parameter, DTensor):
                 continue
-            weight = _unsharded(parameter.detach())
+            if getattr(parameter, "quant_state", None) is not None:  # of bitsandbytes
+                weight = _original(base, f"{owner}.{leaf}" if leaf else name)
+            else:
+                weight = _unsharded(parameter.detach())
             if layer is not None:
                 weight = _merged(layer, weight, dtype)
             if writes:  # a copy of what is gathered, which is freed at the end of this block
                 weight = weight.to(dtype, copy=layer is None and "ds_id" in vars(parameter)).contiguous()
                 yield (f"{owner}.{leaf}" if leaf else name), weight
+
+
+def _original(base: torch.nn.Module, name: str) -> torch.Tensor:
+    """A weight as it was before it was quantised, from the folder that the model was loaded from."""
+    folder = Path(base.config.name_or_path)
+    index = folder / "model.safetensors.index.json"
+    files = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
+    file = folder / files.get(name, "model.safetensors")
+    try:
+        with safe_open(file, framework="pt") as opened:
+            weight: torch.Tensor = opened.get_tensor(name)
+    except (OSError, SafetensorError) as problem:
+        raise SyncError(f"{name}, which is quantised here, cannot be read from {file}: {problem}") from None
+    return weight
 
 
 def _gathered(parameters: list[torch.nn.Parameter]) -> AbstractContextManager[None]:

@@ -100,10 +100,6 @@ def make_plan(
         prompt_tokens=prompt_tokens, completion_tokens=completion_tokens,
     )  # fmt: skip
     micro_batch = micro_batch_of(config, ranks=most_ranks(job, fleet), on_cpu=fleet.device.on_cpu)
-    shardings = [config.accelerate] if config.accelerate in SHARDINGS else None
-    candidates = ways(job, fleet, micro_batch=micro_batch, shardings=shardings)
-    if (checkpointing := config.trl.get("gradient_checkpointing")) is not None:
-        candidates = [way for way in candidates if way.checkpointing == bool(checkpointing)]
     refused: list[tuple[Forecast, str]] = []
 
     def can_run(job: Job, fleet: Fleet, one: Forecast) -> bool:
@@ -114,7 +110,12 @@ def make_plan(
             return False
         return True
 
-    fitting, others = ranked(job, fleet, candidates, can_run=can_run)
+    fitting, others = ranked(job, fleet, _candidates(config, job, fleet, micro_batch), can_run=can_run)
+    if "per_device_train_batch_size" not in config.trl and not fleet.device.on_cpu:
+        for size in (micro_batch >> power for power in range(1, micro_batch.bit_length())):  # slower, and smaller
+            if fitting:
+                break
+            fitting, _ = ranked(job, fleet, _candidates(config, job, fleet, size), can_run=can_run)
     left_out = tuple(sorted(refused, key=lambda pair: pair[0].step_s))
     near: list[Change] = []
     if not fitting:
@@ -125,6 +126,18 @@ def make_plan(
         near = near or _smaller_model(job, fleet, micro_batch, can_run)
     first = config_of(config, job, fitting[0], fleet) if fitting else None
     return Plan(job, fleet, tuple(fitting), tuple(others), tuple(near), left_out, first)
+
+
+def _candidates(config: RunConfig, job: Job, fleet: Fleet, micro_batch: int) -> list[Way]:
+    """The ways that the config allows."""
+    shardings = [name for name in SHARDINGS if config.accelerate in (None, name) or config.accelerate not in SHARDINGS]
+    if job.quantized:
+        shardings = [name for name in shardings if name not in ("zero3", "fsdp2")]
+    found, told = (
+        ways(job, fleet, micro_batch=micro_batch, shardings=shardings),
+        config.trl.get("gradient_checkpointing"),
+    )
+    return found if told is None else [way for way in found if way.checkpointing == bool(told)]
 
 
 def most_ranks(job: Job, fleet: Fleet) -> int:
@@ -241,6 +254,8 @@ def _changes(job: Job, fleet: Fleet, micro_batch: int) -> list[tuple[str, _Setti
     found = [(f"--per-device-train-batch-size {size}", (job, fleet, size)) for size in sizes]
     if job.lora_rank is None:
         found.append(("--lora", (replace(job, lora_rank=16), fleet, micro_batch)))
+    elif not (job.quantized or fleet.device.on_cpu):
+        found.append(("--quantize 4bit", (replace(job, quantized=True), fleet, micro_batch)))
     if job.judge is None and job.max_tokens > 256:
         half = job.max_tokens // 2
         shorter = replace(job, max_tokens=half, completion_tokens=min(half, job.completion_tokens))

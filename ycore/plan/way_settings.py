@@ -16,8 +16,8 @@ from ycore.plan.job import Job, Way
 from ycore.plan.step_forecast import Forecast
 
 _OPTIONS = (
-    "model", "dataset", "system_prompt", "preset", "prompts_per_step", "group_size", "max_tokens", "steps", "seed",
-    "processes", "accelerate", "placement",
+    "model", "dataset", "system_prompt", "preset", "quantize", "prompts_per_step", "group_size", "max_tokens", "steps",
+    "seed", "processes", "accelerate", "placement",
 )  # fmt: skip
 """Keys of a config whose option has their name, in the order of a command."""
 
@@ -43,6 +43,7 @@ def config_of(config: RunConfig, job: Job, one: Forecast, fleet: Fleet) -> RunCo
         "model": job.policy.name,
         "max_tokens": job.max_tokens,
         "lora": lora,
+        "quantize": "4bit" if job.quantized else None,
         "processes": way.ranks,
         "accelerate": None if way.ranks == 1 or way.sharding == "ddp" else way.sharding,
         "engine": config.engine.model_copy(update=engine),

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from peft import LoraConfig
-from transformers import PreTrainedTokenizerBase, TrainerCallback
+from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase, TrainerCallback
 
 from ycore.config.algorithms import find_algorithm
 from ycore.config.batch import derive_batch, derive_tune_batch
@@ -60,6 +60,8 @@ def build_trainer(
     # Frozen weights are stored in the dtype they are computed with; weights in training are stored in float32.
     stored = torch.float32 if config.lora is None else compute_dtype(config)
     arguments["model_init_kwargs"] = {"dtype": stored, **(arguments.get("model_init_kwargs") or {})}
+    if config.quantize is not None:
+        data["quantization_config"] = _quantization(compute_dtype(config))
     trainer = trainer_class(
         model=str(model),
         args=trainer_class.config_class(**arguments),
@@ -68,7 +70,7 @@ def build_trainer(
         callbacks=list(callbacks),
         **data,
     )
-    if examples is not None:
+    if examples is not None or config.quantize is not None:  # TRL makes adapters of a quantised base bfloat16
         _store_trained_in_float32(trainer.model)
     return trainer
 
@@ -127,8 +129,18 @@ def _lora(settings: LoraSettings, task_type: str) -> LoraConfig:
     )
 
 
+def _quantization(dtype: torch.dtype) -> BitsAndBytesConfig:
+    """NF4 with doubly quantised scales (QLoRA, arXiv 2305.14314, section 3)."""
+    return BitsAndBytesConfig(
+        load_in_4bit=True,
+        bnb_4bit_quant_type="nf4",
+        bnb_4bit_use_double_quant=True,
+        bnb_4bit_compute_dtype=dtype,
+    )
+
+
 def _store_trained_in_float32(model: torch.nn.Module) -> None:
-    """peft keeps a classifier's head in the base's dtype, and bfloat16 loses small steps."""
+    """bfloat16 loses small steps, and peft keeps a classifier's head in the base's dtype."""
     for parameter in model.parameters():
         if parameter.requires_grad and parameter.dtype != torch.float32 and parameter.numel():
             parameter.data = parameter.data.float()

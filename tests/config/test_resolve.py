@@ -130,7 +130,7 @@ def test_the_output_has_a_default(recipe: dict[str, str], run_name: str | None, 
         ),
         (
             {"engine": {"gpu_memory_utilization": float("nan")}},
-            "engine.gpu_memory_utilization must be a finite number; it is nan",
+            "engine.gpu_memory_utilization must be 'auto' or a finite number; it is nan",
         ),
         ({"steps": True}, "steps must be a whole number; it is True"),
         ({"steps": 2.5}, "steps must be a whole number; it is 2.5"),

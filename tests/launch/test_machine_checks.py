@@ -80,9 +80,9 @@ def test_what_works_passes(machine: Machine, settings: dict[str, Any]) -> None:
         (
             H100,
             {"judge": BIG, "judge_width": 1},
-            f"judge {BIG}: an engine needs 139.6 GiB (weights 135.4, a sequence of 4096 tokens 1.25), and 69.5 of a "
-            "device's 74.5 GiB are left beside the trainer's 1.2; take a model of 35 billion parameters or fewer, or a "
-            "judge with a base_url",
+            f"judge {BIG}: an engine needs 139.6 GiB (weights 135.4, a sequence of 4096 tokens 1.25), and 68.3 of a "
+            "device's 74.5 GiB are left beside the 2.4 that the trainer and sleeping engines hold; take a model of 34 "
+            "billion parameters or fewer, or a judge with a base_url",
         ),
         (
             TWO_24,
@@ -125,7 +125,7 @@ def test_what_works_passes(machine: Machine, settings: dict[str, Any]) -> None:
         (
             SLICES,
             {"judge": EIGHT},
-            "are left beside the trainer's 1.2; take a model of 2.6 billion parameters or fewer",
+            "that the trainer and sleeping engines hold; take a model of 2 billion parameters or fewer",
         ),
         (
             H100,

@@ -94,7 +94,7 @@ class Way:
 
 
 PROMPT_TOKENS = 256  # the length of a prompt where none is given
-_LONGEST = 4096
+LONGEST = 4096
 _VERDICT_TOKENS = 128
 _DYNAMIC_DRAWS = 1.5  # groups drawn for each one kept, before anything is measured (DAPO, arXiv 2503.14476, 3.2)
 
@@ -109,7 +109,7 @@ def job_of(
     completion_tokens: int | None = None,
 ) -> Job:
     """The job of a run; by default a mean prompt has 256 tokens, a verdict at most 128, and completions the most."""
-    context = policy.context_length or _LONGEST
+    context = policy.context_length or LONGEST
     return Job(
         policy=policy,
         prompts_per_step=config.prompts_per_step,
@@ -117,7 +117,7 @@ def job_of(
         prompt_tokens=prompt_tokens or PROMPT_TOKENS,
         completion_tokens=min(completion_tokens or config.max_tokens, config.max_tokens),
         max_tokens=config.max_tokens,
-        max_model_len=config.engine.max_model_len or min(context, _LONGEST),
+        max_model_len=config.engine.max_model_len or min(context, LONGEST),
         lora_rank=None if config.lora is None else config.lora.r,
         quantized=config.quantize is not None,
         bytes_per_value=4 if config.dtype == "float32" else 2,

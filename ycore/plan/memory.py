@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ycore.config.schema import Offload
 from ycore.plan.devices import GIB, Fleet
-from ycore.plan.job import Job, Way
+from ycore.plan.job import LONGEST, Job, Way
 from ycore.plan.model_facts import ModelFacts
 
 Parts = Mapping[str, float]  # bytes by what they are for
@@ -287,7 +287,8 @@ def _needs(job: Job, way: Way) -> Mapping[str, Need]:
     if job.judge is not None:
         tokens = job.judge_prompt_tokens + job.max_tokens + job.judge_tokens
         judging = way.judge_slots if way.kind == "split" else way.slots
-        needs["judge"] = need("judge", job.judge, judging, tokens, tokens)
+        longest = min(job.judge.context_length or LONGEST, LONGEST)
+        needs["judge"] = need("judge", job.judge, judging, tokens, longest)
     return needs
 
 

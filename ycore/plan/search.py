@@ -112,10 +112,11 @@ def make_plan(
 
     fitting, others = ranked(job, fleet, _candidates(config, job, fleet, micro_batch), can_run=can_run)
     if "per_device_train_batch_size" not in config.trl and not fleet.device.on_cpu:
-        for size in (micro_batch >> power for power in range(1, micro_batch.bit_length())):  # slower, and smaller
-            if fitting:
+        for size in _divisors(config.prompts_per_step * config.group_size // most_ranks(job, fleet), micro_batch):
+            if fitting:  # a larger one is faster
                 break
-            fitting, _ = ranked(job, fleet, _candidates(config, job, fleet, size), can_run=can_run)
+            smaller = [way for way in _candidates(config, job, fleet, size) if way.ranks == most_ranks(job, fleet)]
+            fitting, _ = ranked(job, fleet, smaller, can_run=can_run)
     left_out = tuple(sorted(refused, key=lambda pair: pair[0].step_s))
     near: list[Change] = []
     if not fitting:
@@ -138,6 +139,11 @@ def _candidates(config: RunConfig, job: Job, fleet: Fleet, micro_batch: int) -> 
         config.trl.get("gradient_checkpointing"),
     )
     return found if told is None else [way for way in found if way.checkpointing == bool(told)]
+
+
+def _divisors(of: int, below: int) -> list[int]:
+    """The micro-batches below `below` that fill `of` completions, largest first."""
+    return [size for size in range(below - 1, 0, -1) if of % size == 0]
 
 
 def most_ranks(job: Job, fleet: Fleet) -> int:
@@ -250,7 +256,7 @@ def nearest(job: Job, fleet: Fleet, *, micro_batch: int, limit: int = 3, can_run
 
 def _changes(job: Job, fleet: Fleet, micro_batch: int) -> list[tuple[str, _Settings]]:
     """Single changes, the least loss first."""
-    sizes = [micro_batch >> power for power in range(1, micro_batch.bit_length())]
+    sizes = _divisors(micro_batch, micro_batch)
     found = [(f"--per-device-train-batch-size {size}", (job, fleet, size)) for size in sizes]
     if job.lora_rank is None:
         found.append(("--lora", (replace(job, lora_rank=16), fleet, micro_batch)))

@@ -15,6 +15,7 @@ from ycore.plan.job import Job, Way
 from ycore.plan.memory import (
     DEVICE_SHARE,
     NO_TRAINER,
+    ON_GPU,
     Engine,
     Need,
     TrainerMemory,
@@ -95,7 +96,8 @@ def share_device(
         )
     for role, need, engine in placed:
         if engine.at_once < 1:
-            beside = trainer.resting[offload] if sleeps else trainer.peak
+            asleep = ON_GPU.asleep * sum(number for other, number in counts.items() if other != role)
+            beside = trainer.resting[offload] + asleep if sleeps else trainer.peak
             gets = None if share is None else _told(share, role, counts, sleeps=sleeps)
             together = 1 if sleeps else len(placed)
             raise ConfigError(_too_little(role, need, capacity, beside, device_bytes, gets, together))
@@ -172,7 +174,7 @@ def _too_little(
             f"--set engine.gpu_memory_utilization={enough:g}, or leave that out"
         )
     left = f"and {max(0.0, capacity - beside) / GIB:.1f} of a device's {device_bytes / GIB:.1f} GiB are left"
-    left += f" beside the trainer's {beside / GIB:.1f}" if beside else ""
+    left += f" beside the {beside / GIB:.1f} that the trainer and sleeping engines hold" if beside else ""
     left += f" for {together} engines that stay awake" if together > 1 else ""
     most = (capacity - beside - (least - weights)) * need.tensor_parallel / need.bytes_per_value / 1e9
     way_out = f"take a model of {most:.2g} billion parameters or fewer" if most > 0.1 else "take larger devices"

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from ycore.engine import weights
 from ycore.engine.weight_proof import tensor_sums
 from ycore.trl import forward, packing
-from ycore.trl.offload import move_moments
+from ycore.trl.offload import Offload
 
 NAME, DEVICE = "pretended", "pretended:0"
 PROMPTS, COMPLETIONS = [tuple(range(9)), tuple(range(9)), (3, 4)], [(1, 2, 3), (4, 5, 6, 7), (8,)]
@@ -97,7 +97,7 @@ def offload(*, comes_back: bool = True) -> None:
     parameter.grad = torch.empty_like(parameter)
     optimizer.step()
     moments = ("exp_avg", "exp_avg_sq")
-    restore = move_moments(optimizer, of=NAME)
+    restore = Offload("optimizer", of=NAME).move_moments(optimizer)
     assert {str(optimizer.state[parameter][name].device) for name in moments} == {"cpu"}
     if comes_back:
         restore()

@@ -150,16 +150,19 @@ def engines_on_gpu(
 
 
 def _filled(needs: Sequence[Need], room: float) -> list[Engine]:
-    """Engines that are awake together in `room` bytes; where that is short, each gets the same share of its cache."""
+    """Engines that are awake together in `room` bytes; each has room for its longest sequence, and
+    where there is too little for all, the same share of what it could use beyond that."""
     fixed = [need.fixed for need in needs]
-    wanted = [need.token_bytes * max(need.tokens * need.sequences, need.longest) for need in needs]
-    left = room - sum(weights + workspace + ON_GPU.engine for weights, workspace in fixed)
-    share = min(1.0, max(0.0, left / sum(wanted)))
+    least = [need.token_bytes * need.longest for need in needs]
+    more = [
+        max(0.0, need.token_bytes * need.tokens * need.sequences - one) for need, one in zip(needs, least, strict=True)
+    ]
+    left = room - sum(weights + workspace + ON_GPU.engine for weights, workspace in fixed) - sum(least)
+    share = min(1.0, max(0.0, left) / max(1.0, sum(more)))
     found = []
-    for need, (weights, workspace), most in zip(needs, fixed, wanted, strict=True):
-        least = need.token_bytes * need.longest
-        cache = max(least, share * most)
-        at_once = int(min(need.sequences, cache // (need.token_bytes * need.tokens))) if share * most >= least else 0
+    for need, (weights, workspace), one, rest in zip(needs, fixed, least, more, strict=True):
+        cache = one + share * rest
+        at_once = int(min(need.sequences, cache // (need.token_bytes * need.tokens))) if left >= 0 else 0
         found.append(Engine(weights, cache, workspace, ON_GPU.engine, at_once))
     return found
 

@@ -82,7 +82,7 @@ def simulated(job: Job, one: Forecast, fleet: Fleet) -> Forecast:
         lambda number: work.group_at,
         Demand(job.prompts_per_step, dynamic=job.draws > 1.0),
         num_rounds=1,
-        warm_up=1,  # the first round only teaches the allocator
+        warm_up=3,  # the first rounds only teach the allocator
     ).seconds
     kept = {name: value for name, value in one.seconds.items() if name != "swaps"}
     step_s = one.seconds["sync"] + round_s + one.seconds["train"]

@@ -28,7 +28,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-_SHM = 500_000  # two copies of the tiny model's weights in bfloat16, and not in float32
+_SHM = 250_000  # room for the tiny model's weights in bfloat16, and not in float32
 GRPO = "grpo --model model --dataset task:addition --output out --dry-run "
 
 
@@ -60,7 +60,7 @@ def test_the_plan_shows_every_judge(
         (
             "--processes 2 --placement split:2:1",
             "placement split:2:1 must divide this run's slots (2) among its roles (rollout, judge); "
-            "e.g. --placement split:1:1",
+            "the nearest that works is --placement split:1:1",
         ),
         (
             "--processes 2 --set engine.count=1 --placement split:1:1",

@@ -75,7 +75,7 @@ def test_what_works_passes(machine: Machine, settings: dict[str, Any]) -> None:
             H100,
             {"judge": EIGHT, "placement": "split:5:4"},
             "placement split:5:4 must divide this run's slots (8) among its roles (rollout, judge); "
-            "e.g. --placement split:7:1",
+            "the nearest that works is --placement split:4:4",
         ),
         (
             H100,

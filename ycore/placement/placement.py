@@ -51,7 +51,11 @@ def check_placement(placement: Placement, *, roles: Sequence[str], num_slots: in
     elif num_slots < num_roles:
         way_out = "take --placement dynamic or colocated, where roles share a slot"
     else:
-        way_out = f"e.g. --placement split:{num_slots - num_roles + 1}" + ":1" * (num_roles - 1)
+        nearest = [min(share, num_slots) for share in shares] if len(shares) == num_roles else [1] * num_roles
+        while (over := sum(nearest) - num_slots) > 0:
+            nearest[nearest.index(max(nearest))] -= 1
+        nearest[0] -= over
+        way_out = f"the nearest that works is --placement split:{':'.join(map(str, nearest))}"
     rule = f"must divide this run's slots ({num_slots}) among its roles ({', '.join(roles)})"
     raise ConfigError(f"placement {placement} {rule}; {way_out}")
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ycore.config.schema import AnyConfig, RunConfig, TuneConfig
-from ycore.errors import ConfigError
+from ycore.errors import ConfigError, RewardError
 from ycore.run.claim import AS_IT_WAS, Resume
 
 if TYPE_CHECKING:
@@ -96,6 +96,7 @@ def _check_rollouts(config: RunConfig, model: "ModelPlan", site: "Site") -> dict
 
             require(choose(config.sandbox.level), f"reward {reward.reward!r}")
             check_tests(reward, columns, prompts.prompts)
+    _check_turns(config, model)
     sharing = check_run(config, site)
     num_rows = len(prompts.prompts)
     return {
@@ -108,6 +109,30 @@ def _check_rollouts(config: RunConfig, model: "ModelPlan", site: "Site") -> dict
     }
 
 
+def _check_turns(config: RunConfig, model: "ModelPlan") -> None:
+    """UserError where the run's tools or environment cannot work, or the model's chat template cannot use them."""
+    from ycore.rewards.builtin import is_environment, is_reference
+
+    if any(is_environment(reward) for reward in config.rewards) and config.env is None:
+        raise RewardError("the reward 'environment' is what an environment pays, and the run has none; say --env")
+    if not config.tools and config.env is None:
+        return
+    from ycore.environments.tool_pool import describe_tools  # these load transformers and TRL: only such runs pay it
+
+    described = describe_tools(config, run_folder=Path(config.output))
+    assert described is not None
+    if any(is_environment(reward) for reward in config.rewards) and not described.pays:
+        raise RewardError(f"environment {config.env!r} has no get_reward, and gives no reward; name one with --reward")
+    if any(is_reference(reward) for reward in config.rewards):
+        raise RewardError("reference_probability reads one turn; take another reward, or leave out tools and --env")
+    if model.folder is not None and (model.folder / "tokenizer_config.json").is_file():
+        from ycore.round.assemble import load_tokenizer
+        from ycore.round.dialogue import Dialogue
+
+        tokenizer = load_tokenizer(model.folder, trust_remote_code=config.trust_remote_code)
+        Dialogue(tokenizer, described, actions=config.turns.actions)
+
+
 def _sandbox_lines(config: RunConfig) -> list[str]:
     """What confines the rewards that ycore did not bring, and what a recipe opens for each; nothing without any."""
     from ycore.judge.sources import is_rule
@@ -115,7 +140,8 @@ def _sandbox_lines(config: RunConfig) -> list[str]:
     from ycore.sandbox.level import choose
 
     own = [reward for reward in config.rewards if is_rule(reward) and ":" in reward.reward]
-    if not own and not any(is_code(reward) for reward in config.rewards):
+    has_tools = bool(config.tools) or config.env is not None
+    if not own and not has_tools and not any(is_code(reward) for reward in config.rewards):
         return []
     lines = [choose(config.sandbox.level).line]
     for reward in own:
@@ -175,6 +201,9 @@ def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> list[tuple[st
     if has_rollouts:
         rows.append(("engine", f"{plan['engine']}, completions of at most {config['max_tokens']} tokens"))
         rows += [("memory", plan["memory"])] if plan["memory"] else []
+        if config["tools"] or config["env"]:
+            acts = [*config["tools"], *([config["env"]] if config["env"] else [])]
+            rows.append(("turns", f"at most {config['max_turns']}, with {', '.join(acts)}"))
     return [*rows, ("output", config["output"] + (", going on from its last checkpoint" if resume else ""))]
 
 

@@ -60,6 +60,12 @@ Dataset = text(
 Reward = texts(
     "Built-in name, file.py:function, judge:FILE.yaml or rm:MODEL; may be repeated; e.g. exact_answer.", metavar="NAME"
 )
+Tools = texts(
+    "What the policy may call: file.py:function, or python; may be repeated; see docs/agents.md.", metavar="NAME"
+)
+Env = text("What it acts in: file.py:Class, as TRL's environment_factory; see docs/agents.md.", metavar="NAME")
+MaxTurns = number("Turns of the policy in a completion with tools or an environment; e.g. 4.")
+Actions = text("How it calls tools: template (of its chat template) or calls (in its text).", metavar="HOW")
 PromptColumn = text("Column that holds the prompt; e.g. question.")
 AnswerColumn = text("Column that rewards get as `answer`; e.g. solution.")
 SystemPrompt = text("System prompt of every chat; e.g. 'Answer with a number.'")
@@ -129,11 +135,11 @@ StageResume = switch("Skip what is finished, go on with what was begun.", "--res
 _TEXTS = (
     "model", "dataset", "output", "merge", "quantize", "system_prompt", "prompt_column", "answer_column",
     "trust_remote_code", "split", "accelerate", "preset", "advantage", "divergence", "placement", "keep_journal",
-    "replay", "eval_dataset", "eval_split",
+    "replay", "eval_dataset", "eval_split", "env",
 )  # fmt: skip
 _NUMBERS = (
     "prompts_per_step", "group_size", "max_tokens", "steps", "seed", "num_samples", "limit", "processes", "restarts",
-    "batch_size", "held_out", "epochs",
+    "batch_size", "held_out", "epochs", "max_turns",
 )  # fmt: skip
 
 # What other trainers call things, for those who come from them.
@@ -211,6 +217,10 @@ def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     keys |= {name: _parse_number(name, params[name]) for name in _NUMBERS if params.get(name) is not None}
     if params.get("reward"):
         keys["rewards"] = list(params["reward"])
+    if params.get("tools"):
+        keys["tools"] = list(params["tools"])
+    if params.get("actions") is not None:
+        keys["turns"] = {"actions": params["actions"]}
     if params.get("wandb_project") is not None:
         keys["trl"] = {"report_to": "wandb", "project": params["wandb_project"]}
     if params.get("engine") is not None:

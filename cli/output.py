@@ -102,4 +102,9 @@ def _eval_command(config: "RunConfig", folder: RunFolder) -> str:
         words += ["--split", "test"]
     for reward in config.rewards:
         words += ["--reward", reward.reward]
+    for tool in config.tools:
+        words += ["--tools", tool]
+    if config.tools or config.env is not None:
+        words += [*(["--env", config.env] if config.env else []), "--max-turns", str(config.max_turns)]
+        words += ["--actions", config.turns.actions]
     return shlex.join([*words, "--max-tokens", str(config.max_tokens)])

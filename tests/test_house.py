@@ -29,8 +29,8 @@ STEP_LINES = 150
 
 # From the ground up: a room may import the rooms before it, and itself.
 ROOMS = [
-    *("errors", "types", "run", "sandbox", "config", "models", "data", "rewards", "judge", "placement", "engine"),
-    *("view", "round", "plan", "trl", "trainer", "launch", "tools", "cli"),
+    *("errors", "types", "run", "sandbox", "config", "models", "data", "rewards", "environments", "judge"),
+    *("placement", "engine", "view", "round", "plan", "trl", "trainer", "launch", "tools", "cli"),
 ]
 HEAVY = {"torch", "transformers", "trl", "vllm", "datasets", "accelerate", "peft", "deepspeed", "matplotlib"}
 MAY_BE_HEAVY = {"round", "trl"}

@@ -27,7 +27,7 @@ from ycore.config.schema import RewardConfig, RunConfig, TuneConfig
 from ycore.config.trl_arguments import aliases, refusal
 from ycore.config.trl_fields import fields_of
 from ycore.data.generated import TASKS
-from ycore.rewards.builtin import BUILTIN, CODE
+from ycore.rewards.builtin import BUILTIN, CODE, ENVIRONMENT
 from ycore.rewards.code import TEST_COLUMNS, CodeSettings
 from ycore.rewards.loading import SUPPLIED, inputs_of, load_reward
 from ycore.round.code_scorer import CodeMeter
@@ -380,7 +380,7 @@ def test_trl_names_that_ycore_owns_are_documented() -> None:
 
 def test_built_in_rewards_are_documented_with_their_arguments() -> None:
     told = {quoted(name)[0]: arguments for name, arguments, _ in table("docs/rewards.md", "## Built-in rewards")}
-    assert told.keys() == BUILTIN.keys() | {CODE}
+    assert told.keys() == BUILTIN.keys() | {CODE, ENVIRONMENT}
     for name, function in BUILTIN.items():
         given = [argument.partition("=")[0] for argument in quoted(told[name])]
         wanted = sorted(function.__kwdefaults__ or {}) or ["max_tokens", "cache_tokens"] * (name == "overlong")

@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from ycore.config.schema import EngineSettings, LoraSettings, RewardConfig, RewardSettings, RunConfig
 from ycore.models.tiny import write_tiny_model
+from ycore.round.journal import Journal
 from ycore.run.files import write_json_atomic
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
@@ -178,3 +179,47 @@ def test_a_users_mistake_is_one_line_and_exit_2(
     errors = [line for line in told.splitlines() if line.startswith("error: ")]
     assert code == 2 and "Traceback" not in told
     assert len(errors) == 1 and "tokens, between 1 and 1 fit" in errors[0]
+
+
+ECHO = """
+class Echo:
+    def reset(self, answer, **row):
+        self.heard = []
+        return " Go on."
+
+    def step(self, text):
+        self.heard.append(text)
+        return f"{len(self.heard)} so far" if len(self.heard) < 3 else None
+
+    def get_reward(self):
+        return float(sum(map(len, self.heard)) % 5)
+"""
+
+
+def test_a_policy_learns_in_an_environment_of_several_turns(
+    tmp_path: Path, ended: list["subprocess.Popen[str]"]
+) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    ends = [2, *range(10, 50)]  # a random policy seldom writes its one end token
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    (tmp_path / "echo.py").write_text(ECHO)
+    env = f"{tmp_path / 'echo.py'}:Echo"
+    settings = {"env": env, "max_turns": 4, "max_tokens": 120, "keep_journal": True, "turns": {"max_tokens": 12}}
+    folder = run_folder(tmp_path, model, **settings, rewards=[RewardConfig(reward="environment")])
+    write_json_atomic(folder.engines, {**json.loads(folder.engines.read_text()), "max_model_len": 256})
+    code, told = finish(folder, ended)
+    assert code == 0, told
+    found = Journal(folder.journal, rank=0).read(0)
+    assert found is not None
+    written = [completion for group in found.groups for completion in group.completions]
+    assert all(group.draw.prompt.content[-1]["content"].endswith(" Go on.") for group in found.groups)
+    assert max(len(completion.turns) for completion in written) == 5  # three of the policy's, and two answers
+    for completion in written:
+        answers = [message["content"] for turn in completion.turns if not turn.by_policy for message in turn.messages]
+        assert answers == [f"{number} so far" for number in range(1, len(answers) + 1)]
+        assert 0 < sum(completion.mask) <= 4 * 12 and completion.earned is not None
+    rows = read_metrics(folder.metrics)
+    assert len(rows) == 2 and all(row["ycore/turns/mean"] > 1.2 for row in rows)
+    assert all(row["ycore/turns/masked_tokens"] > 5 and row["ycore/masked"] == 0 for row in rows)
+    samples = json.loads(folder.samples.read_text())
+    assert "\nuser: 1 so far\n" in "".join(sample["completion"] for sample in samples["after"])

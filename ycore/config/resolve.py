@@ -48,6 +48,8 @@ def resolve(
     merged: dict[str, Any] = {}
     for layer in layers:
         merged = merge(merged, _normalised(layer, algorithm))
+    if merged.get("env") is not None and not merged.get("rewards"):
+        merged["rewards"] = [{"reward": "environment"}]
     _add_preset_rewards(merged)
     for path, value in indexed:
         set_key(merged, path, value)

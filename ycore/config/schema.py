@@ -119,6 +119,20 @@ class SandboxSettings(Strict):
     level: Literal["auto", "namespaces", "landlock", "none"] = "auto"
 
 
+class TurnSettings(Strict):
+    """Completions in several turns: how the policy acts, and what its tools and environment may take."""
+
+    # `template`: it calls tools as its chat template shows them. `calls`: it writes `name(1, word="x")` on a line of
+    # its own, and is answered as by a user. An environment whose only tool is `step(text)` gets whole turns.
+    actions: Literal["template", "calls"] = "template"
+    max_tokens: Positive | None = None  # longest turn of the policy; None is what is left of the completion
+    call_s: Annotated[float, Field(gt=0)] = 10.0  # limit for one call; the policy is told that it took too long
+    completion_s: Annotated[float, Field(gt=0)] = 120.0  # limit for all calls of a completion, which then ends
+    at_once: Positive = 64  # processes of tools and environments, at most: completions that are with one
+    memory_gib: Annotated[float, Field(ge=0.125)] = 1.0  # of each such process
+    sandbox: RewardSandbox = RewardSandbox()  # of your own tools and environment
+
+
 class BaseConfig(Strict):
     """What every run has."""
 
@@ -150,6 +164,11 @@ class RunConfig(BaseConfig):
 
     algorithm: str = "grpo"
     rewards: Annotated[list[RewardConfig], Field(min_length=1)]
+    # What the policy may call: `file.py:function`, `package.module:function`, or `python`.
+    tools: list[str] = []
+    env: str | None = None  # `file.py:Class`, as TRL's `environment_factory`: `reset`, public methods, `get_reward`
+    max_turns: Positive = 8  # turns of the policy in a completion, where it has tools or an environment
+    turns: TurnSettings = TurnSettings()
     # None looks for `prompt`, `messages`, `question`, `problem`, `instruction`, in this order.
     prompt_column: str | None = None
     answer_column: str | None = None  # renamed to `answer` for the rewards; None keeps the columns as they are

@@ -101,6 +101,7 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         "vllm_max_model_length": "say `--set engine.max_model_len=4096`",
         "reward_weights": "a reward carries its own weight; say `--set rewards.0.weight=0.5`",
         "num_train_epochs": "a run's length is its number of steps; say `--steps`",
+        "max_tool_calling_iterations": "say `--max-turns`, the policy's turns: one more than rounds of calls",
         "remove_unused_columns": "rewards read the dataset's columns, so they are always kept",
         "shuffle_dataset": _DATA_ORDER,
         "do_train": "`ycore grpo` trains",

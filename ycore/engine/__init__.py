@@ -31,12 +31,15 @@ class Engine(Protocol):
     async def wait_ready(self, *, timeout_s: float) -> None:
         """Return once the engine answers; EngineError where it does not in time."""
 
-    async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
+    async def complete(
+        self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False, max_tokens: int | None = None
+    ) -> Completion:
         """Sample one completion. One request each, so that each is scored as it ends and can be retried alone.
 
         Args:
             seed: The same seed gives the same completion from the same weights.
             greedy: Take the likeliest token every time, whatever `Sampling` says.
+            max_tokens: At most so many, in place of `Sampling`'s.
         """
 
     async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:

@@ -21,6 +21,7 @@ class _Request(NamedTuple):
     prompt_ids: Sequence[int]
     seed: int
     greedy: bool
+    max_tokens: int
     answer: "asyncio.Future[Completion]"
 
 
@@ -47,9 +48,11 @@ class TransformersEngine:
     async def close(self) -> None:
         """Nothing to close."""
 
-    async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
+    async def complete(
+        self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False, max_tokens: int | None = None
+    ) -> Completion:
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Request(prompt_ids, seed, greedy, answer))
+        self._waiting.append(_Request(prompt_ids, seed, greedy, max_tokens or self._sampling.max_tokens, answer))
         if self._worker is None or self._worker.done():
             self._worker = asyncio.ensure_future(self._work())
         return await answer
@@ -95,7 +98,7 @@ class TransformersEngine:
             torch.manual_seed(batch[0].seed)  # the batch has one generator, seeded by its first request
             outputs = self._model.generate(
                 **inputs,
-                max_new_tokens=sampling.max_tokens,
+                max_new_tokens=max(request.max_tokens for request in batch),
                 do_sample=not greedy,
                 temperature=None if greedy else sampling.temperature,
                 top_p=None if greedy else sampling.top_p,
@@ -106,7 +109,8 @@ class TransformersEngine:
                 pad_token_id=self._tokenizer.pad_token_id,
                 use_cache=True,
             )
-        return [self._completion(row) for row in outputs[:, inputs["input_ids"].size(1) :].tolist()]
+        rows = outputs[:, inputs["input_ids"].size(1) :].tolist()
+        return [self._completion(row[: request.max_tokens]) for row, request in zip(rows, batch, strict=True)]
 
     @contextmanager
     def _inference(self) -> Iterator[None]:

@@ -56,7 +56,9 @@ class VllmEngine(Server):
         self._min_verified = min_verified
         self._weights: tuple[Path, int] | None = None  # folder, version
 
-    async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
+    async def complete(
+        self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False, max_tokens: int | None = None
+    ) -> Completion:
         version = self.version
         request = {
             "model": ROLLOUT,
@@ -64,6 +66,7 @@ class VllmEngine(Server):
             "seed": seed,
             **asdict(self._sampling),
             **({"temperature": 0.0} if greedy else {}),
+            **({} if max_tokens is None else {"max_tokens": max_tokens}),
             "logprobs": 0,
             "return_token_ids": True,
         }

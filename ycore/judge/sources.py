@@ -15,7 +15,7 @@ from ycore.config.recipe_files import SUFFIXES, parse_yaml, read_yaml_file
 from ycore.config.schema import Positive, RewardConfig, RunConfig, Strict, Width
 from ycore.errors import RewardError, nearest
 from ycore.judge.declaration import Judge
-from ycore.rewards.builtin import is_code
+from ycore.rewards.builtin import is_code, is_environment
 
 JUDGE_PREFIX, REWARD_MODEL_PREFIX = "judge:", "rm:"
 _Declared = TypeVar("_Declared", bound=Strict)
@@ -52,7 +52,7 @@ def is_reward_model(spec: RewardConfig) -> bool:
 
 def is_rule(spec: RewardConfig) -> bool:
     """Whether the reward is a plain function, for the worker processes."""
-    return not is_judge(spec) and not is_reward_model(spec) and not is_code(spec)
+    return not any(kind(spec) for kind in (is_judge, is_reward_model, is_code, is_environment))
 
 
 def with_declarations(config: RunConfig) -> RunConfig:

@@ -113,7 +113,8 @@ def _note_sandbox(folder: RunFolder, config: AnyConfig) -> None:
     """Add to run.json what confines the code that ycore did not bring, where the run has any."""
     if not isinstance(config, RunConfig):
         return
-    if any(is_code(one) or (is_rule(one) and ":" in one.reward) for one in config.rewards):
+    own = any(is_code(one) or (is_rule(one) and ":" in one.reward) for one in config.rewards)
+    if own or config.tools or config.env is not None:
         description = read_json(folder.config) | {"sandbox": choose(config.sandbox.level).line}
         write_json_atomic(folder.config, description)
 

@@ -27,6 +27,7 @@ Reward = Callable[..., Rewards]
 
 THINK_THEN_ANSWER = r"<think>(?:(?!</?think>).)*</think>\s*(?=\S)(?:(?!</?think>).)+"
 REFERENCE = "reference_probability"
+ENVIRONMENT = "environment"  # what the run's own environment pays: its `get_reward`
 CODE = "code"  # scored by `ycore.round.code_scorer`, its pure part is `ycore.rewards.code`
 
 # reasoning-gym's scorers of these tasks run Python's `eval`, or sympy's, on the text they are given. The policy
@@ -240,6 +241,10 @@ class Reference(Strict):
 
 def is_reference(spec: RewardConfig) -> bool:
     return spec.reward == REFERENCE
+
+
+def is_environment(spec: RewardConfig) -> bool:
+    return spec.reward == ENVIRONMENT
 
 
 def is_code(spec: RewardConfig) -> bool:

@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError, nearest
-from ycore.rewards.builtin import BUILTIN, CODE, LIBRARIES, REFERENCE, Reward
+from ycore.rewards.builtin import BUILTIN, CODE, ENVIRONMENT, LIBRARIES, REFERENCE, Reward
 
 # What every call offers besides the dataset's columns; TRL's names.
 SUPPLIED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
@@ -130,7 +130,7 @@ def _add_to_path(folder: Path) -> None:
 def _bind_builtin(spec: RewardConfig) -> Reward:
     name = spec.reward
     if name not in BUILTIN:
-        known = (*BUILTIN, REFERENCE, CODE)
+        known = (*BUILTIN, REFERENCE, CODE, ENVIRONMENT)
         near = nearest(name, known) or f"; built-in are {', '.join(known)}"
         raise RewardError(f"no built-in reward {name!r}, and {_FORMS}{near}")
     module, install = LIBRARIES.get(name, ("", ""))

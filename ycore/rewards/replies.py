@@ -35,7 +35,7 @@ def scores_in(line: bytes, *, nonce: str, count: int, bounds: Sequence[tuple[flo
         count: how many completions it had.
         bounds: the lowest and the highest reward that the recipe allows, or nothing.
     """
-    reply = _object(line, nonce)
+    reply = object_in(line, nonce)
     if set(reply) == {"nonce", "failed"} and isinstance(reply["failed"], str):
         raise CallFailed(plain_text(reply["failed"]))
     if set(reply) != {"nonce", "values", "problems"}:
@@ -48,7 +48,7 @@ def scores_in(line: bytes, *, nonce: str, count: int, bounds: Sequence[tuple[flo
 
 def inputs_in(line: bytes, *, nonce: str, count: int) -> list[Inputs]:
     """The parameters of each of `count` rewards, once they are loaded; CallFailed where they could not be."""
-    reply = _object(line, nonce)
+    reply = object_in(line, nonce)
     if set(reply) == {"nonce", "error"} and isinstance(reply["error"], str):
         raise CallFailed(plain_text(reply["error"], most=2 * _MOST_TEXT))
     ready = reply.get("ready")
@@ -62,7 +62,8 @@ def plain_text(text: str, *, most: int = _MOST_TEXT) -> str:
     return "".join(letter if letter.isprintable() else "?" for letter in text[:most])
 
 
-def _object(line: bytes, nonce: str) -> dict[str, Any]:
+def object_in(line: bytes, nonce: str) -> dict[str, Any]:
+    """The JSON object of a line that answers the request of this nonce; CallFailed where it is anything else."""
     try:
         reply = json.loads(line, parse_constant=_not_finite, object_pairs_hook=_each_once)
     except (ValueError, RecursionError) as error:

@@ -17,10 +17,10 @@ import os
 import signal
 import sys
 import traceback
-from collections.abc import Awaitable, Iterable, Iterator, Mapping
+from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import asdict
 from types import SimpleNamespace
-from typing import Any, BinaryIO, NamedTuple, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat
 
 from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError
@@ -28,6 +28,7 @@ from ycore.rewards.answers import without_thinking
 from ycore.rewards.builtin import LIBRARIES, Reward
 from ycore.rewards.loading import Inputs, inputs_of, load_reward, one_line
 from ycore.rewards.replies import BYTES_A_VALUE, MOST_BYTES
+from ycore.sandbox.channel import Channel
 
 
 class Source(NamedTuple):
@@ -36,29 +37,6 @@ class Source(NamedTuple):
     function: Reward
     inputs: Inputs
     strips_thinking: bool = False
-
-
-class Channel:
-    """The two pipes to the parent, moved away from the descriptors that Python, C and child processes use.
-
-    Afterwards descriptor 0 is empty, and 1 and 2 are what the process prints, which is no message.
-    """
-
-    def __init__(self, answers: int) -> None:
-        os.set_inheritable(answers, False)
-        self._requests: BinaryIO = os.fdopen(os.dup(0), "rb")
-        self._replies: BinaryIO = os.fdopen(answers, "wb")
-        nothing = os.open(os.devnull, os.O_RDONLY)
-        os.dup2(nothing, 0)
-        os.close(nothing)
-        sys.stdout = sys.stderr
-
-    def __iter__(self) -> Iterator[Any]:
-        return map(json.loads, self._requests)
-
-    def reply(self, answer: dict[str, Any]) -> None:
-        self._replies.write(json.dumps(answer).encode() + b"\n")
-        self._replies.flush()
 
 
 def main() -> None:

@@ -8,10 +8,10 @@ What the process prints reaches the log through a pipe, up to a limit: it never 
 import asyncio
 import json
 import secrets
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
 from ycore.errors import RewardError
@@ -31,6 +31,7 @@ _SETTINGS = RewardSettings()
 AUTO = SandboxSettings()
 """The strongest level that works here."""
 
+R = TypeVar("R")
 T = TypeVar("T")
 
 
@@ -82,12 +83,20 @@ async def _first_answer(spec: RewardConfig, held: Confinement, deadline_s: float
     raise RewardError(reason)
 
 
-class Worker:
-    """One `ycore.rewards.worker`. It has no process until `ready`, and none after `close`."""
+class Answerer(Generic[R]):
+    """A confined process that answers one request after the other. It has none until `ready`, and none after `close`.
+
+    Subclasses say which module it runs and what they ask it.
+    """
+
+    module: str
+    kind: str
+    """In words."""
 
     def __init__(
         self,
-        specs: Sequence[RewardConfig],
+        first: Mapping[str, Any],
+        read_first: Callable[[bytes, str], R],
         confinement: Confinement,
         *,
         log: Path | None,
@@ -97,57 +106,43 @@ class Worker:
         """Start nothing yet.
 
         Args:
+            first: what each new process is told first, and `read_first` reads what it answers.
             log: takes what the process prints; None drops it.
-            name: tells the workers of a run apart.
+            name: tells the processes of a run apart.
         """
         self.restarts = 0
-        self._specs, self._confinement, self._name = specs, confinement, name
-        self._bounds = [[] if spec.range is None else [spec.range] for spec in specs]
+        self._first, self._read_first, self._confinement, self._name = first, read_first, confinement, name
         self._start_timeout_s = start_timeout_s
         self._log = log
         self._room = confinement.limits.output  # bytes that may still be logged
         self._tail = b""
         self._running: WorkerProcess | None = None
         self._killed: WorkerProcess | None = None
-        self._inputs: list[Inputs] = []
+        self._answered: R | None = None
         self._is_closed = False
 
-    async def ready(self) -> list[Inputs]:
-        """The parameters of each reward, once a process has loaded them; RewardError after failed starts in a row."""
-        if self._running is not None and self._running.is_clean:
-            return self._inputs
+    @property
+    def is_running(self) -> bool:
+        """Whether the process that was asked last is still there, with all that it knew."""
+        return self._running is not None and self._running.is_clean
+
+    async def ready(self) -> R:
+        """What a process answered first, once there is one; RewardError after failed starts in a row."""
+        if self._answered is not None and self.is_running:
+            return self._answered
         self._kill()
         reason = ""
         for attempt in range(_MAX_STARTS):
             try:
                 await asyncio.sleep(0.2 * attempt)
-                was_ready = bool(self._inputs)
-                self._inputs = await self.start()
+                was_ready = self._answered is not None
+                self._answered = await self.start()
                 self.restarts += was_ready
-                return self._inputs
+                return self._answered
             except CallFailed as failure:
                 reason = str(failure)
         raise RewardError(
-            f"a reward worker did not start in {_MAX_STARTS} attempts: {reason}; its output is in {self._log}"
-        )
-
-    async def ask(self, source: int, request: dict[str, Any], *, count: int, deadline_s: float) -> list[Score]:
-        """One call's scores; CallFailed where it raised, or hung or ended the process (which is then gone).
-
-        Args:
-            source: the reward's index among the worker's.
-            count: how many completions the request has.
-        """
-        assert self._running is not None, "ask a reward worker only when it is ready"
-        message = {**request, "source": source, "count": count}
-        bounds = self._bounds[source]
-        most = MOST_BYTES + BYTES_A_VALUE * count
-        return await self._exchange(
-            self._running,
-            message,
-            lambda line, nonce: scores_in(line, nonce=nonce, count=count, bounds=bounds),
-            most=most,
-            timeout_s=deadline_s,
+            f"a {self.kind} did not start in {_MAX_STARTS} attempts: {reason}; its output is in {self._log}"
         )
 
     @property
@@ -162,33 +157,25 @@ class Worker:
         self._kill()
         await self._reap()
 
-    async def start(self) -> list[Inputs]:
-        """Start a process, and give the parameters of its rewards; CallFailed where they cannot be loaded."""
+    async def start(self) -> R:
+        """Start a process, and give what it answers first; CallFailed where it cannot."""
         await self._reap()
         self._require_open()
         held = self._confinement
-        running = self._running = await WorkerProcess.start(held, self._name, self._printed)
+        self._running = await WorkerProcess.start(self.module, held, self._name, self._printed)
         self._require_open()  # it may have been closed while the process was being made
-        self._printed(f"reward worker {running.process.pid}: {running.launch.words}\n".encode())
-        first = {"specs": [spec.model_dump(mode="json") for spec in self._specs]}
-        return await self._exchange(
-            running,
-            first,
-            lambda line, nonce: inputs_in(line, nonce=nonce, count=len(self._specs)),
-            most=START_BYTES,
-            timeout_s=self._start_timeout_s,
-            ends=True,
-        )
+        self._printed(f"{self.kind} {self._running.process.pid}: {self._running.launch.words}\n".encode())
+        timeout_s = self._start_timeout_s
+        return await self.exchange(self._first, self._read_first, most=START_BYTES, timeout_s=timeout_s, ends=True)
 
     def _require_open(self) -> None:
         if self._is_closed:
             self._kill()
-            raise RuntimeError("this reward worker is closed")
+            raise RuntimeError(f"this {self.kind} is closed")
 
-    async def _exchange(
+    async def exchange(
         self,
-        running: WorkerProcess,
-        message: dict[str, Any],
+        message: Mapping[str, Any],
         read: Callable[[bytes, str], T],
         *,
         most: int,
@@ -200,8 +187,9 @@ class Worker:
         Args:
             ends: a failure ends the process too, because it never became ready.
         """
+        running = self._running
+        assert running is not None and running.process.stdin is not None, f"ask a {self.kind} only when it is ready"
         stdin = running.process.stdin
-        assert stdin is not None
         nonce = secrets.token_hex(_NONCE_BYTES)
         answered = False
         try:
@@ -231,9 +219,8 @@ class Worker:
             return
         self._room -= len(data)
         if self._room <= 0:
-            data += (
-                f"\nreward worker: what it prints beyond {self._confinement.limits.output} bytes is dropped\n".encode()
-            )
+            most = self._confinement.limits.output
+            data += f"\n{self.kind}: what it prints beyond {most} bytes is dropped\n".encode()
         with suppress(OSError):
             self._log.parent.mkdir(parents=True, exist_ok=True)
             with self._log.open("ab") as log:
@@ -248,3 +235,30 @@ class Worker:
         if self._killed is not None:
             await self._killed.reap()
             self._killed = None
+
+
+class Worker(Answerer[list[Inputs]]):
+    """One `ycore.rewards.worker`. What it answers first are the parameters of each of its rewards."""
+
+    module, kind = "ycore.rewards.worker", "reward worker"
+
+    def __init__(self, specs: Sequence[RewardConfig], confinement: Confinement, **how: Any) -> None:
+        """`how` is `Answerer`'s."""
+        first = {"specs": [spec.model_dump(mode="json") for spec in specs]}
+        super().__init__(first, lambda line, nonce: inputs_in(line, nonce=nonce, count=len(specs)), confinement, **how)
+        self._bounds = [[] if spec.range is None else [spec.range] for spec in specs]
+
+    async def ask(self, source: int, request: dict[str, Any], *, count: int, deadline_s: float) -> list[Score]:
+        """One call's scores; CallFailed where it raised, or hung or ended the process (which is then gone).
+
+        Args:
+            source: the reward's index among the worker's.
+            count: how many completions the request has.
+        """
+        bounds = self._bounds[source]
+        return await self.exchange(
+            {**request, "source": source, "count": count},
+            lambda line, nonce: scores_in(line, nonce=nonce, count=count, bounds=bounds),
+            most=MOST_BYTES + BYTES_A_VALUE * count,
+            timeout_s=deadline_s,
+        )

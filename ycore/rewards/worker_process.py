@@ -1,4 +1,4 @@
-"""The process of one reward worker as its parent knows it: how it is started, what connects the two, and how it ends.
+"""A confined process that answers requests, as its parent knows it: its start, what connects the two, and its end.
 
 Requests go to its standard input. Answers come on a socket of their own, in lines of bounded length. What it prints
 comes on a pipe. The process may run any code by now, so that nothing that comes from it is believed (`replies`).
@@ -64,13 +64,15 @@ class WorkerProcess:
         self._output, self._watch = output, watch
 
     @classmethod
-    async def start(cls, held: Confinement, name: str, printed: Callable[[bytes], None]) -> "WorkerProcess":
+    async def start(
+        cls, module: str, held: Confinement, name: str, printed: Callable[[bytes], None]
+    ) -> "WorkerProcess":
         answers, to_answers = socket.socketpair()
         output, to_output = os.pipe()
         launch = None
         try:
             launch = launch_of(
-                "ycore.rewards.worker",
+                module,
                 [str(to_answers.fileno())],
                 level=held.level,
                 view=held.view,

@@ -3,6 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -15,10 +16,12 @@ from ycore.engine import Engine, Sampling
 from ycore.engine.server import Server, restart_timeout_s
 from ycore.engine.sleeping import SleepingEngine, SleepTogether
 from ycore.engine.vllm_engine import VllmEngine
+from ycore.environments.tool_pool import Description, ToolPool, describe_tools
 from ycore.placement.allocator import Allocator
 from ycore.placement.learning import SleepLevels
 from ycore.placement.placement import ROLLOUT, SlotPool, in_order, parse_placement
 from ycore.placement.slot_pool import ALLOCATOR, home_of
+from ycore.round.dialogue import Dialogue
 from ycore.round.journal import Journal
 from ycore.round.line import Line, OwnLine, SocketLine
 from ycore.round.loop import ShareWeights
@@ -27,6 +30,7 @@ from ycore.round.sampling import WHOLE, Cost, DrawSource, Rules, Shard
 from ycore.round.scorers import Policy, ScorerEngines, build_scoring, scorer_servers
 from ycore.round.slots import Sleeper, Slots
 from ycore.round.step import Controller
+from ycore.round.turns import Turns
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
@@ -61,7 +65,7 @@ class EngineList:
     on_host: bool = False
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Assembly:
     """The parts of a run's controller. Example: `parts = assemble(root); parts.controller(parts.vllm_engines())`."""
 
@@ -70,6 +74,8 @@ class Assembly:
     started: EngineList
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSet
+    described: Description | None = None
+    """The run's tools and environment; None without any."""
 
     def controller(
         self,
@@ -96,7 +102,31 @@ class Assembly:
             journal=journal,
             max_surplus_age=self.config.sampling.max_age,
             slots=slots,
+            turns=self._turns(),
         )
+
+    def _turns(self) -> Turns | None:
+        """How completions are written with the run's tools; None without any."""
+        config, folder = self.config, self.folder
+        if self.dialogue is None or self.described is None:
+            return None
+        return Turns(
+            self.dialogue,
+            ToolPool(config, log=folder.log("tools"), run_id=folder.run_id, run_folder=folder.root),
+            max_turns=config.max_turns,
+            max_tokens=config.max_tokens,
+            turn_tokens=config.turns.max_tokens,
+            max_prompt_tokens=self.max_prompt_tokens,
+            pays=self.described.pays,
+        )
+
+    @cached_property
+    def dialogue(self) -> Dialogue | None:
+        """How the policy calls tools and is answered; ConfigError where its template cannot."""
+        if self.described is None:
+            return None
+        arguments = self.config.trl.get("chat_template_kwargs")
+        return Dialogue(self.tokenizer, self.described, actions=self.config.turns.actions, template_arguments=arguments)
 
     @property
     def home(self) -> RunFolder:
@@ -109,6 +139,8 @@ class Assembly:
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The prompt's token ids: a chat goes through the chat template, text does not."""
+        if self.dialogue is not None:
+            return self.dialogue.prompt_ids(prompt.content)
         if isinstance(prompt.content, str):
             return tuple(self.tokenizer(prompt.content)["input_ids"])
         template_arguments = self.config.trl.get("chat_template_kwargs") or {}
@@ -157,8 +189,11 @@ class Assembly:
             max_tries=config.sampling.max_tries,
             cost=Cost.of_model(read_json(self.started.model / "config.json")),
             greedy_baseline=config.advantage == "remax" and not evaluates,
-            # One more than fits, so that no engine waits for the controller to notice that a group has ended.
-            max_in_flight=None if at_once is None else math.ceil(at_once * num_engines / group_size) + 1,
+            # One more than fits, so that no engine waits for the controller to notice that a group has ended. With
+            # tools all at once: while they answer, nobody can tell how many fit.
+            max_in_flight=None
+            if at_once is None or self.described is not None
+            else math.ceil(at_once * num_engines / group_size) + 1,
         )
 
     @property
@@ -247,7 +282,8 @@ def assemble(root: Path) -> Assembly:
     started = TypeAdapter(EngineList).validate_python(read_json(folder.engines))
     tokenizer = load_tokenizer(started.model, trust_remote_code=config.trust_remote_code)
     prompts = load_prompts(config, as_chat=tokenizer.chat_template is not None)
-    return Assembly(folder, config, started, tokenizer, prompts)
+    described = describe_tools(config, run_folder=root) if config.replay is None else None
+    return Assembly(folder, config, started, tokenizer, prompts, described)
 
 
 def load_tokenizer(model: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:

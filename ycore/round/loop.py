@@ -15,12 +15,13 @@ from ycore.placement.placement import ROLLOUT
 from ycore.round.journal import Committed, Journal, finished_from_json, finished_to_json, record_again
 from ycore.round.meters import RoundMeter, collect
 from ycore.round.peers import Peers
-from ycore.round.sampling import DrawSource, Rules, Surplus, Yield, completion_seed
+from ycore.round.sampling import DrawSource, Rules, Surplus, Yield
 from ycore.round.scoring import Scoring
 from ycore.round.slots import Slots
 from ycore.round.tasks import ending
+from ycore.round.turns import OneTurn
 from ycore.run.trace import ROUND
-from ycore.types import Completion, Group, Prompt
+from ycore.types import Draw, Group, Prompt
 
 T = TypeVar("T")
 
@@ -52,6 +53,7 @@ class RankLoop:
         journal: Journal | None = None,
         max_surplus_age: int = 1,
         slots: Slots | None = None,
+        turns: OneTurn | None = None,
     ) -> None:
         """
         Args:
@@ -59,11 +61,13 @@ class RankLoop:
             journal: None where a round need not survive a kill (evaluation, preflight).
             max_surplus_age: policy versions that a group left over from a round may lag behind when it is trained on.
             slots: None for one slot an engine, without placement.
+            turns: how a completion is written; None for one turn, without tools.
         """
         self.stop = threading.Event()
         self.record: Callable[[str, float], None] = lambda name, value: None
         self.engines, self.scoring, self.draws, self.rules, self.peers = engines, scoring, draws, rules, peers
         self.slots = slots or Slots(len(engines))
+        self.turns = turns or OneTurn()
         self.surplus = Surplus(max_age=max_surplus_age)
         self.yields = Yield()
         self.meter = RoundMeter(engines, peers, self.surplus)
@@ -104,21 +108,23 @@ class RankLoop:
         """
         self.sync(version)
 
-        async def write() -> list[Completion]:
-            requests = [self.engines[0].complete(ids, completion_seed(0, prompt.row, 0)) for prompt, ids in prompts]
-            async with self.slots.awake(ROLLOUT):
-                return await asyncio.gather(*requests)
+        async def one(prompt: Prompt, token_ids: tuple[int, ...]) -> dict[str, Any]:
+            start = await self.turns.start(Draw(prompt.row, prompt, token_ids))
+            written = await self.turns.play(start, 0, self.engines[0].complete, seed=0)
+            return {"row": prompt.row, "prompt": start.draw.prompt.content, "completion": written.transcript}
 
-        return [
-            {"row": prompt.row, "prompt": prompt.content, "completion": completion.text}
-            for (prompt, _), completion in zip(prompts, self.run(write()), strict=True)
-        ]
+        async def write() -> list[dict[str, Any]]:
+            async with self.slots.awake(ROLLOUT):
+                return await asyncio.gather(*(one(*asked) for asked in prompts))
+
+        return self.run(write())
 
     def close(self) -> None:
 
         async def end() -> None:
             self.slots.close()
-            await asyncio.gather(self.scoring.close(), *(engine.close() for engine in self.engines))
+            ends = (self.scoring.close(), self.turns.close(), *(engine.close() for engine in self.engines))
+            await asyncio.gather(*ends)
 
         self._runner.run(end())
         self._runner.close()
@@ -181,7 +187,7 @@ class RankLoop:
 
     def commit(self, step: int, groups: list[Group]) -> None:
         """Write the round to the journal before the optimizer sees it, and record its metrics."""
-        self.note_all(collect([self.meter, *self.scoring.meters], self.peers.add_up))
+        self.note_all(collect([self.meter, *self.scoring.meters, *self.turns.meters], self.peers.add_up))
         self.note_all(self.meter.own_metrics(rate=self.yields.rate, syncs=self._share_weights is not None))
         metrics, self._metrics = self._metrics, {}
         for name, value in metrics.items():

@@ -261,10 +261,12 @@ class DrawSource:
         return Draw(position=position, prompt=prompt, token_ids=token_ids)
 
 
-def completion_seed(run_seed: int, position: int, index: int) -> int:
+def completion_seed(run_seed: int, position: int, index: int, turn: int = 0) -> int:
     """The engine's seed for one completion, below 2**63: unique, and the same whichever engine or attempt answers.
 
-    `position` is that of the prompt in the run's order, `index` that of the completion in its group.
+    `position` is that of the prompt in the run's order, `index` that of the completion in its group, and `turn` that of
+    the policy's turn in the completion.
     """
-    digest = hashlib.blake2b(f"{run_seed}/{position}/{index}".encode(), digest_size=8).digest()
+    key = f"{run_seed}/{position}/{index}" + (f"/{turn}" if turn else "")
+    digest = hashlib.blake2b(key.encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1

@@ -22,6 +22,7 @@ from ycore.rewards.builtin import (
     Reference,
     before_the_answer,
     is_code,
+    is_environment,
     is_reference,
     reference_of,
     reference_reward,
@@ -110,6 +111,8 @@ def build_scoring(
             )
         elif is_reference(spec) and policy is not None:
             one = ReferenceScorer(reference_of(spec), policy)
+        elif is_environment(spec):
+            one = EnvironmentScorer()
         elif is_code(spec):
             one = code_scorer(config, folder, spec, name=names[source], meter=code)
         else:
@@ -218,6 +221,13 @@ class RewardModelScorer(Scorer):
 
     def _masked(self, why: str) -> Score:
         return Score(None, problem=f"reward model {self.name}: {why}")
+
+
+class EnvironmentScorer(Scorer):
+    """`environment`: what a completion's own environment paid at its end."""
+
+    async def score_one(self, writing: Writing, index: int) -> Score:
+        return (await writing.tasks_G[index]).earned or Score(None)
 
 
 @dataclass(eq=False)

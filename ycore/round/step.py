@@ -8,13 +8,15 @@ it is dealt, a few whole groups change ranks so that training costs every rank a
 
 import asyncio
 from collections.abc import Sequence
+from functools import partial
 
 from ycore.placement.placement import ROLLOUT
 from ycore.round.loop import RankLoop
 from ycore.round.peers import Offer, deal_groups
-from ycore.round.sampling import Quota, can_teach, completion_seed
+from ycore.round.sampling import Quota, can_teach
 from ycore.round.scoring import Writing
 from ycore.round.tasks import ending, next_finished, together
+from ycore.round.turns import Start
 from ycore.run.trace import ROUND, SYNC
 from ycore.types import Completion, Draw, Finished, Group
 
@@ -76,11 +78,12 @@ class Controller(RankLoop):
 
     async def group(self, draw: Draw, *, step: int) -> Finished:
         """Generate and score every completion of one prompt; scorers start as soon as a completion is written."""
-        rules = self.rules
-        sampled = [asyncio.create_task(self.complete(draw, index)) for index in range(rules.group_size)]
+        rules, start = self.rules, await self.turns.start(draw)
+        draw = start.draw
+        sampled = [asyncio.create_task(self.complete(start, index)) for index in range(rules.group_size)]
         greedy = []
         if rules.greedy_baseline:
-            greedy.append(asyncio.create_task(self.complete(draw, rules.group_size, greedy=True)))
+            greedy.append(asyncio.create_task(self.complete(start, rules.group_size, greedy=True)))
         async with ending([*sampled, *greedy]):
             parts = [Writing(draw, tasks, step, self.slots) for tasks in (sampled, greedy) if tasks]
             scores_GR, *baseline = await together([self.scoring.score(part) for part in parts])
@@ -94,14 +97,22 @@ class Controller(RankLoop):
         self.meter.count(group, rules.reward_weights)
         return Finished(group, teaches=can_teach(group, rules.reward_weights))
 
-    async def complete(self, draw: Draw, index: int, *, greedy: bool = False) -> Completion:
-        """One completion by the engine of the slot whose turn it is. Its seed does not depend on that slot."""
-        seed = completion_seed(self.rules.seed, draw.position, index)
-        async with self.slots.turn(ROLLOUT) as slot:
-            completion = await slot.pick(self.engines).complete(draw.token_ids, seed, greedy=greedy)
-            slot.num_tokens = len(completion.token_ids)
+    async def complete(self, start: Start, index: int, *, greedy: bool = False) -> Completion:
+        """One completion. Each of the policy's turns is one request, whose seed does not depend on who answers it."""
+        write = partial(self.write, greedy=greedy)
+        completion = await self.turns.play(start, index, write, seed=self.rules.seed)
         self.meter.note_written()
         return completion
+
+    async def write(
+        self, token_ids: Sequence[int], seed: int, *, greedy: bool, max_tokens: int | None = None
+    ) -> Completion:
+        """What the policy writes after these tokens, by the engine of the slot whose turn it is."""
+        limit = {} if max_tokens is None else {"max_tokens": max_tokens}
+        async with self.slots.turn(ROLLOUT) as slot:
+            written = await slot.pick(self.engines).complete(token_ids, seed, greedy=greedy, **limit)
+            slot.num_tokens = len(written.token_ids)
+        return written
 
     def deal(self, finished: Sequence[Finished], num_groups: int) -> list[Group]:
         """The groups that this rank trains on. What can teach and is not dealt is kept for the next round."""

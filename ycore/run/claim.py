@@ -218,7 +218,7 @@ FREE = {
     "engine.count", "engine.memory_gib", "engine.gpu_memory_utilization", "engine.sleep", "engine.restarts",
     "engine.start_timeout_s", "engine.request_timeout_s", "engine.health_timeout_s", "engine.min_verified",
     "engine.environment", "reward_workers.workers", "reward_workers.deadline_s", "reward_workers.memory_gib",
-    "sandbox.level",
+    "sandbox.level", "turns.at_once", "turns.memory_gib",
 }  # fmt: skip
 """Settings that a resumed run may change: where it lies, what it shows and how fast it is, not what it learns.
 

@@ -154,8 +154,10 @@ def _contents(parts: Assembly) -> dict[str, str]:
         "dataset": f"{len(parts.prompts.prompts)} rows, sha256 {parts.prompts.fingerprint[:16]}",
         "model": model_fingerprint(parts.started.model),
     }
-    for reward in parts.config.rewards:
-        file = Path(reward.reward.rpartition(":")[0]).expanduser()
+    named = [("reward", reward.reward) for reward in parts.config.rewards]
+    named += [("tool", name) for name in (*parts.config.tools, parts.config.env) if name is not None]
+    for kind, name in named:
+        file = Path(name.rpartition(":")[0]).expanduser()
         if file.suffix == ".py" and file.is_file():
-            contents[f"reward {reward.reward}"] = files_fingerprint([file])
+            contents[f"{kind} {name}"] = files_fingerprint([file])
     return contents

@@ -1,0 +1,80 @@
+"""Tools and environments that cannot work end a command with one line, before anything starts."""
+
+from pathlib import Path
+
+import pytest
+from ycore_cli.main import run
+
+from ycore.models.tiny import write_tiny_model
+
+FILE = '''
+def add(x: int, y: int) -> int:
+    """Add two numbers.
+
+    Args:
+        x: One.
+        y: The other.
+    """
+    return x + y
+
+def bare(x):
+    return x
+
+class Game:
+    def reset(self, **row):
+        pass
+
+    def step(self, text: str):
+        return None
+
+class Paying(Game):
+    def get_reward(self):
+        return 1.0
+
+class Endless:
+    pass
+'''
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("place")
+    write_tiny_model(folder / "model")
+    (folder / "acts.py").write_text(FILE)
+    return folder
+
+
+LINE = "grpo --model model --dataset task:addition --max-tokens 32 --output run --dry-run "
+
+
+@pytest.mark.parametrize(
+    ("words", "problem"),
+    [
+        ("--reward exact_answer --tools acts.py:bare --actions calls", "tool 'bare' cannot be shown to a model"),
+        ("--reward exact_answer --tools acts.py:add --tools acts.py:add", "two tools are named 'add'"),
+        ("--reward exact_answer --tools acts.py:add", "shows no tool calls to the model; say --actions calls"),
+        ("--env acts.py:Endless", "has no reset(self, **row)"),
+        ("--env acts.py:Game", "has no get_reward, and gives no reward; name one with --reward"),
+        ("--reward environment", "is what an environment pays, and the run has none; say --env"),
+        ("--env acts.py:Paying --reward reference_probability --answer-column answer", "reads one turn"),
+        ("--reward exact_answer --max-tool-calling-iterations 3", "say `--max-turns`"),
+        ("--reward exact_answer --tools python --actions text", "turns.actions must be 'template' or 'calls'"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_one_line(
+    place: Path, words: str, problem: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    assert run((LINE + words).split()) == 2
+    error = capsys.readouterr().err.strip()
+    assert problem in error and len(error.splitlines()) == 1 and not (place / "run").exists()
+
+
+def test_what_works_is_in_the_plan(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    line = LINE + "--env acts.py:Paying --tools acts.py:add --actions calls --max-turns 3"
+    assert run(line.split()) == 0
+    shown = " ".join(capsys.readouterr().out.split())
+    assert "at most 3, with acts.py:add, acts.py:Paying" in shown and "environment (weight 1)" in shown

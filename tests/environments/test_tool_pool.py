@@ -1,0 +1,225 @@
+"""Tools and environments in real processes: what hangs, dies or raises is told, and the same world comes back."""
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from ycore.config.schema import RunConfig
+from ycore.environments.tool_pool import Answer, Episode, OutOfTime, ToolPool, describe_tools
+from ycore.errors import ConfigError
+from ycore.types import Prompt, Score
+
+FILE = '''
+import os, random, time
+from pathlib import Path
+
+def add(x: int, y: int) -> int:
+    """Add two numbers.
+
+    Args:
+        x: One.
+        y: The other.
+    """
+    return x + y
+
+def hang() -> int:
+    """Never come back."""
+    time.sleep(1000)
+
+def end() -> int:
+    """End the process."""
+    os._exit(3)
+
+def leave() -> int:
+    """Leave."""
+    raise SystemExit("bye")
+
+def secrets() -> str:
+    """Look around."""
+    return str([dict(os.environ), [str(p) for p in Path(__file__).parent.rglob("*")]])
+
+class Walk:
+    def __init__(self):
+        self.many = 0
+
+    def reset(self, start: int, **row):
+        self.at, self.start = start + random.randint(0, 1000), start
+        return f" You are at {self.at}."
+
+    def step_on(self, by: int) -> int:
+        """Go on.
+
+        Args:
+            by: How far.
+        """
+        self.at += by * random.randint(1, 9)
+        if by == 13:
+            time.sleep(1000)
+        if by == 14:
+            os._exit(4)
+        return self.at
+
+    def get_reward(self):
+        if self.at % 2 == 5:
+            return "much"
+        return self.at - self.start
+'''
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("tools")
+    (folder / "tools.py").write_text(FILE)
+    return folder
+
+
+def config_of(place: Path, **keys: Any) -> RunConfig:
+    keys = {"tools": [], "turns": {"call_s": 1.0}, **keys}
+    return RunConfig(model="m", dataset="d", output=str(place / "run"), rewards=[{"reward": "environment"}], **keys)
+
+
+Work = Callable[[ToolPool], Awaitable[Any]]
+
+
+@pytest.fixture
+def run(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Any]]:
+    monkeypatch.chdir(place)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    (place / "run").mkdir(exist_ok=True)
+    (place / "run" / "run.json").write_text("{}")
+
+    def in_pool(work: Work, **keys: Any) -> Any:
+        async def whole() -> Any:
+            pool = ToolPool(
+                config_of(place, **keys), log=place / "run" / "tools.log", run_id="t", run_folder=place / "run"
+            )
+            try:
+                async with asyncio.timeout(60):
+                    return await work(pool)
+            finally:
+                await pool.close()
+
+        return asyncio.run(whole())
+
+    before = {child.pid for child in psutil.Process().children(recursive=True)}
+    yield in_pool
+    assert {child.pid for child in psutil.Process().children(recursive=True)} <= before
+
+
+def episode(pool: ToolPool, *, index: int = 0, **columns: Any) -> Episode:
+    prompt = Prompt(0, [{"role": "user", "content": "go"}], columns)
+    return Episode(pool, prompt, position=4, index=index)
+
+
+def test_whatever_a_tool_does_is_an_answer(run: Callable[..., Any]) -> None:
+    async def work(pool: ToolPool) -> list[Answer]:
+        async with episode(pool) as one:
+            assert await one.begin() is None
+            names = ("add", "hang", "end", "leave", "nothing")
+            answers = [await one.call(name, {"x": 1, "y": 2} if name == "add" else {}) for name in names]
+            answers.append(await one.call("add", {"x": 1}))
+            answers.append(await one.call("add", {"x": 20, "y": 3}))
+        assert pool.restarts == 2 and pool.size == 1
+        return answers
+
+    names = [f"tools.py:{name}" for name in ("add", "hang", "end", "leave")]
+    added, hung, ended, left, missing, wrong, last = run(work, tools=names)
+    assert added == Answer("3") and last == Answer("23")
+    assert hung == Answer("{'error': 'timeout after 1 s'}", failed=True)
+    assert ended.failed and "exit status 3" in ended.text
+    assert left == Answer("{'error': 'bye'}", failed=True)
+    assert missing == Answer("{'error': 'Tool nothing not found.'}", failed=True)
+    assert wrong.failed and "missing 1 required positional argument" in wrong.text
+
+
+def test_the_same_row_and_completion_meet_the_same_world(run: Callable[..., Any]) -> None:
+    async def play(pool: ToolPool, index: int, *moves: int) -> list[Any]:
+        async with episode(pool, index=index, start=50) as one:
+            said = await one.begin()
+            return [said, *[(await one.call("step_on", {"by": by})).text for by in moves], await one.reward()]
+
+    async def work(pool: ToolPool) -> list[list[Any]]:
+        return list(await asyncio.gather(play(pool, 0, 1, 2), play(pool, 0, 1, 2), play(pool, 1, 1, 2)))
+
+    first, again, other = run(work, env="tools.py:Walk")
+    assert first == again and first[0] == other[0] and first[1:] != other[1:]
+    assert first[-1] == Score(float(int(first[2]) - 50))
+
+
+@pytest.mark.parametrize("by", [13, 14])
+def test_an_environment_that_hangs_or_dies_comes_back_as_it_was(run: Callable[..., Any], by: int) -> None:
+    async def play(pool: ToolPool, *moves: int) -> list[Any]:
+        async with episode(pool, start=50) as one:
+            await one.begin()
+            return [*[await one.call("step_on", {"by": move}) for move in moves], await one.reward()]
+
+    async def work(pool: ToolPool) -> list[list[Any]]:
+        return [await play(pool, 1, 2), await play(pool, 1, 2, by)]
+
+    whole, broken = run(work, env="tools.py:Walk")
+    assert broken[:2] == whole[:2] and broken[2].failed and broken[3] == whole[2]
+
+
+def test_a_completion_has_a_limit_for_all_its_calls(run: Callable[..., Any]) -> None:
+    async def work(pool: ToolPool) -> None:
+        async with episode(pool) as one:
+            began = time.monotonic()
+            assert (await one.call("hang", {})).failed
+            with pytest.raises(OutOfTime):
+                for _ in range(20):
+                    await one.call("hang", {})
+            assert time.monotonic() - began < 30
+
+    run(work, tools=["tools.py:hang"], turns={"call_s": 0.5, "completion_s": 1.5})
+
+
+def test_an_environment_that_cannot_begin_masks_its_completion_alone(run: Callable[..., Any]) -> None:
+    async def work(pool: ToolPool) -> tuple[Any, Answer, Score]:
+        async with episode(pool) as one:  # the row has no `start`
+            return await one.begin(), await one.call("step_on", {"by": 1}), await one.reward()
+
+    said, answer, reward = run(work, env="tools.py:Walk")
+    assert said is None and answer.failed and "the environment is gone" in answer.text
+    assert reward.value is None and "missing 1 required positional argument" in str(reward.problem)
+
+
+def test_the_interpreter_keeps_variables_for_one_completion_and_sees_no_file(
+    run: Callable[..., Any], place: Path
+) -> None:
+    async def work(pool: ToolPool) -> list[str]:
+        said = []
+        reads = f"import os; os.listdir({str(place)!r})"
+        async with episode(pool) as one:
+            for code in ("x = 41", "x + 1", reads, "while True: pass", "y = 1; y"):
+                said.append((await one.call("python", {"code": code})).text)
+        async with episode(pool) as one:
+            said.append((await one.call("python", {"code": "x"})).text)
+        assert pool.size == 0
+        return said
+
+    said = run(work, tools=["python"])
+    assert said[:2] == ["", "42"] and "error" in said[2] and "tools.py" not in said[2] and "timeout" in said[3]
+    assert said[4] == "(the interpreter began anew: its variables are gone)\n1" and "not defined" in said[-1]
+
+
+def test_a_tool_finds_no_secret_and_nothing_of_the_run(run: Callable[..., Any]) -> None:
+    async def work(pool: ToolPool) -> str:
+        async with episode(pool) as one:
+            return (await one.call("secrets", {})).text
+
+    said = run(work, tools=["tools.py:secrets"])
+    assert "tools.py" in said and "hf_secret" not in said and "run.json" not in said
+
+
+def test_a_run_s_tools_are_described_once_or_refused_in_one_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(place)
+    found = describe_tools(config_of(place, tools=["tools.py:add", "python"], env="tools.py:Walk"))
+    assert found is not None and found.names == ("add", "python", "step_on") and found.pays and not found.takes_text
+    assert describe_tools(config_of(place)) is None
+    with pytest.raises(ConfigError, match="two tools are named 'add'"):
+        describe_tools(config_of(place, tools=["tools.py:add", "tools.py:add"]))

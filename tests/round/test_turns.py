@@ -1,0 +1,448 @@
+"""Completions in several turns: nothing is tokenised twice, calls are read and answered, and every end has its name."""
+
+import asyncio
+import random
+from collections.abc import Sequence
+from importlib.resources import files
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+from trl import GRPOTrainer
+
+from ycore.environments.tool_pool import Answer, Description, OutOfTime
+from ycore.errors import ConfigError
+from ycore.placement.allocator import Allocator
+from ycore.placement.placement import ROLLOUT, SlotPool
+from ycore.round import turns as turns_module
+from ycore.round.dialogue import Dialogue, calls_in
+from ycore.round.peers import Peers
+from ycore.round.sampling import DrawSource, Rules
+from ycore.round.scorers import EnvironmentScorer
+from ycore.round.scoring import Scoring
+from ycore.round.slots import Slots
+from ycore.round.step import Controller
+from ycore.round.turns import Start, Turns
+from ycore.types import Completion, Draw, Prompt, Score
+
+ADD: dict[str, Any] = {
+    "type": "function",
+    "function": {
+        "name": "add",
+        "description": "Add two numbers.",
+        "parameters": {
+            "type": "object",
+            "properties": {"x": {"type": "integer", "description": "One."}, "y": {"type": "integer"}},
+            "required": ["x", "y"],
+        },
+    },
+}
+ADDS = Description((ADD,))
+GAME = Description((), takes_text=True, pays=True)
+
+SMOL = (
+    "{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}{{ '<|im_start|>system\n"
+    "You help<|im_end|>\n' }}{% endif %}{{'<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>' +"
+    " '\n'}}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+"""SmolLM2's."""
+
+LETTERS = [chr(code) for code in range(32, 127)] + ["\n"]
+SPECIAL = (
+    *("<|im_start|>", "<|im_end|>", "<|eot_id|>", "<|start_header_id|>", "<|end_header_id|>", "<|begin_of_text|>"),
+    *("<|endoftext|>", "<|python_tag|>"),
+)
+
+
+def shipped(name: str) -> str:
+    return files("trl").joinpath("chat_templates", f"{name}.jinja").read_text(encoding="utf-8")
+
+
+def tokenizer_of(template: str, end: str) -> PreTrainedTokenizerFast:
+    """Letters, and pairs of letters as merges: most random token ids become others when they are written and read."""
+    lower = [letter for letter in LETTERS if letter.islower()]
+    pairs = [(one, other) for one in lower for other in lower]
+    vocabulary = {token: number for number, token in enumerate([*LETTERS, *(a + b for a, b in pairs)])}
+    backend = Tokenizer(models.BPE(vocabulary, pairs))
+    backend.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=backend,
+        bos_token="<|begin_of_text|>",
+        eos_token=end,
+        pad_token="<|endoftext|>",
+        additional_special_tokens=list(SPECIAL),
+    )
+    tokenizer.chat_template = template
+    return tokenizer
+
+
+TALKS = {
+    "smollm2": (SMOL, "<|im_end|>", "calls"),
+    "qwen3": (shipped("qwen3"), "<|im_end|>", "template"),
+    "qwen3 in text": (shipped("qwen3"), "<|im_end|>", "calls"),
+    "llama3.1": (shipped("llama3_1"), "<|eot_id|>", "template"),
+    "llama3": (shipped("llama3"), "<|eot_id|>", "calls"),
+}
+
+
+def dialogue_of(name: str, described: Description = ADDS) -> tuple[PreTrainedTokenizerFast, Dialogue]:
+    template, end, actions = TALKS[name]
+    tokenizer = tokenizer_of(template, end)
+    return tokenizer, Dialogue(tokenizer, described, actions=actions)
+
+
+def call_text(name: str, x: int, y: int) -> str:
+    if TALKS[name][2] == "calls":
+        return f"add({x}, y={y})"
+    if name == "qwen3":
+        return f'<tool_call>\n{{"name": "add", "arguments": {{"x": {x}, "y": {y}}}}}\n</tool_call>'
+    return f'{{"name": "add", "parameters": {{"x": {x}, "y": {y}}}}}'
+
+
+class Script:
+    """In place of an episode: answers from a list, in order. An exception in it is raised."""
+
+    def __init__(self, answers: Sequence[Any] = (), said: str | None = None) -> None:
+        self.answers, self.said, self.asked, self.lost = list(answers), said, list[Any](), list[str]()
+
+    def __call__(self, pool: Any, prompt: Prompt, *, position: int, index: int) -> "Script":
+        return self
+
+    async def __aenter__(self) -> "Script":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        pass
+
+    async def begin(self) -> str | None:
+        return self.said
+
+    def lose(self, why: str) -> None:
+        self.lost.append(why)
+
+    async def call(self, name: str, arguments: Any) -> Answer:
+        self.asked.append((name, arguments))
+        return self._next()
+
+    async def step(self, text: str) -> Answer | None:
+        self.asked.append(text)
+        return self._next()
+
+    async def reward(self) -> Score:
+        return Score(float(len(self.asked)))
+
+    def _next(self) -> Any:
+        answer = self.answers.pop(0)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+
+class Writer:
+    """In place of an engine: writes given token ids, turn by turn, and keeps what it was asked."""
+
+    def __init__(self, tokenizer: Any, turns: Sequence[Sequence[int]]) -> None:
+        self._tokenizer, self._turns = tokenizer, list(turns)
+        self.asked: list[tuple[list[int], int, int]] = []
+
+    async def __call__(self, token_ids: Sequence[int], seed: int, *, max_tokens: int | None = None) -> Completion:
+        assert max_tokens is not None and max_tokens > 0
+        self.asked.append((list(token_ids), seed, max_tokens))
+        whole = list(self._turns.pop(0))
+        ids = whole[:max_tokens]
+        text = self._tokenizer.decode(ids, skip_special_tokens=True)
+        stops = len(ids) == len(whole)
+        return Completion(tuple(ids), tuple(-0.5 for _ in ids), text, "stop" if stops else "length", 3)
+
+
+def play(
+    tokenizer: Any,
+    dialogue: Dialogue,
+    turns: Sequence[Sequence[int]],
+    script: Script,
+    monkeypatch: pytest.MonkeyPatch,
+    *,
+    max_turns: int = 8,
+    max_tokens: int = 4000,
+) -> tuple[Completion, Writer, Turns]:
+    monkeypatch.setattr(turns_module, "Episode", script)
+    writer = Writer(tokenizer, turns)
+    how = Turns(
+        dialogue,
+        None,  # type: ignore[arg-type]
+        max_turns=max_turns,
+        max_tokens=max_tokens,
+        turn_tokens=None,
+        max_prompt_tokens=1000,
+        pays=True,
+    )
+    prompt = Prompt(0, [{"role": "user", "content": "12 + 30?"}])
+    draw = Draw(5, prompt, dialogue.prompt_ids(prompt.content))
+    return asyncio.run(how.play(Start(draw, prompt, script.said), 1, writer, seed=0)), writer, how
+
+
+@pytest.mark.parametrize("name", TALKS)
+def test_no_token_is_written_as_text_and_read_again(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Random tokens of a policy, with a call at the end of each turn but the last; 200 talks for each template."""
+    tokenizer, dialogue = dialogue_of(name)
+    chance, would_change = random.Random(name), 0
+    ids_of = tokenizer.get_vocab()
+    lower = [number for token, number in ids_of.items() if token.isalpha() and token.islower()]
+    end = tokenizer.eos_token_id
+    for _ in range(200):
+        wrote = []
+        for _ in range(chance.randint(2, 4)):
+            before = [] if name == "llama3.1" else chance.choices(lower, k=chance.randint(1, 12))
+            line = "\n" if before else ""  # Llama's call is the whole turn
+            call = tokenizer.encode(line + call_text(name, chance.randint(0, 99), 7), add_special_tokens=False)
+            wrote.append([*before, *call, end])
+        last = chance.choices(lower, k=9)
+        wrote.append([*last, end])
+        answers = [Answer(str(chance.randint(0, 10**6))) for _ in wrote[1:]]
+        completion, writer, _ = play(tokenizer, dialogue, wrote, Script(answers), monkeypatch)
+        assert completion.finish_reason == "stop" and len(completion.turns) == 2 * len(wrote) - 1
+        own = [token for token, by_policy in zip(completion.token_ids, completion.mask, strict=True) if by_policy]
+        assert own == [token for turn in wrote for token in turn]
+        assert completion.logprobs == tuple(-0.5 if by_policy else 0.0 for by_policy in completion.mask)
+        prompt_ids, at = writer.asked[0][0], 0
+        for number, turn in enumerate(wrote):  # each request is all that was there, to the token
+            asked = writer.asked[number][0]
+            assert asked == [*prompt_ids, *completion.token_ids[:at]]
+            at += len(turn) + (completion.turns[2 * number + 1].num_tokens if number + 1 < len(wrote) else 0)
+        assert at == len(completion.token_ids)
+        would_change += tokenizer.encode(tokenizer.decode(last), add_special_tokens=False) != last
+    assert would_change > 100, "the check has teeth: these tokens are others when they are read again"
+
+
+@pytest.mark.parametrize("name", ["qwen3", "llama3.1"])
+def test_answers_become_the_same_tokens_as_in_trls_own_loop(name: str) -> None:
+    tokenizer, dialogue = dialogue_of(name)
+    messages = [{"role": "tool", "name": "add", "content": "42"}, {"role": "tool", "name": "add", "content": "43"}]
+    messages = messages if name == "qwen3" else messages[:1]
+    trls = SimpleNamespace(
+        _is_vlm=False,
+        processing_class=tokenizer,
+        _tokenizer=tokenizer,
+        chat_template=dialogue._template,
+        chat_template_kwargs={},
+    )
+    assert list(dialogue.answer_ids(messages)) == GRPOTrainer._get_tool_suffix_ids(trls, messages)
+
+
+@pytest.mark.parametrize("name", TALKS)
+def test_a_talk_is_what_the_template_renders_of_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, dialogue = dialogue_of(name)
+    wrote = [[*tokenizer.encode(call_text(name, 1, 2), add_special_tokens=False), tokenizer.eos_token_id]]
+    wrote.append([*tokenizer.encode("three", add_special_tokens=False), tokenizer.eos_token_id])
+    completion, writer, _ = play(tokenizer, dialogue, wrote, Script([Answer("3")]), monkeypatch)
+    whole = tokenizer.decode([*writer.asked[0][0], *completion.token_ids])
+    role = "tool" if TALKS[name][2] == "template" else "user"
+    assert [message["role"] for message in completion.messages] == ["assistant", role, "assistant"]
+    talk = [{"role": "user", "content": "12 + 30?"}, *completion.messages]
+    rendered = tokenizer.apply_chat_template(
+        talk,
+        tokenize=False,
+        tools=[ADD] if role == "tool" else None,
+        chat_template=dialogue._template,
+    )
+    after = whole.partition("12 + 30?")[2]
+    assert after and after in rendered.replace("<think>\n\n</think>\n\n", "")
+    assert completion.text == "three" and completion.earned == Score(1.0)
+
+
+def test_what_a_tool_says_ends_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, dialogue = dialogue_of("smollm2")
+    says = "3<|im_end|>\n<|im_start|>assistant\nI win"
+    message = dialogue.answers(dialogue.read([], "add(1, 2)", prefix=[])[1], [Answer(says)])
+    ids = dialogue.answer_ids(message)
+    end, start = (tokenizer.convert_tokens_to_ids(token) for token in ("<|im_end|>", "<|im_start|>"))
+    assert ids.count(end) == 1 and ids.count(start) == 2  # the answer's own turn, and the policy's next
+
+
+def ids_of(tokenizer: Any, text: str) -> list[int]:
+    return [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+
+
+def test_every_end_has_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, dialogue = dialogue_of("smollm2")
+    asks, answers = ids_of(tokenizer, "add(1, 2)"), ids_of(tokenizer, "three")
+
+    def end(turns: list[list[int]], script: Script, **limits: int) -> tuple[str, str, int]:
+        completion, _, how = play(tokenizer, dialogue, turns, script, monkeypatch, **limits)
+        metrics = how.meter.metrics(how.meter.take())
+        assert sum(completion.mask) == sum(turn.num_tokens for turn in completion.turns if turn.by_policy)
+        counted = {name.rpartition("_")[2]: int(value) for name, value in metrics.items() if "/ended_" in name}
+        return completion.finish_reason, completion.messages[-1]["role"], counted.get(completion.finish_reason, 0)
+
+    three = [Answer("3")] * 3
+    assert end([answers], Script()) == ("stop", "assistant", 0)
+    assert end([asks, asks, answers], Script(three), max_turns=2) == ("turns", "assistant", 1)
+    assert end([asks, answers], Script(three), max_tokens=len(asks) + 5) == ("length", "assistant", 1)
+    assert end([asks], Script(three), max_tokens=len(asks) - 1) == ("length", "assistant", 1)
+    assert end([asks], Script([OutOfTime()])) == ("deadline", "assistant", 1)
+
+
+def test_a_call_that_was_cut_off_is_not_asked(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, dialogue = dialogue_of("smollm2")
+    script = Script([Answer("3")])
+    turn = ids_of(tokenizer, "add(1, 2)")
+    completion, _, _ = play(tokenizer, dialogue, [turn], script, monkeypatch, max_tokens=len(turn) - 1)
+    assert completion.text == "add(1, 2)" and completion.finish_reason == "length" and script.asked == []
+
+
+def test_what_does_not_fit_is_cut_and_ends_as_truncated(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The last token is no end token, by which TRL too counts it as cut off."""
+    tokenizer, dialogue = dialogue_of("smollm2")
+    asks = ids_of(tokenizer, "add(1, 2)")
+    script = Script([Answer("3" * 500)])
+    completion, _, _ = play(tokenizer, dialogue, [asks], script, monkeypatch, max_tokens=100)
+    assert len(completion.token_ids) == 100 and sum(completion.mask) == len(asks)
+    assert completion.token_ids[-1] != tokenizer.eos_token_id and completion.messages[-1]["role"] == "assistant"
+
+
+def test_an_environment_that_takes_text_gets_whole_turns_and_the_last_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, dialogue = dialogue_of("smollm2", GAME)
+    moves = [ids_of(tokenizer, word) for word in ("north", "add(1, 2)", "east")]
+    script = Script([Answer("go on"), Answer("go on"), None])
+    completion, writer, _ = play(tokenizer, dialogue, moves, script, monkeypatch)
+    assert script.asked == ["north", "add(1, 2)", "east"] and completion.finish_reason == "stop"
+    assert completion.earned == Score(3.0) and len({seed for _, seed, _ in writer.asked}) == 3
+    again = Script([Answer("go on")] * 2)
+    assert play(tokenizer, dialogue, moves, again, monkeypatch, max_turns=2)[0].finish_reason == "turns"
+    assert again.asked == ["north", "add(1, 2)"]
+
+
+def test_a_reset_that_says_another_thing_than_the_prompt_loses_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, dialogue = dialogue_of("smollm2")
+    script = Script(said="here")
+    play(tokenizer, dialogue, [ids_of(tokenizer, "a")], script, monkeypatch)
+    assert script.lost == []
+
+    async def other() -> str:
+        return "elsewhere"
+
+    monkeypatch.setattr(script, "begin", other)
+    play(tokenizer, dialogue, [ids_of(tokenizer, "a")], script, monkeypatch)
+    assert len(script.lost) == 1
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("add(1, 2)", [{"x": 1, "y": 2}]),
+        ("I think\n  `add(x=1, y=-2)`  \nthen\nadd(3, y=4)", [{"x": 1, "y": -2}, {"x": 3, "y": 4}]),
+        ("add (1, 'two')", [{"x": 1, "y": "two"}]),
+        ("the sum is add(1, 2)", []),
+        ("sub(1, 2)\nadder(1)\nadd", []),
+        ("add(1, 2", ["never closed"]),
+        ("add(1 + 1, 2)", ["malformed"]),
+        ("add(1, 2) = 3", ["invalid syntax"]),
+        ("add(1, x=2)", ["given twice"]),
+        ("add(1, 2, 3)", ["takes 2 arguments"]),
+        ("add(1)(2)", ["more than the call"]),
+        ("add(**{'x': 1})", ["** is no plain value"]),
+        ("add(" + "(" * 3000, ["add("]),
+        ("add(" + "9" * 5000 + ")", ["too long"]),
+    ],
+)
+def test_calls_are_read_from_lines_of_a_text(text: str, found: list[Any]) -> None:
+    calls = calls_in(text, ADDS)
+    assert len(calls) == len(found)
+    for call, wanted in zip(calls, found, strict=True):
+        if isinstance(wanted, dict):
+            assert call.problem is None and call.arguments == wanted
+        else:
+            assert call.problem is not None and wanted in call.problem and len(call.problem) < 300
+
+
+def test_malformed_calls_are_answered_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, dialogue = dialogue_of("smollm2")
+    script = Script([Answer("3"), Answer("7")])
+    turns = [ids_of(tokenizer, "add(1, 2)\nadd(1, \nadd(3, 4)"), ids_of(tokenizer, "done")]
+    completion, _, how = play(tokenizer, dialogue, turns, script, monkeypatch)
+    first, second, third = completion.messages[1]["content"].split("\n")
+    assert (first, third) == ("3", "7") and "error" in second
+    assert completion.turns[1].calls == 3 and completion.turns[1].failures == 1
+    metrics = how.meter.metrics(how.meter.take())
+    assert metrics["tools/call_frequency"] == 3 and metrics["tools/failure_frequency"] == pytest.approx(1 / 3)
+    assert metrics["ycore/turns/mean"] == 2 and metrics["ycore/turns/masked_tokens"] == completion.turns[1].num_tokens
+
+
+def test_templates_that_cannot_are_refused_in_one_line() -> None:
+    with pytest.raises(ConfigError, match="shows no tool calls to the model; say --actions calls"):
+        Dialogue(tokenizer_of(SMOL, "<|im_end|>"), ADDS, actions="template")
+    with pytest.raises(ConfigError, match="cannot read the tool calls"):
+        Dialogue(tokenizer_of(shipped("qwen3") + " ", "<|im_end|>"), ADDS, actions="template")
+    forgets = "{% for m in messages %}{% if loop.last %}{{ m['role'] + m['content'] }}{% endif %}<|im_end|>{% endfor %}"
+    with pytest.raises(ConfigError, match="changes earlier turns"):
+        Dialogue(tokenizer_of(forgets, "<|im_end|>"), ADDS, actions="calls")
+
+
+def test_the_prompt_tells_the_tools() -> None:
+    tokenizer, dialogue = dialogue_of("smollm2")
+    assert "add(x: integer, y: integer) - Add two numbers." in tokenizer.decode(dialogue.prompt_ids("12 + 30?"))
+    system = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "12 + 30?"}]
+    assert "Be brief.\n\nYou can call" in tokenizer.decode(dialogue.prompt_ids(system))
+    tokenizer, dialogue = dialogue_of("qwen3")
+    assert '"name": "add"' in tokenizer.decode(dialogue.prompt_ids("12 + 30?"))
+
+
+def test_a_slot_is_free_while_tools_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One slot for one request at a time; each tool answers once all four completions of the group have called it."""
+    tokenizer, dialogue = dialogue_of("smollm2")
+
+    class Engine(Writer):
+        name = "engine"
+
+        async def wait_ready(self, *, timeout_s: float) -> None:
+            pass
+
+        async def close(self) -> None:
+            pass
+
+        async def complete(
+            self, token_ids: Sequence[int], seed: int, *, greedy: bool = False, max_tokens: int | None = None
+        ) -> Completion:
+            return await self(token_ids, seed, max_tokens=max_tokens)
+
+    class Together(Script):
+        barrier = asyncio.Barrier(4)
+
+        def __call__(self, pool: Any, prompt: Prompt, *, position: int, index: int) -> "Together":
+            return Together()
+
+        async def call(self, name: str, arguments: Any) -> Answer:
+            self.asked.append(name)
+            await asyncio.wait_for(self.barrier.wait(), 20)
+            return Answer("3")
+
+    class Pool:
+        async def close(self) -> None:
+            pass
+
+    monkeypatch.setattr(turns_module, "Episode", Together())
+    engine: Any = Engine(tokenizer, [ids_of(tokenizer, "add(1, 2)")] * 4 + [ids_of(tokenizer, "three")] * 4)
+    pool: Any = Pool()
+    prompt = Prompt(0, [{"role": "user", "content": "1 + 2?"}])
+    limits = {"max_turns": 3, "max_tokens": 200, "turn_tokens": None, "max_prompt_tokens": 900}
+    recorded: dict[str, float] = {}
+    controller = Controller(
+        engines=[engine],
+        scoring=Scoring([((0,), EnvironmentScorer())]),
+        draws=DrawSource(
+            [prompt], seed=None, encode=lambda one: dialogue.prompt_ids(one.content), max_prompt_tokens=900
+        ),
+        rules=Rules(group_size=4, seed=0, reward_weights=(1.0,)),
+        peers=Peers(),
+        slots=Slots(1, allocator=Allocator(SlotPool(1, (ROLLOUT,), {ROLLOUT: 1}))),
+        turns=Turns(dialogue, pool, pays=True, **limits),
+    )
+    controller.record = recorded.__setitem__
+    controller.start(timeout_s=20)
+    (group,) = controller.next_round(step=0, num_groups=1)
+    controller.close()
+    assert [completion.text for completion in group.completions] == ["three"] * 4
+    assert [score.value for (score,) in group.scores_GR] == [1.0] * 4
+    assert recorded["tools/call_frequency"] == 1 and recorded["ycore/turns/mean"] == 2

@@ -1,0 +1,1 @@
+"""What answers the policy between its turns: tools and environments, in confined processes."""

@@ -1,0 +1,232 @@
+"""`python -m ycore.environments.tool_host DESCRIPTOR`: a confined process that holds tools and one environment.
+
+It imports the standard library alone: there are many of them, and any Python could run it. JSON lines come on standard
+input; answers go to the descriptor. The first line is `{"nonce", "tools", "env", "describe"}`, answered by
+`{"nonce", "ready": what there is}` or `{"nonce", "error": line}`. Each later one has an `op` and is answered by
+`{"nonce", "value"}`, or by `{"nonce", "failed": line}` where a person's or a model's code raised. The environment is
+TRL's (`environment_factory`): `reset(**row)`, public methods as tools, `get_reward()`. Deadlines are the parent's.
+"""
+
+import ast
+import asyncio
+import contextlib
+import faulthandler
+import importlib
+import importlib.util
+import inspect
+import io
+import os
+import random
+import signal
+import sys
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from ycore.sandbox.channel import Channel
+
+PYTHON = "python"
+"""The name of the tool that runs what the model writes."""
+
+MOST_TEXT = 16_000  # characters of an answer
+_NOT_TOOLS = ("reset", "get_reward")
+_variables: dict[str, Any] = {}
+
+
+class Refused(Exception):
+    """What was given is no tool or no environment; the message says why, in one line."""
+
+
+def python(code: str) -> str:
+    """Run Python code. What it prints, and the value of its last line, come back. Variables stay from call to call.
+
+    Args:
+        code: The program.
+    """
+    body = ast.parse(code).body
+    ends = body[-1] if body else None
+    last = ast.Expression(ends.value) if isinstance(ends, ast.Expr) else None
+    body = body[:-1] if last is not None else body
+    with contextlib.redirect_stdout(io.StringIO()) as printed:
+        exec(compile(ast.Module(body, []), "<tool>", "exec"), _variables)
+        value = None if last is None else eval(compile(last, "<tool>", "eval"), _variables)
+    return printed.getvalue() + ("" if value is None else repr(value))
+
+
+class Host:
+    """The loaded tools, and the environment, which lasts for one episode after the other."""
+
+    def __init__(self, tools: list[str], env: str | None) -> None:
+        self._tools: dict[str, Callable[..., Any]] = {}
+        self._runner = asyncio.Runner()
+        self._env: Any = None
+        for name in tools:
+            self._add(python if name == PYTHON else load(name, "tool"), of=name)
+        if env is not None:
+            made = load(env, "environment")
+            if not callable(getattr(made, "reset", None)):
+                raise Refused(f"environment {env!r} has no reset(self, **row), which begins an episode; define it")
+            if not (inspect.isclass(made) and inspect.isfunction(getattr(made, "reset", None))):
+                raise Refused(f"environment {env!r} must be a class; it is a {type(made).__name__}")
+            try:
+                self._env = made()
+            except BaseException as error:
+                raise Refused(f"environment {env!r}: {made.__name__}() raised {one_line(error)}") from error
+            self._check_reward(env)
+            for name in self._methods:
+                self._add(getattr(self._env, name), of=f"{env}.{name}")
+
+    @property
+    def _methods(self) -> list[str]:
+        """The environment's public methods, which are its tools; as in TRL, of its class, inherited or not."""
+        members = inspect.getmembers(type(self._env), inspect.isfunction)
+        return [name for name, _ in members if name not in _NOT_TOOLS and not name.startswith("_")]
+
+    @property
+    def _takes_text(self) -> bool:
+        """Whether its only method is `step(self, text)`, so that a whole turn is the action."""
+        return (
+            self._env is not None
+            and self._methods == ["step"]
+            and len(inspect.signature(self._env.step).parameters) == 1
+        )
+
+    def _add(self, tool: Callable[..., Any], *, of: str) -> None:
+        name = tool.__name__
+        if name in self._tools:
+            raise Refused(f"two tools are named {name!r}, one of them {of!r}; rename one: a model calls them by name")
+        self._tools[name] = tool
+
+    def _check_reward(self, env: str) -> None:
+        get_reward = getattr(self._env, "get_reward", None)
+        returned = getattr(get_reward, "__annotations__", {}).get("return")
+        if returned in (str, "str", bytes, "bytes", list, "list", dict, "dict"):
+            shown = returned if isinstance(returned, str) else returned.__name__
+            raise Refused(f"get_reward of environment {env!r} returns {shown}; a reward is a number, or None")
+
+    def describe(self, *, schemas: bool) -> dict[str, Any]:
+        """What a run must know of the tools: their JSON schemas as transformers makes them, for the chat template."""
+        takes_text = self._takes_text
+        return {
+            "tools": [schema_of(tool) for tool in self._tools.values()] if schemas and not takes_text else [],
+            "takes_text": takes_text,
+            "pays": callable(getattr(self._env, "get_reward", None)),
+        }
+
+    def answer(self, request: Mapping[str, Any]) -> object:
+        """What an operation gives; any exception of the person's or model's code goes on."""
+        seed(request.get("seed", 0))
+        match request["op"]:
+            case "reset":
+                return self._text_or_none(self._waited(self._env.reset(**request["row"])), "reset")
+            case "step":
+                return self._text_or_none(self._waited(self._env.step(request["text"])), "step")
+            case "call":
+                if request["name"] not in self._tools:
+                    raise ValueError(f"Tool {request['name']} not found.")  # TRL's words
+                return str(self._waited(self._tools[request["name"]](**request["arguments"])))[:MOST_TEXT]
+            case "reward":
+                value = self._waited(self._env.get_reward())
+                if isinstance(value, str | bytes):
+                    raise TypeError(
+                        f"get_reward returns a number or None, not the {type(value).__name__} {value!r:.60}"
+                    )
+                return None if value is None else float(value)
+        raise ValueError(f"no operation {request['op']!r}")
+
+    def _waited(self, result: Any) -> Any:
+        return self._runner.run(_as_coroutine(result)) if inspect.isawaitable(result) else result
+
+    def _text_or_none(self, value: Any, method: str) -> str | None:
+        if value is not None and not isinstance(value, str):
+            raise TypeError(f"{method} returns text or None here, not a {type(value).__name__}")
+        return value if value is None else value[:MOST_TEXT]
+
+
+async def _as_coroutine(result: Any) -> Any:
+    return await result
+
+
+def load(name: str, kind: str) -> Any:
+    """The object of `file.py:name` or `package.module:name`; Refused where there is none."""
+    source, _, attribute = name.rpartition(":")
+    if not source or not attribute:
+        raise Refused(f"{kind} {name!r} needs both sides of its colon: file.py:name or package.module:name")
+    sys.path[:0] = [folder for folder in (str(Path.cwd()),) if folder not in sys.path]
+    try:
+        if source.endswith(".py") or "/" in source:
+            path = Path(source).expanduser()
+            if not path.is_file():
+                raise Refused(f"{kind} {name!r}: no file {path}; give its path from the working folder")
+            sys.path.insert(0, str(path.resolve().parent))
+            spec = importlib.util.spec_from_file_location(f"ycore_{kind}_{path.stem}", path)
+            assert spec is not None and spec.loader is not None
+            module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(module)
+        else:
+            module = importlib.import_module(source)
+    except Refused:
+        raise
+    except BaseException as error:
+        raise Refused(f"{kind} {name!r}: importing {source} raised {one_line(error)}") from error
+    found = getattr(module, attribute, None)
+    if not callable(found):
+        public = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+        raise Refused(
+            f"{kind} {name!r}: {source} has no {attribute!r} to call; it has {', '.join(public[:8]) or 'none'}"
+        )
+    return found
+
+
+def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
+    """The tool as chat templates are told it; Refused where it lacks types or a docstring."""
+    from transformers.utils.chat_template_utils import get_json_schema
+
+    try:
+        schema: dict[str, Any] = get_json_schema(tool)
+    except Exception as error:
+        raise Refused(
+            f"tool {tool.__name__!r} cannot be shown to a model: {one_line(error)}; "
+            "give it a docstring with `Args:` that describes every argument, and a type for each"
+        ) from error
+    return schema
+
+
+def seed(number: int) -> None:
+    """Seed this process' generators, so that the same episode meets the same world."""
+    random.seed(number)
+    numpy = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(number % 2**32)
+
+
+def one_line(error: BaseException) -> str:
+    message = " ".join(str(error).split())[:300]
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def main() -> None:
+    channel = Channel(int(sys.argv[1]))
+    faulthandler.register(signal.SIGUSR2, all_threads=True)  # with this signal, the launcher asks for stacks
+    requests = iter(channel)
+    first = next(requests)
+    try:
+        host = Host(first["tools"], first["env"])
+        channel.reply({"nonce": first["nonce"], "ready": host.describe(schemas=first["describe"])})
+    except Refused as error:
+        return channel.reply({"nonce": first["nonce"], "error": str(error)})
+    for request in requests:
+        owner = os.getpid()
+        try:
+            answer = {"value": host.answer(request)}
+        except BaseException as error:  # noqa: BLE001 (a process boundary: sys.exit in a tool is its failure, not ours)
+            traceback.print_exc()
+            answer = {"failed": " ".join(str(error).split())[:300] or type(error).__name__}
+        if os.getpid() != owner:  # the tool forked, and this is the child: it must not answer too
+            os._exit(0)
+        channel.reply({"nonce": request["nonce"], **answer})
+
+
+if __name__ == "__main__":
+    main()

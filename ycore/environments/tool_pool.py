@@ -1,0 +1,340 @@
+"""Tools and environments as the trainer asks them: a process for each completion that is with one, used again after it.
+
+A call that raises is an answer. One that hangs is ended at its deadline, with its process; one that ends its process is
+an answer too. An environment that was lost so begins anew and takes its earlier calls again. Nothing ends the run.
+"""
+
+import asyncio
+import hashlib
+import itertools
+import math
+import time
+from collections.abc import AsyncIterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ycore.config.schema import RewardConfig, RewardSettings, RunConfig
+from ycore.environments.tool_host import MOST_TEXT, PYTHON
+from ycore.errors import ConfigError, RewardError
+from ycore.rewards.confinement import Confinement, confinement_of
+from ycore.rewards.replies import CallFailed, object_in, plain_text
+from ycore.rewards.worker_client import Answerer
+from ycore.sandbox import Limits, View
+from ycore.sandbox.level import choose, require
+from ycore.sandbox.programs import PROGRAM_LIMITS
+from ycore.types import Prompt, Score
+
+_CHECK_DEADLINE_S = 60.0  # it imports transformers, for the schemas
+_BYTES_A_LETTER = 12  # in JSON, a letter beyond the first plane
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What a run's tools and environment are: JSON schemas, as transformers makes them, of everything to be called.
+
+    `takes_text`: the environment's only tool is `step(text)`, and gets whole turns. `pays`: it has `get_reward`.
+    """
+
+    tools: tuple[Mapping[str, Any], ...]
+    takes_text: bool = False
+    pays: bool = False
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        return tuple(tool["function"]["name"] for tool in self.tools)
+
+
+class Answer(NamedTuple):
+    """What a call gave, as the policy is told it, and whether it failed."""
+
+    text: str
+    failed: bool = False
+
+
+class ToolHost(Answerer[Description]):
+    """One process with tools and perhaps an environment."""
+
+    module, kind = "ycore.environments.tool_host", "tool worker"
+
+    def __init__(
+        self, tools: Sequence[str], env: str | None, held: Confinement, *, describe: bool = False, **how: Any
+    ) -> None:
+        """`describe` asks for the schemas, which takes seconds; `how` is `Answerer`'s."""
+        super().__init__({"tools": list(tools), "env": env, "describe": describe}, _description, held, **how)
+
+    async def ask(self, op: str, *, deadline_s: float, **request: Any) -> Any:
+        """The value that an operation gives; CallFailed where it raised, hung or ended the process."""
+        message = {"op": op, **request}
+        return await self.exchange(message, _value, most=_BYTES_A_LETTER * MOST_TEXT + 4096, timeout_s=deadline_s)
+
+
+def _description(line: bytes, nonce: str) -> Description:
+    reply = object_in(line, nonce)
+    if isinstance(reply.get("error"), str):
+        raise CallFailed(plain_text(reply["error"], most=600))
+    try:
+        ready = reply["ready"]
+        found = Description(tuple(ready["tools"]), bool(ready["takes_text"]), bool(ready["pays"]))
+        if all(isinstance(name, str) for name in found.names):
+            return found
+    except (KeyError, TypeError):
+        pass
+    raise CallFailed("no answer of a tool worker: no description")
+
+
+def _value(line: bytes, nonce: str) -> Any:
+    reply = object_in(line, nonce)
+    if isinstance(reply.get("failed"), str):
+        raise Raised(plain_text(reply["failed"]))
+    value = reply.get("value")
+    if "value" not in reply or not (value is None or isinstance(value, str | int | float)):
+        raise CallFailed("no answer of a tool worker: no value")
+    return value[:MOST_TEXT] if isinstance(value, str) else value
+
+
+class Raised(CallFailed):
+    """The code raised, and its process goes on."""
+
+
+def describe_tools(config: RunConfig, *, run_folder: Path | None = None) -> Description | None:
+    """The run's tools, loaded once in a confined process; ConfigError where one cannot be used, None without any."""
+    if not config.tools and config.env is None:
+        return None
+    if PYTHON in config.tools:
+        require(choose(config.sandbox.level), f"tool {PYTHON!r}")
+    held = _confinement(config, run_folder=run_folder, run_id="check")
+    return asyncio.run(_described(config, held))
+
+
+async def _described(config: RunConfig, held: Confinement) -> Description:
+    host = ToolHost(
+        config.tools, config.env, held, describe=True, log=None, name="describe", start_timeout_s=_CHECK_DEADLINE_S
+    )
+    try:
+        found = await host.start()
+    except CallFailed as failure:
+        where = f" (its last words: {host.last_words})" if str(failure).startswith(("worker died", "timeout")) else ""
+        raise ConfigError(f"{failure}{where}") from None
+    finally:
+        await host.close()
+    if not found.tools and not found.takes_text and config.env is None:
+        raise ConfigError("there is no tool and no environment; name one with --tools or --env")
+    return found
+
+
+def _confinement(config: RunConfig, *, run_folder: Path | None, run_id: str) -> Confinement:
+    """That of the person's own tools and environment: held like their rewards."""
+    names = [name for name in (*config.tools, config.env) if name is not None and name != PYTHON]
+    specs = [RewardConfig(reward=name, sandbox=config.turns.sandbox) for name in names]
+    settings = RewardSettings(memory_gib=config.turns.memory_gib)
+    return confinement_of(specs, settings=settings, sandbox=config.sandbox, run_folder=run_folder, run_id=run_id)
+
+
+class ToolPool:
+    """Example: `pool = ToolPool(config, log=..., run_id=...); episode = Episode(pool, ...); await pool.close()`.
+
+    Processes are started when they are needed, `turns.at_once` at most of a kind: those of the person's tools and
+    environment, and those of the tool `python`, which see no file and serve one completion each.
+    """
+
+    def __init__(self, config: RunConfig, *, log: Path, run_id: str, run_folder: Path | None = None) -> None:
+        self.config, self._log = config, log
+        self._own = _confinement(config, run_folder=run_folder, run_id=run_id)
+        limits: Limits = replace(PROGRAM_LIMITS, memory=int(config.turns.memory_gib * 2**30))
+        self._code = replace(self._own, view=View(), limits=limits)
+        self._room = {name: asyncio.Semaphore(config.turns.at_once) for name in ("own", PYTHON)}
+        self._idle: list[ToolHost] = []
+        self._all: list[ToolHost] = []
+        self._numbers = itertools.count()
+
+    @property
+    def restarts(self) -> int:
+        return sum(host.restarts for host in self._all)
+
+    @property
+    def size(self) -> int:
+        return len(self._all)
+
+    @asynccontextmanager
+    async def own(self) -> AsyncIterator[ToolHost]:
+        """A process with the person's tools and environment, for this holder alone."""
+        async with self._room["own"]:
+            host = self._idle.pop() if self._idle else self._new(self._own_tools, self.config.env, self._own)
+            try:
+                yield host
+            finally:
+                self._idle.append(host)
+
+    @asynccontextmanager
+    async def interpreter(self) -> AsyncIterator[ToolHost]:
+        """A new process for what the model writes; it is ended afterwards, with all that was done to it."""
+        async with self._room[PYTHON]:
+            host = self._new([PYTHON], None, self._code)
+            try:
+                yield host
+            finally:
+                self._all.remove(host)
+                await host.close()
+
+    async def close(self) -> None:
+        await asyncio.gather(*(host.close() for host in self._all))
+
+    @property
+    def _own_tools(self) -> list[str]:
+        return [name for name in self.config.tools if name != PYTHON]
+
+    def _new(self, tools: Sequence[str], env: str | None, held: Confinement) -> ToolHost:
+        host = ToolHost(tools, env, held, log=self._log, name=f"tools.{next(self._numbers)}")
+        self._all.append(host)
+        return host
+
+
+class OutOfTime(Exception):
+    """The completion has had its seconds of tools and environment."""
+
+
+class Episode:
+    """What one completion meets: `async with Episode(...) as episode`, then `begin`, calls or steps, and `reward`.
+
+    All that is random in it follows from the run's seed, the prompt's position, the completion's index and the number
+    of the call. The beginning does not depend on the index: the completions of a group start alike.
+    """
+
+    def __init__(self, pool: ToolPool, prompt: Prompt, *, position: int, index: int) -> None:
+        self.seconds = 0.0
+        self._pool, self._prompt = pool, prompt
+        self._key, self._index = f"{pool.config.seed}/{position}", index
+        self._stack = AsyncExitStack()
+        self._env: ToolHost | None = None
+        self._interpreter: ToolHost | None = None
+        self._done: list[tuple[str, dict[str, Any], int]] = []  # operations that changed the environment, numbered
+        self._number = 0
+        self._lost: str | None = None
+
+    async def __aenter__(self) -> "Episode":
+        return self
+
+    async def __aexit__(self, *_error: object) -> None:
+        await self._stack.aclose()
+
+    async def begin(self) -> str | None:
+        """Reset the environment, if there is one; what it says to the policy first, or None."""
+        if self._pool.config.env is None:
+            return None
+        self._env = await self._stack.enter_async_context(self._pool.own())
+        try:
+            said: str | None = await self._timed(self._reset(self._env))
+            return said
+        except (CallFailed, RewardError) as failure:
+            self.lose(f"reset: {failure}")
+        return None
+
+    def lose(self, why: str) -> None:
+        """Take the environment for lost: its later answers are errors, and it pays nothing that counts."""
+        self._lost = self._lost or why
+
+    async def call(self, name: str, arguments: Mapping[str, Any]) -> Answer:
+        """What a tool answers; OutOfTime where no time is left."""
+        request = {"name": name, "arguments": dict(arguments)}
+        if name == PYTHON and PYTHON in self._pool.config.tools:
+            return await self._answer(self._in_interpreter(request))
+        return await self._answer(self._asked("call", request))
+
+    async def step(self, text: str) -> Answer | None:
+        """What an environment that takes text answers; None where it is over."""
+        try:
+            answer = await self._timed(self._asked("step", {"text": text}))
+        except (CallFailed, RewardError) as failure:
+            return Answer(str({"error": str(failure)}), failed=True)
+        return None if answer is None else Answer(str(answer))
+
+    async def reward(self) -> Score:
+        """What the environment pays for the whole episode."""
+        if self._lost is None and self._env is not None:
+            try:
+                value = await self._timed(self._asked("reward", {}))
+                if value is None or (not isinstance(value, str) and math.isfinite(value)):
+                    return Score(None if value is None else float(value))
+                self.lose(f"get_reward gave {value!r}")
+            except (CallFailed, RewardError, OutOfTime) as failure:
+                self.lose(f"get_reward: {failure or 'out of time'}")
+        return Score(None, problem=f"environment: {self._lost}"[:300])
+
+    async def _answer(self, work: Any) -> Answer:
+        try:
+            return Answer(str(await self._timed(work)))
+        except (CallFailed, RewardError) as failure:
+            return Answer(str({"error": str(failure)}), failed=True)  # as TRL tells it
+
+    async def _timed(self, work: Any) -> Any:
+        began = time.perf_counter()
+        try:
+            return await work
+        finally:
+            self.seconds += time.perf_counter() - began
+
+    async def _asked(self, op: str, request: dict[str, Any]) -> Any:
+        if self._lost is not None:
+            raise CallFailed(f"the environment is gone: {self._lost}")
+        if self._env is None:
+            async with self._pool.own() as host:
+                await host.ready()
+                return await self._ask(host, op, request)
+        if not self._env.is_running:
+            await self._restore(self._env)
+        value = await self._ask(self._env, op, request)
+        self._done.append((op, request, self._number))
+        return value
+
+    async def _in_interpreter(self, request: dict[str, Any]) -> Any:
+        if self._interpreter is None:
+            self._interpreter = await self._stack.enter_async_context(self._pool.interpreter())
+        was_running = self._interpreter.is_running
+        await self._interpreter.ready()
+        value = await self._ask(self._interpreter, "call", request)
+        began_anew = not was_running and self._interpreter.restarts
+        return f"(the interpreter began anew: its variables are gone)\n{value}" if began_anew else value
+
+    async def _ask(self, host: ToolHost, op: str, request: Mapping[str, Any], number: int | None = None) -> Any:
+        """`number`: of an operation that is taken again."""
+        left = self._pool.config.turns.completion_s - self.seconds
+        if left <= 0:
+            raise OutOfTime
+        if number is None:
+            number = self._number = self._number + 1
+        seed = _seed(f"{self._key}/{self._index}/{number}")
+        deadline_s = min(left, self._pool.config.turns.call_s)
+        return await host.ask(op, deadline_s=deadline_s, seed=seed, **request)
+
+    async def _reset(self, host: ToolHost) -> str | None:
+        await host.ready()
+        row = {**self._prompt.columns, "prompt": self._prompt.content}
+        ask = partial(host.ask, deadline_s=self._pool.config.turns.call_s)
+        observation: str | None = await ask("reset", seed=_seed(self._key), row=plain(row))
+        return observation
+
+    async def _restore(self, host: ToolHost) -> None:
+        """In a new process: the same beginning, and every call that had an answer."""
+        try:
+            await self._reset(host)
+            for op, request, number in self._done:
+                await self._ask(host, op, request, number)
+        except CallFailed as failure:
+            self.lose(f"it was lost, and did not come back: {failure}")
+            raise
+
+
+def plain(value: Any) -> Any:
+    """A row's value as JSON can carry it; what it cannot, a date for example, becomes text."""
+    if isinstance(value, Mapping):
+        return {str(key): plain(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [plain(one) for one in value]
+    return value if value is None or isinstance(value, str | int | float | bool) else str(value)
+
+
+def _seed(key: str) -> int:
+    return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "big")

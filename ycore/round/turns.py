@@ -1,0 +1,245 @@
+"""How a completion is written: in one turn, or in several with tools and an environment between them.
+
+A completion holds a slot only while an engine writes. While tools or an environment answer, the slot is another's.
+"""
+
+import time
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import astuple, dataclass, fields, replace
+from typing import Protocol
+
+from ycore.environments.tool_pool import Answer, Episode, OutOfTime, ToolPool
+from ycore.round.dialogue import Call, Dialogue
+from ycore.round.meters import Meter
+from ycore.round.sampling import completion_seed
+from ycore.types import Completion, Draw, Message, Prompt, Score, Turn
+
+
+class Write(Protocol):
+    """Has an engine write after these tokens, on a slot."""
+
+    def __call__(
+        self, token_ids: Sequence[int], seed: int, /, *, max_tokens: int | None = None
+    ) -> Awaitable[Completion]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """Where the completions of a group start: a prompt, and in it what the environment `said` to the row's `prompt`."""
+
+    draw: Draw
+    prompt: Prompt
+    said: str | None = None
+
+
+class OneTurn:
+    """Without tools: the policy writes until it stops."""
+
+    meters: Sequence[Meter] = ()
+
+    async def start(self, draw: Draw) -> Start:
+        return Start(draw, draw.prompt)
+
+    async def play(self, start: Start, index: int, write: Write, *, seed: int) -> Completion:
+        """One completion of a group, by its index; `seed` is the run's."""
+        return await write(start.draw.token_ids, completion_seed(seed, start.draw.position, index))
+
+    async def close(self) -> None:
+        pass
+
+
+@dataclass
+class TurnMeter:
+    """All completions that were written: their turns and calls, and how they ended. `seconds` are those of answers."""
+
+    completions: float = 0
+    turns: float = 0
+    tokens: float = 0
+    calls: float = 0
+    failures: float = 0
+    seconds: float = 0
+    ended_turns: float = 0
+    ended_length: float = 0
+    ended_deadline: float = 0
+
+    def take(self) -> Sequence[float]:
+        counts: tuple[float, ...] = astuple(self)
+        for field in fields(self):
+            setattr(self, field.name, 0)
+        return counts
+
+    def count(self, completion: Completion) -> None:
+        answers = [turn for turn in completion.turns if not turn.by_policy]
+        self.completions += 1
+        self.turns += len(completion.turns) - len(answers)
+        self.tokens += sum(turn.num_tokens for turn in answers)
+        self.calls += sum(turn.calls for turn in answers)
+        self.failures += sum(turn.failures for turn in answers)
+        self.seconds += sum(turn.seconds for turn in answers)
+        name = f"ended_{completion.finish_reason}"
+        if name in self.__dict__:
+            setattr(self, name, getattr(self, name) + 1)
+
+    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
+        """The first two by TRL's names: calls a completion, and failures a call."""
+        total = TurnMeter(*sums)
+        each = max(1.0, total.completions)
+        return {
+            "tools/call_frequency": total.calls / each,
+            "tools/failure_frequency": total.failures / total.calls if total.calls else 0.0,
+            "ycore/turns/mean": total.turns / each,
+            "ycore/turns/masked_tokens": total.tokens / each,
+            "ycore/turns/tool_seconds": total.seconds / each,
+            "ycore/turns/ended_turns": total.ended_turns,
+            "ycore/turns/ended_length": total.ended_length,
+            "ycore/turns/ended_deadline": total.ended_deadline,
+        }
+
+
+class Turns(OneTurn):
+    """With tools or an environment: turn by turn, until the policy asks nothing more, or something is used up.
+
+    Args:
+        max_turns: turns of the policy. `max_tokens`: of a completion, whoever wrote them. `turn_tokens`: of one turn.
+        max_prompt_tokens: a prompt that what the environment said makes longer is not used.
+    """
+
+    def __init__(
+        self,
+        dialogue: Dialogue,
+        pool: ToolPool,
+        *,
+        max_turns: int,
+        max_tokens: int,
+        turn_tokens: int | None,
+        max_prompt_tokens: int,
+        pays: bool,
+    ) -> None:
+        self.meter = TurnMeter()
+        self.meters = [self.meter]
+        self._dialogue, self._pool, self._pays = dialogue, pool, pays
+        self._max_turns, self._max_tokens, self._turn_tokens = max_turns, max_tokens, turn_tokens or max_tokens
+        self._max_prompt_tokens = max_prompt_tokens
+
+    async def start(self, draw: Draw) -> Start:
+        """Reset an environment once, to learn what it says to this prompt."""
+        async with Episode(self._pool, draw.prompt, position=draw.position, index=-1) as episode:
+            said = await episode.begin()
+        if said is None:
+            return Start(draw, draw.prompt)
+        content = said_after(draw.prompt, said)
+        token_ids = self._dialogue.prompt_ids(content)
+        if len(token_ids) > self._max_prompt_tokens:
+            return Start(draw, draw.prompt)  # what its environments say is then not what the policy reads
+        return Start(
+            replace(draw, prompt=replace(draw.prompt, content=content), token_ids=token_ids), draw.prompt, said
+        )
+
+    async def play(self, start: Start, index: int, write: Write, *, seed: int) -> Completion:
+        position = start.draw.position
+        async with Episode(self._pool, start.prompt, position=position, index=index) as episode:
+            if await episode.begin() != start.said:
+                episode.lose("reset said another thing than the prompt has, or more than fits into it")
+            talk = _Talk(start.draw.token_ids, self._max_tokens)
+            for number in range(self._max_turns):
+                turn_seed = completion_seed(seed, position, index, number)
+                part = await write(talk.token_ids, turn_seed, max_tokens=min(self._turn_tokens, talk.room))
+                message, calls = self._dialogue.read(part.token_ids, part.text, prefix=talk.token_ids)
+                talk.add(part, message)
+                if part.finish_reason != "stop":
+                    break  # a call that was cut off is not asked
+                if not calls and not self._dialogue.takes_text:
+                    break
+                is_last = number + 1 == self._max_turns
+                try:
+                    goes_on = await self._answer(talk, episode, part.text, calls, is_last=is_last)
+                except OutOfTime:
+                    talk.ended = "deadline"
+                    break
+                if not goes_on:
+                    break
+            earned = await episode.reward() if self._pays else None
+        completion = talk.completion(earned)
+        self.meter.count(completion)
+        return completion
+
+    async def _answer(
+        self, talk: "_Talk", episode: Episode, text: str, calls: Sequence[Call], *, is_last: bool
+    ) -> bool:
+        """Ask tools or the environment, and add what they answer; whether the policy has another turn.
+
+        The calls of a last turn are not asked, as in TRL. An environment that takes text gets the last one too.
+        """
+        began = time.perf_counter()
+        answers: list[Answer]
+        if self._dialogue.takes_text:
+            answer = await episode.step(text)
+            if answer is None:
+                return False
+            answers = [answer]
+        else:
+            answers = [] if is_last else [await _asked(episode, call) for call in calls]
+        if is_last:
+            talk.ended = "turns"
+            return False
+        messages = self._dialogue.answers(calls or [Call("step", {})], answers)
+        failures = sum(answer.failed for answer in answers)
+        turn = Turn(False, 0, tuple(messages), len(answers), failures, seconds=time.perf_counter() - began)
+        return talk.add_answer(turn, self._dialogue.answer_ids(messages))
+
+    async def close(self) -> None:
+        await self._pool.close()
+
+
+async def _asked(episode: Episode, call: Call) -> Answer:
+    if call.problem is not None:
+        return Answer(str({"error": call.problem}), failed=True)
+    return await episode.call(call.name, call.arguments)
+
+
+def said_after(prompt: Prompt, said: str) -> list[Message]:
+    """The prompt with what the environment said at the end of its last message, as in TRL."""
+    if isinstance(prompt.content, str):
+        return [{"role": "user", "content": prompt.content + said}]
+    return [*prompt.content[:-1], {**prompt.content[-1], "content": prompt.content[-1]["content"] + said}]
+
+
+class _Talk:
+    """A completion as it grows."""
+
+    def __init__(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
+        self.ended = "stop"
+        self.token_ids: list[int] = list(prompt_ids)
+        self._first, self._most = len(prompt_ids), len(prompt_ids) + max_tokens
+        self._logprobs: list[float] | None = []
+        self._turns: list[Turn] = []
+        self._text, self._versions = "", list[int]()
+
+    @property
+    def room(self) -> int:
+        return self._most - len(self.token_ids)
+
+    def add(self, part: Completion, message: Mapping[str, object]) -> None:
+        self.token_ids += part.token_ids
+        known = self._logprobs is not None and part.logprobs is not None
+        self._logprobs = [*(self._logprobs or ()), *(part.logprobs or ())] if known else None
+        self._turns.append(Turn(True, len(part.token_ids), (message,)))
+        self._text, self.ended = part.text, part.finish_reason
+        self._versions.append(part.policy_version)
+
+    def add_answer(self, turn: Turn, token_ids: Sequence[int]) -> bool:
+        """Whether it fits and leaves room for a turn. What does not fit is cut, and counts as said by nobody."""
+        fits = len(token_ids) < self.room
+        kept = token_ids[: self.room]
+        self.token_ids += kept
+        if self._logprobs is not None:
+            self._logprobs += [0.0] * len(kept)
+        self._turns.append(replace(turn, num_tokens=len(kept), messages=turn.messages if fits else ()))
+        if not fits:
+            self.ended = "length"
+        return fits
+
+    def completion(self, earned: Score | None) -> Completion:
+        logprobs = None if self._logprobs is None else tuple(self._logprobs)
+        ids, version = tuple(self.token_ids[self._first :]), min(self._versions)
+        return Completion(ids, logprobs, self._text, self.ended, version, tuple(self._turns), earned)

@@ -51,6 +51,20 @@ def real(name: str) -> Path:
     return path
 
 
+def test_turns_of_an_example_stand_between_system_and_prompt(tmp_path: Path) -> None:
+    turns = [{"role": "user", "content": "1 + 1?"}, {"role": "assistant", "content": "2"}]
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "2 + 2?"}\n')
+    told = {"model": "m", "dataset": str(file), "output": "o", "rewards": [{"reward": "exact_answer"}]}
+    for system, before in ((None, []), ("Be brief.", [{"role": "system", "content": "Be brief."}])):
+        found = load_prompts(RunConfig(**told, few_shot=turns, system_prompt=system))
+        assert found.is_chat
+        assert found.prompts[0].content == [*before, *turns, {"role": "user", "content": "2 + 2?"}]
+    file.write_text('{"prompt": [{"role": "system", "content": "Mine."}, {"role": "user", "content": "3?"}]}\n')
+    content = load_prompts(RunConfig(**told, few_shot=turns)).prompts[0].content
+    assert [turn["content"] for turn in content if isinstance(turn, dict)] == ["Mine.", "1 + 1?", "2", "3?"]
+
+
 def test_limit_takes_the_first_rows(tmp_path: Path) -> None:
     path = write(tmp_path / "d.jsonl", {"prompt": "a"}, {"prompt": "b"}, {"prompt": None})
     assert [prompt.content for prompt in load(path, limit=2).prompts] == ["a", "b"]

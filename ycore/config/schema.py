@@ -173,6 +173,8 @@ class RunConfig(BaseConfig):
     prompt_column: str | None = None
     answer_column: str | None = None  # renamed to `answer` for the rewards; None keeps the columns as they are
     system_prompt: str | None = None
+    # Turns before every prompt, after the system's: a worked example, `{role: user, content: ...}` and so on.
+    few_shot: list[dict[Literal["role", "content"], str]] = []
     prompts_per_step: Count = 8
     # Completions of each prompt; TRL's `num_generations`.
     group_size: Annotated[int, Field(gt=1, le=10**6, strict=True)] = 8

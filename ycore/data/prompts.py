@@ -80,7 +80,10 @@ def to_prompts(table: Table, config: RunConfig, *, as_chat: bool) -> PromptSet:
     if answer is not None:
         table.require_column(answer, "--answer-column")
         passed["answer"] = answer
-    prompts = PromptRows(table, column, passed, system_prompt=config.system_prompt, as_chat=as_chat)
+    if any(turn.keys() != {"role", "content"} for turn in config.few_shot):
+        raise DataError("few_shot is a list of turns with a role and a content each, e.g. {role: user, content: 'Hi'}")
+    before: list[Message] = [{str(key): text for key, text in turn.items()} for turn in config.few_shot]
+    prompts = PromptRows(table, column, passed, system_prompt=config.system_prompt, few_shot=before, as_chat=as_chat)
     return PromptSet(prompts, tuple(passed), fingerprint=_fingerprint(prompts), is_chat=prompts[0].is_chat)
 
 
@@ -91,10 +94,18 @@ class PromptRows(Sequence[Prompt]):
     """
 
     def __init__(
-        self, table: Table, column: str, passed: Mapping[str, str], *, system_prompt: str | None, as_chat: bool
+        self,
+        table: Table,
+        column: str,
+        passed: Mapping[str, str],
+        *,
+        system_prompt: str | None,
+        few_shot: Sequence[Message] = (),
+        as_chat: bool,
     ) -> None:
         self._table, self._column, self._passed = table, column, passed
-        self._system_prompt, self._as_chat = system_prompt, as_chat or system_prompt is not None
+        self._system_prompt, self._few_shot = system_prompt, few_shot
+        self._as_chat = as_chat or system_prompt is not None or bool(few_shot)
         self._is_text = isinstance(self._content(table.row(0)), str)
 
     def __len__(self) -> int:
@@ -142,9 +153,10 @@ class PromptRows(Sequence[Prompt]):
             if not self._as_chat:
                 return content
             content = [{"role": "user", "content": content}]
-        if self._system_prompt is None or content[0]["role"] == "system":
-            return content
-        return [{"role": "system", "content": self._system_prompt}, *content]
+        system = content[:1] if content[0]["role"] == "system" else []
+        if self._system_prompt is not None and not system:
+            return [{"role": "system", "content": self._system_prompt}, *self._few_shot, *content]
+        return [*system, *self._few_shot, *content[len(system) :]]
 
 
 def _prompt_column(table: Table, chosen: str | None) -> str:

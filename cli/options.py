@@ -95,6 +95,7 @@ Replay = text("Train on the rounds of a run with a kept journal, without engines
 Preset = text("A paper's settings, under your own; e.g. dapo; see docs/algorithms.md.", metavar="NAME")
 Advantage = text("How rewards become advantages; e.g. rloo; see docs/algorithms.md.", metavar="NAME")
 Divergence = text("Distance to the reference that --beta weighs: reverse-kl, forward-kl or js.", metavar="NAME")
+TrustRegion = text("What bounds a step: clip, dppo-tv or dppo-kl; see docs/algorithms.md.", metavar="NAME")
 Preflight = switch("First check whether this run can learn (ycore preflight); train only if so.", "--preflight")
 
 # Given examples
@@ -134,8 +135,8 @@ StageResume = switch("Skip what is finished, go on with what was begun.", "--res
 
 _TEXTS = (
     "model", "dataset", "output", "merge", "quantize", "system_prompt", "prompt_column", "answer_column",
-    "trust_remote_code", "split", "accelerate", "preset", "advantage", "divergence", "placement", "keep_journal",
-    "replay", "eval_dataset", "eval_split", "env",
+    "trust_remote_code", "split", "accelerate", "preset", "advantage", "divergence", "trust_region", "placement",
+    "keep_journal", "replay", "eval_dataset", "eval_split", "env",
 )  # fmt: skip
 _NUMBERS = (
     "prompts_per_step", "group_size", "max_tokens", "steps", "seed", "num_samples", "limit", "processes", "restarts",

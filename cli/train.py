@@ -23,6 +23,7 @@ _ROLLOUTS = {
     "system_prompt": o.SystemPrompt, "prompts_per_step": o.PromptsPerStep, "group_size": o.GroupSize,
     "max_tokens": o.MaxTokens, "engine": o.EngineKind, "sandbox": o.Sandbox, "dynamic_sampling": o.DynamicSampling,
     "placement": o.Placement, "preset": o.Preset, "advantage": o.Advantage, "divergence": o.Divergence,
+    "trust_region": o.TrustRegion,
     "keep_journal": o.KeepJournal, "replay": o.Replay, "restarts": o.Restarts, "wandb_project": o.WandbProject,
     "preflight": o.Preflight,
 }  # fmt: skip
@@ -56,7 +57,8 @@ def training_command(algorithm: Algorithm) -> Callable[..., None]:
         train(config, **{name: options[name] for name in _HOW} | {"resume": resume})
 
     own = _ROLLOUTS if algorithm.learns_from == "rollouts" else _EXAMPLES
-    hidden = () if algorithm.preset is None else ("preset", "advantage")
+    hidden = ["advantage"] if algorithm.preset or algorithm.settings.get("critic") is not None else []
+    hidden += ["preset"] if algorithm.preset else []
     declared = {name: option for name, option in ({"model": o.Model} | own | _TRAINING).items() if name not in hidden}
     examples = "\n".join(f"ycore {algorithm.name} {example}" for example in algorithm.examples)
     command.__doc__ = f"{algorithm.summary}\n\n\b\n{algorithm.help}\n\n\b\n{examples}"

@@ -1,19 +1,21 @@
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 from trl import GRPOConfig
 from trl.experimental.gmpo import GMPOConfig
 
 from ycore.config.algorithms import ALGORITHMS
-from ycore.config.presets import ADVANTAGES, Preset, find_preset, preset_layer, preset_lines, presets
+from ycore.config.learner_rules import BY_TOKEN
+from ycore.config.presets import ADVANTAGES, Preset, TrustRegion, find_preset, preset_layer, preset_lines, presets
 from ycore.config.resolve import resolve
 from ycore.config.trl_arguments import aliases, refusal
 from ycore.config.trl_fields import coerce, fields_of
 from ycore.errors import ConfigError
 from ycore.trl.advantages import ESTIMATORS
+from ycore.trl.importance import LIMITS
 
 # The papers' numbers, written here a second time: what the resolved TRL config must say.
 PAPERS: dict[str, dict[str, Any]] = {
@@ -96,13 +98,77 @@ PAPERS: dict[str, dict[str, Any]] = {
         "beta": 0.0,
         "num_iterations": 1,
     },
+    "ppo-n-plus": {  # detail 20; 4 epochs of one minibatch
+        "loss_type": "dapo",
+        "importance_sampling_level": "token",
+        "scale_rewards": "none",
+        "epsilon": 0.2,
+        "epsilon_high": 0.2,
+        "beta": 0.05,
+        "num_iterations": 4,
+    },
+    "vapo": {  # clip-higher, no KL
+        "loss_type": "dapo",
+        "importance_sampling_level": "token",
+        "scale_rewards": "none",
+        "epsilon": 0.2,
+        "epsilon_high": 0.28,
+        "beta": 0.0,
+    },
+    "bpco": {
+        "loss_type": "dapo",
+        "importance_sampling_level": "token",
+        "scale_rewards": "none",
+        "epsilon": 0.2,
+        "epsilon_high": 0.2,
+        "beta": 0.0,
+    },
+    "ma-rlhf": {  # the constants of its trainer and scripts
+        "loss_type": "dapo",
+        "importance_sampling_level": "token",
+        "scale_rewards": "none",
+        "epsilon": 0.2,
+        "epsilon_high": 0.2,
+        "beta": 0.05,
+    },
+}
+CRITICS: dict[str, dict[str, Any]] = {
+    "ppo-n-plus": {
+        "lr_ratio": 1.0,
+        "warmup_steps": 0,
+        "lam": 0.95,
+        "target_lam": 0.95,
+        "value_clip": 0.2,
+        "whiten": True,
+    },
+    "vapo": {"lr_ratio": 2.0, "warmup_steps": 50, "lam": 1.0, "alpha": 0.05, "target_lam": 1.0, "whiten": True},
+    "bpco": {
+        "lr_ratio": 10.0,
+        "warmup_steps": 15,
+        "lam": 1.0,
+        "alpha": 0.4,
+        "target_lam": 1.0,
+        "whiten": False,
+        "range": [0.0, 1.0],
+    },
+    "ma-rlhf": {
+        "lr_ratio": 1.0,
+        "warmup_steps": 0,
+        "lam": 0.95,
+        "target_lam": 0.95,
+        "value_clip": 0.2,
+        "whiten": False,
+        "macro_tokens": 5,
+    },
 }
 RUNS: dict[str, dict[str, Any]] = {
     "rloo": {"advantage": "rloo"},
     "dapo": {"sampling": {"dynamic": True}},
     "gmpo": {"loss_from": "gmpo"},
     "scalerl": {"advantage": "reinforce++-baseline", "sampling": {"dynamic": True}},
+    **{name: {"kl_in": "reward", "critic": critic} for name, critic in CRITICS.items()},
 }
+RUNS["bpco"]["trust_region"] = "dppo-tv"
 # What an algorithm here is made of. The exceptions are losses that do not read the field.
 CORE = {"loss_type", "importance_sampling_level", "scale_rewards", "epsilon", "epsilon_high", "beta"}
 UNREAD = {"cispo": {"epsilon"}, "scalerl": {"epsilon"}, "gmpo": {"loss_type"}}
@@ -139,13 +205,15 @@ def test_fields_are_trls_and_the_users_to_set(name: str) -> None:
         assert refusal(key, ALGORITHMS["grpo"]) is None and key not in aliases(ALGORITHMS["grpo"])
 
 
-def test_run_keys_are_the_three_that_presets_may_set() -> None:
-    assert {key for preset in presets().values() for key in preset.run} <= {"advantage", "sampling", "loss_from"}
+def test_run_keys_are_those_that_presets_may_set() -> None:
+    allowed = {"advantage", "sampling", "loss_from", "kl_in", "critic", "trust_region"}
+    assert {key for preset in presets().values() for key in preset.run} <= allowed
     assert all(preset.run.get("advantage", "group") in ESTIMATORS for preset in presets().values())
 
 
 def test_names_for_the_command_line_are_those_of_the_functions() -> None:
-    assert tuple(ESTIMATORS) == ADVANTAGES
+    assert tuple(ESTIMATORS) == tuple(name for name in ADVANTAGES if name != BY_TOKEN)
+    assert set(LIMITS) | {"clip"} == set(get_args(TrustRegion)) and BY_TOKEN in ADVANTAGES
 
 
 def test_trl_alone_would_cap_cispo_at_a_fifth(tmp_path: Path) -> None:

@@ -36,7 +36,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ENTRY = "from ycore_cli.main import main; main()"
 TO_WRITE = ("jsonl", "csv", "python", "yaml")
-STARTS = ("grpo", "rloo", "sft", "reward", "dpo", "kto", "eval", "preflight", "pipeline", "resume", "selftest")
+STARTS = ("grpo", "rloo", "ppo", "sft", "reward", "dpo", "kto", "eval", "preflight", "pipeline", "resume", "selftest")
 """The commands that start something, unless it is a dry run."""
 OF_TRL = {"--config", "--model-name-or-path", "--dataset-name", "--reward-funcs", "--use-peft"}
 """Options of `trl grpo` that a page may set beside ours."""

@@ -85,14 +85,31 @@ def spread(tmp_path: Path) -> str:
 
 @pytest.mark.parametrize("name", sorted(presets()))
 def test_a_preset_trains(name: str, spread: str, model: Path, tmp_path: Path) -> None:
-    metrics = trained(tmp_path, model, [spread], preset=name)
+    has_critic = "critic" in presets()[name].run
+    ppo: dict[str, Any] = {"algorithm": "ppo", "critic": {"warmup_steps": 0}} if has_critic else {}
+    metrics = trained(tmp_path, model, [spread], preset=name, **ppo)
     assert all(row["grad_norm"] > 0 for row in metrics)
+    assert all(("ycore/critic/loss" in row) == has_critic for row in metrics)
     assert ("rewards/overlong/mean" in metrics[0]) == (name == "dapo")
 
 
 @pytest.mark.parametrize("name", sorted({*ADVANTAGES} - {"group", "dr-grpo", "lite-ppo", "reinforce++-baseline"}))
 def test_an_estimator_that_no_preset_has_trains(name: str, spread: str, model: Path, tmp_path: Path) -> None:
     assert all(row["grad_norm"] > 0 for row in trained(tmp_path, model, [spread], advantage=name))
+
+
+def test_ppo_trains_on_groups_of_one_and_saves_its_critic_beside_the_policy(
+    spread: str, model: Path, tmp_path: Path
+) -> None:
+    """One completion a prompt and a warm-up of one step; its group teaches, although nothing is beside it."""
+    sizes = {"prompts_per_step": 4, "group_size": 1, "checkpoint_every": 1}
+    first, second = trained(
+        tmp_path, model, [spread], algorithm="ppo", critic={"warmup_steps": 1}, **sizes, trl={"beta": 0.05}
+    )
+    assert first["grad_norm"] == 0 and second["grad_norm"] > 0 and first["ycore/critic/grad_norm"] > 0
+    assert first["ycore/sampling/drawn"] == second["ycore/sampling/drawn"] == 4
+    assert first["kl"] == pytest.approx(0, abs=1e-6)
+    assert (tmp_path / "run" / "checkpoints" / "checkpoint-2" / "critic.safetensors").is_file()
 
 
 @pytest.mark.parametrize("name", ["forward-kl", "js"])

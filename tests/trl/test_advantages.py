@@ -24,7 +24,6 @@ HAND = {
     "dr-grpo": [[0.5, -0.5, -0.5, 0.5], [0.6666667, -0.3333333, 0.0, -0.3333333]],
     "rloo": [[0.6666667, -0.6666667, -0.6666667, 0.6666667], [1.0, -0.5, 0.0, -0.5]],
     "lite-ppo": [[0.9352394, -0.9352394, -0.9352394, 0.9352394], [1.2469859, -0.6234929, 0.0, -0.6234929]],
-    "reinforce++": [[1.0688450, -0.8016338, -0.8016338, 1.0688450], [1.0688450, -0.8016338, 0.0, -0.8016338]],
     "reinforce++-baseline": [[0.9485034, -0.9485034, -0.9485034, 0.9485034], [1.2646711, -0.6323356, 0.0, -0.6323356]],
     "remax": [[0.0, -1.0, -1.0, 0.0], [0.75, -0.25, 0.0, -0.25]],
     "maxrl": [[1.0, -1.0, -1.0, 1.0], [2.0, -1.0, 0.0, -1.0]],
@@ -64,7 +63,6 @@ def test_batch_deviation_of_rewards_is_not_that_of_centred_rewards() -> None:
     rewards, mask = torch.tensor([[0.0, 1.0], [10.0, 11.0]]), torch.ones(2, 2, dtype=torch.bool)
     assert run("lite-ppo", rewards, mask)[0, 1].item() == pytest.approx(0.5 / (5.8022984 + 1e-4), abs=1e-7)
     assert run("reinforce++-baseline", rewards, mask)[0, 1].item() == pytest.approx(0.5 / (0.5773503 + 1e-4), abs=1e-6)
-    assert run("reinforce++", rewards, mask)[0, 1].item() == pytest.approx(-4.5 / (5.8022984 + 1e-4), abs=1e-7)
 
 
 @pytest.mark.parametrize(("name", "scale"), [("group", "group"), ("lite-ppo", "batch"), ("dr-grpo", "none")])
@@ -90,7 +88,7 @@ def test_no_spread_is_exactly_zero(name: str, shape: tuple[int, int], reward: fl
     assert torch.equal(advantages, torch.zeros(shape))
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"reinforce++", "remax"}))
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"remax"}))
 def test_a_group_without_spread_is_exactly_zero_beside_one_with(name: str) -> None:
     rewards = torch.tensor([[0.3] * 7, [0.1, 0.7, 0.2, 0.9, 0.0, 0.4, 0.6]])
     advantages = run(name, rewards, torch.ones(2, 7, dtype=torch.bool))
@@ -105,8 +103,7 @@ def test_one_or_no_completion_left_in_a_group(name: str) -> None:
     advantages = run(name, rewards, mask, torch.tensor([1.0, NAN, 0.5]))
     assert torch.isfinite(advantages).all()
     assert torch.equal(advantages[~mask], torch.zeros(5))
-    alone = {"remax": 4.0, "reinforce++": (5 - 1.625) / (2.2867371 + 1e-4)}  # squares 15.6875 over 3
-    assert advantages[0, 0].item() == pytest.approx(alone.get(name, 0.0), abs=1e-5)
+    assert advantages[0, 0].item() == pytest.approx(4.0 if name == "remax" else 0.0, abs=1e-5)
 
 
 def test_remax_without_a_greedy_reward_gives_nothing() -> None:
@@ -202,7 +199,7 @@ def test_each_group_may_shift_on_its_own(name: str, batch: tuple[Tensor, Tensor,
     close(run(name, moved, mask), run(name, rewards, mask))
 
 
-@pytest.mark.parametrize("name", ["group", "lite-ppo", "maxrl", "reinforce++", "reinforce++-baseline"])
+@pytest.mark.parametrize("name", ["group", "lite-ppo", "maxrl", "reinforce++-baseline"])
 @settings(max_examples=30, deadline=None)
 @given(batch=batches(), scale=st.sampled_from([0.5, 4.0, 256.0]))
 def test_normalised_estimators_do_not_see_the_scale(
@@ -236,7 +233,7 @@ def test_other_groups_matter_only_where_the_batch_is_normalised(name: str) -> No
     mask, greedy = torch.ones(2, 3, dtype=torch.bool), torch.tensor([0.5, 1.0])
     together = run(name, rewards, mask, greedy)[:1]
     alone = run(name, rewards[:1], mask[:1], greedy[:1])
-    assert torch.equal(together, alone) != (name in {"lite-ppo", "reinforce++", "reinforce++-baseline"})
+    assert torch.equal(together, alone) != (name in {"lite-ppo", "reinforce++-baseline"})
 
 
 # -- the table itself --------------------------------------------------------------------------------------------------

@@ -5,9 +5,9 @@ A new algorithm costs one file in `ycore/trl` and one row here. This file import
 """
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from ycore.errors import ConfigError, nearest
 
@@ -30,6 +30,7 @@ class Algorithm:
     learning_rate: float  # the default for every weight; TRL's own default serves one of the two kinds of weights only
     lora_learning_rate: float  # the default for adapters, which start at zero and need larger steps
     preset: str | None = None  # the preset that its name stands for
+    settings: Mapping[str, Any] = field(default_factory=dict)  # keys of the config under every other layer
     # What an example is: an answer, a better and a worse answer, or an answer with a label.
     rows: Literal["answers", "pairs", "labelled"] | None = None
     sequences_per_row: int = 1  # sequences that the trainer runs for one row
@@ -71,6 +72,19 @@ _ROWS = (
             "`trl rloo` is in docs/algorithms.md."
         ),
         preset="rloo",
+    ),
+    replace(
+        _GRPO,
+        name="ppo",
+        summary="Train a model on a reward with PPO: a critic says what each token was worth.",
+        help=(
+            "Every field of TRL's GRPOConfig is an option too; the critic's are --set critic.NAME=VALUE.\n"
+            "Presets: ppo-n-plus, vapo, bpco, ma-rlhf; see docs/algorithms.md."
+        ),
+        examples=("--recipe ppo-quickstart", "--recipe ppo-quickstart --preset vapo --group-size 1"),
+        module="ycore.trl.ppo",
+        # TRL's own advantages are replaced, and its deviation of a group of one would not exist.
+        settings={"critic": {}, "kl_in": "reward", "trl": {"loss_type": "dapo", "scale_rewards": "none"}},
     ),
     Algorithm(
         name="sft",

@@ -9,12 +9,17 @@ from typing import Any, Literal, get_args
 from ycore.errors import ConfigError, nearest
 
 Advantage = Literal["group", "dr-grpo", "rloo", "lite-ppo", "reinforce++", "reinforce++-baseline", "remax", "maxrl"]
-"""The names for `--advantage`: the keys of `ycore.trl.advantages.ESTIMATORS`. `group` leaves the advantage to TRL."""
+"""The names for `--advantage`: the keys of `ycore.trl.advantages.ESTIMATORS`, and `reinforce++`, which has an advantage
+for each token. `group` leaves the advantage to TRL."""
 
 ADVANTAGES: tuple[str, ...] = get_args(Advantage)
 
 Divergence = Literal["reverse-kl", "forward-kl", "js"]
 """The names for `--divergence`: the keys of `ycore.trl.divergence.DIVERGENCES`."""
+
+
+TrustRegion = Literal["clip", "dppo-tv", "dppo-kl"]
+"""The names for `--trust-region`: `clip` is the loss's own, the others are keys of `ycore.trl.importance.LIMITS`."""
 
 
 @dataclass(frozen=True, slots=True)

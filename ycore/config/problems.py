@@ -30,7 +30,6 @@ _RULES: Mapping[str, str] = {
 }
 
 _WAYS_OUT: Mapping[str, str] = {
-    "group_size": "a completion is compared with the others of its group, so give 2 or more, e.g. --group-size 8",
     "lora": "write lora: {} for the defaults, or lora: null (--full) to train every weight",
     "rewards": "name one, e.g. --reward exact_answer",
 }

@@ -14,6 +14,7 @@ import yaml
 from pydantic import ValidationError
 
 from ycore.config.algorithms import Algorithm, find_algorithm
+from ycore.config.learner_rules import check_learner
 from ycore.config.presets import find_preset, preset_layer, preset_rewards
 from ycore.config.problems import config_error, unknown_key
 from ycore.config.schema import AnyConfig, RunConfig
@@ -45,6 +46,7 @@ def resolve(
     preset = _topmost("preset", layers)
     if preset is not None:
         layers.insert(0, preset_layer(find_preset(str(preset))))
+    layers.insert(0, algorithm.settings)
     merged: dict[str, Any] = {}
     for layer in layers:
         merged = merge(merged, _normalised(layer, algorithm))
@@ -176,9 +178,10 @@ def _validated(merged: dict[str, Any], algorithm: Algorithm) -> AnyConfig:
         if reason is not None:
             raise ConfigError(f"{name} is not taken from TRL's fields: {reason}")
     trl = {name: coerce(fields[name], value) for name, value in config.trl.items()}
-    if isinstance(config, RunConfig) and config.divergence != "reverse-kl" and not trl.get("beta"):
-        raise ConfigError(f"--divergence {config.divergence} needs beta above 0, its weight; it is 0; say --beta 0.04")
-    return config.model_copy(update={"trl": trl})
+    resolved = config.model_copy(update={"trl": trl})
+    if isinstance(resolved, RunConfig):
+        check_learner(resolved)
+    return resolved
 
 
 def _default_output(merged: Mapping[str, Any], run_name: str | None) -> dict[str, str]:

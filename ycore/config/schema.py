@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from ycore.config.presets import Advantage, Divergence
+from ycore.config.presets import Advantage, Divergence, TrustRegion
 
 Positive = Annotated[int, Field(gt=0, le=10**9, strict=True)]
 Count = Annotated[int, Field(gt=0, le=10**6, strict=True)]
@@ -102,6 +102,27 @@ class SamplingSettings(Strict):
     max_age: Annotated[int, Field(ge=0)] = 1
 
 
+class CriticSettings(Strict):
+    """The critic of `ycore ppo`, and how its values become advantages."""
+
+    # The folder of a run of `ycore reward` on the same model, to begin with; None is the policy with a head of zeros.
+    init: str | None = None
+    lr_ratio: Annotated[float, Field(gt=0)] = 10.0  # the critic's learning rate over the policy's
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0  # of the critic's own gradient
+    # First steps in which only the critic learns. The schedule of the learning rate runs on.
+    warmup_steps: Annotated[int, Field(ge=0, strict=True)] = 10
+    lam: Annotated[float, Field(ge=0, le=1)] = 1.0  # GAE's lambda of the advantages
+    # Above 0, lambda follows the length l of a completion: 1 - 1 / (alpha * l), at least 0.
+    alpha: Annotated[float, Field(gt=0)] | None = None
+    target_lam: Annotated[float, Field(ge=0, le=1)] = 1.0  # of the value targets; 1 is Monte Carlo
+    value_clip: Annotated[float, Field(gt=0)] | None = None  # how far a value may move from the round's
+    whiten: bool = True  # advantages less their mean, over their deviation, among the tokens of all ranks
+    macro_tokens: Positive = 1  # tokens that share one advantage (MA-RLHF)
+    # What follows a completion that was cut at `max_tokens`: its value, instead of nothing.
+    bootstrap: bool = False
+    range: tuple[float, float] | None = None  # bounds of a value, those of the reward; None is unbounded
+
+
 class RewardSettings(Strict):
     """The worker processes in which plain reward functions run."""
 
@@ -176,8 +197,8 @@ class RunConfig(BaseConfig):
     # Turns before every prompt, after the system's: a worked example, `{role: user, content: ...}` and so on.
     few_shot: list[dict[Literal["role", "content"], str]] = []
     prompts_per_step: Count = 8
-    # Completions of each prompt; TRL's `num_generations`.
-    group_size: Annotated[int, Field(gt=1, le=10**6, strict=True)] = 8
+    # Completions of each prompt; TRL's `num_generations`. 1 is for advantages that do not compare within a group.
+    group_size: Count = 8
     max_tokens: Positive = 256  # longest completion; TRL's `max_completion_length`
     steps: Positive = 100
     # The name of a paper's settings (`presets`); values that are given explicitly win over it.
@@ -185,6 +206,11 @@ class RunConfig(BaseConfig):
     advantage: Advantage = "group"  # the advantage estimator; `group` leaves it to TRL's `scale_rewards`
     # The distance to the reference that TRL's `beta` weighs; the others need a `beta` above 0.
     divergence: Divergence = "reverse-kl"
+    # What bounds a step: the loss's clip, or DPPO's mask by the distance to the policy that wrote the tokens.
+    trust_region: TrustRegion = "clip"
+    # Where `beta` puts the KL: a term of the loss, or a part of each token's reward.
+    kl_in: Literal["loss", "reward"] = "loss"
+    critic: CriticSettings | None = None  # of `ycore ppo` only, which always has one
     loss_from: Literal["grpo", "gmpo"] = "grpo"  # which of TRL's trainers computes the loss
     # Keep every round on disk, for `replay`; else rounds before the oldest checkpoint are dropped.
     keep_journal: bool = False

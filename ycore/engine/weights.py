@@ -151,6 +151,8 @@ def engine_weights(
     for name, parameter in base.named_parameters(remove_duplicate=False):
         if ".lora_" in name or ".modules_to_save." in name or id(parameter) in seen:
             continue
+        if name.startswith("critic."):  # of PPO; it is the trainer's own, and lies here where all weights train
+            continue
         seen.add(id(parameter))
         owner, _, leaf = name.partition(".base_layer.")
         layer = adapted.get(owner) if leaf == "weight" else None

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
+from ycore.config.learner_rules import teaches_alone
 from ycore.config.schema import Offload, RunConfig
 from ycore.data.prompts import PromptSet, load_prompts
 from ycore.engine import Engine, Sampling
@@ -188,6 +189,7 @@ class Assembly:
             dynamic=config.sampling.dynamic and not evaluates,
             max_tries=config.sampling.max_tries,
             cost=Cost.of_model(read_json(self.started.model / "config.json")),
+            teaches_alone=teaches_alone(config) and not evaluates,
             greedy_baseline=config.advantage == "remax" and not evaluates,
             # One more than fits, so that no engine waits for the controller to notice that a group has ended. With
             # tools all at once: while they answer, nobody can tell how many fit.

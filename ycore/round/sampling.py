@@ -56,6 +56,7 @@ class Rules:
     Args:
         dynamic: draw another prompt for a group that cannot teach; False trains on every group as it comes.
         max_tries: groups drawn for each one needed, at most; then the step goes on with what was written.
+        teaches_alone: every scored completion teaches, whatever its group's others got (a critic, groups of one).
         greedy_baseline: also write and score each prompt's greedy completion, ReMax's baseline. It is not trained on.
         cost: what training on a group costs; ranks get about the same.
         max_in_flight: groups that this rank's engines can write at once. More stay unclaimed, for a rank that is free.
@@ -66,6 +67,7 @@ class Rules:
     reward_weights: tuple[float, ...]
     dynamic: bool = False
     max_tries: int = 4
+    teaches_alone: bool = False
     greedy_baseline: bool = False
     cost: Cost = Cost()
     max_in_flight: int | None = None
@@ -77,18 +79,19 @@ def total_reward(scores_R: Sequence[Score], weights_R: Sequence[float]) -> float
     return sum(known) if known else None
 
 
-def can_teach(group: Group, weights_R: Sequence[float], *, tolerance: float = TOLERANCE) -> bool:
+def can_teach(group: Group, weights_R: Sequence[float], *, alone: bool = False, tolerance: float = TOLERANCE) -> bool:
     """Whether any advantage of the group differs from zero (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2).
 
     That takes two scored completions whose rewards differ by more than `tolerance`. Where the prompt's greedy
-    completion is the baseline (ReMax), one completion whose reward differs from the baseline's is enough.
+    completion is the baseline (ReMax), one completion whose reward differs from the baseline's is enough. With `alone`
+    (`Rules.teaches_alone`) one scored completion is enough.
     """
     totals = [total_reward(scores_R, weights_R) for scores_R in group.scores_GR]
     known = [total for total in totals if total is not None]
     if group.greedy_scores_R is not None:
         baseline = total_reward(group.greedy_scores_R, weights_R)
         return baseline is not None and any(abs(total - baseline) > tolerance for total in known)
-    return len(known) > 1 and max(known) - min(known) > tolerance
+    return bool(known) if alone else len(known) > 1 and max(known) - min(known) > tolerance
 
 
 @dataclass(slots=True)

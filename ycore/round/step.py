@@ -95,7 +95,7 @@ class Controller(RankLoop):
             greedy_scores_R=tuple(baseline[0][0]) if baseline else None,
         )
         self.meter.count(group, rules.reward_weights)
-        return Finished(group, teaches=can_teach(group, rules.reward_weights))
+        return Finished(group, teaches=can_teach(group, rules.reward_weights, alone=rules.teaches_alone))
 
     async def complete(self, start: Start, index: int, *, greedy: bool = False) -> Completion:
         """One completion. Each of the policy's turns is one request, whose seed does not depend on who answers it."""

@@ -94,18 +94,6 @@ def lite_ppo(rewards_PG: Tensor, mask_PG: Tensor) -> Tensor:
     return _centred(rewards_PG, mask_PG) / (_deviation(rewards_PG, mask_PG, _BATCH) + EPSILON)
 
 
-@_named("reinforce++")
-def reinforce_plus_plus(rewards_PG: Tensor, mask_PG: Tensor) -> Tensor:
-    """REINFORCE++: (r - mean of the batch) / (deviation of the batch + 1e-4), with one completion or more per prompt.
-
-    arXiv 2501.03262, the global normalisation of its general form. There, a token's advantage includes the KL penalty
-    of the tokens after it, and statistics are over tokens; here the reward is the outcome's, and statistics are over
-    completions. A prompt on which all fail still pushes down, and one on which all succeed still pushes up.
-    """
-    centred = rewards_PG - _mean(rewards_PG, mask_PG, _BATCH)
-    return centred / (_deviation(rewards_PG, mask_PG, _BATCH) + EPSILON)
-
-
 @_named("reinforce++-baseline")
 def reinforce_plus_plus_baseline(rewards_PG: Tensor, mask_PG: Tensor) -> Tensor:
     """REINFORCE++ with baseline: c = r - mean of its group; c / (deviation of all c of the batch + 1e-4).

@@ -1,6 +1,5 @@
-"""A round as TRL sees it: flat sequences, their micro-batches, and the gap between the engine's and our log-probs."""
+"""A round as TRL sees it: flat sequences and their micro-batches."""
 
-import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -35,6 +34,7 @@ class FlatSequence:
     rewards: list[float]  # one per source; NaN where a source gave none
     greedy_rewards: list[float]
     policy_version: int
+    is_cut: bool  # at `max_tokens`, before it ended
 
 
 def flatten(groups: Sequence[Group]) -> list[FlatSequence]:
@@ -49,6 +49,7 @@ def flatten(groups: Sequence[Group]) -> list[FlatSequence]:
             rewards=_values(scores),
             greedy_rewards=_values(group.greedy_scores_R or ()),
             policy_version=completion.policy_version,
+            is_cut=completion.finish_reason == "length",
         )
         for group in groups
         for completion, scores in zip(group.completions, group.scores_GR, strict=True)
@@ -81,37 +82,3 @@ def deal(
         window = sorted(order[start : start + per_window], key=lambda group: -group_tokens[group])
         sequences += [group * group_size + member for group in window for member in range(group_size)]
     return [sequences[start : start + per_batch] for start in range(0, len(sequences), per_batch)]
-
-
-def importance_ratio(
-    trainer_logps: torch.Tensor,
-    engine_logps: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    mode: str,
-    clip_min: float | None,
-    clip_max: float | None,
-) -> torch.Tensor:
-    """Importance weight of the trainer's policy over the engine's (truncated: arXiv 2508.03680; masked: IcePop).
-
-    Args:
-        trainer_logps, engine_logps, mask: (B, T); engine NaNs count as equal.
-        mode: `token_truncate`, `token_mask`, `sequence_truncate` or `sequence_mask`, as in TRL.
-
-    Returns:
-        (B, T) for token modes, (B, 1) for sequence modes. TRL's loss multiplies it with the ratio of policy versions.
-    """
-    gap = torch.nan_to_num((trainer_logps - engine_logps) * mask, nan=0.0)
-    level, _, action = mode.partition("_")
-    ratio = torch.exp(gap.sum(dim=-1, keepdim=True) if level == "sequence" else gap)
-    if action == "truncate":
-        return torch.clamp(ratio, min=clip_min, max=clip_max)
-    low = -math.inf if clip_min is None else clip_min
-    high = math.inf if clip_max is None else clip_max
-    return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
-
-
-def absolute_gap(trainer_logps: torch.Tensor, engine_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
-    """|log p_trainer - log p_engine| in nats of every real token that the engine scored: (B, T) -> (N,)."""
-    gap = (trainer_logps - engine_logps).abs()
-    return gap[mask.bool() & ~torch.isnan(gap)]

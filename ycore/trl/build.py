@@ -12,6 +12,7 @@ from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase, TrainerCal
 
 from ycore.config.algorithms import find_algorithm
 from ycore.config.batch import derive_batch, derive_tune_batch
+from ycore.config.learner_rules import BY_TOKEN
 from ycore.config.schema import AnyConfig, LoraSettings, RunConfig, TuneConfig
 from ycore.config.trl_arguments import trl_arguments
 from ycore.data.examples import ExampleSet
@@ -53,7 +54,7 @@ def build_trainer(
     """
     trainer_class = load_trainer_class(config)
     if isinstance(config, RunConfig):
-        arguments, data = _for_rollouts(config, folder, world_size)
+        arguments, data = _for_rollouts(config, folder, world_size, model)
     else:
         assert examples is not None
         arguments, data = _for_examples(config, folder, world_size, model, examples)
@@ -62,9 +63,12 @@ def build_trainer(
     arguments["model_init_kwargs"] = {"dtype": stored, **(arguments.get("model_init_kwargs") or {})}
     if config.quantize is not None:
         data["quantization_config"] = _quantization(compute_dtype(config))
+    settings: Any = trainer_class.config_class(**arguments)
+    if isinstance(config, RunConfig):
+        settings.num_generations = config.group_size  # TRL's class takes no groups of one, and its trainer does
     trainer = trainer_class(
         model=str(model),
-        args=trainer_class.config_class(**arguments),
+        args=settings,
         processing_class=tokenizer,
         peft_config=None if config.lora is None else _lora(config.lora, trainer_class.task_type),
         callbacks=list(callbacks),
@@ -75,15 +79,23 @@ def build_trainer(
     return trainer
 
 
-def _for_rollouts(config: RunConfig, folder: RunFolder, world_size: int) -> tuple[dict[str, Any], dict[str, Any]]:
+def _for_rollouts(
+    config: RunConfig, folder: RunFolder, world_size: int, model: Path
+) -> tuple[dict[str, Any], dict[str, Any]]:
     """The arguments of TRL's config, and what the trainer learns from."""
     batch = derive_batch(config, world_size=world_size, on_cpu=not torch.cuda.is_available())
     arguments = trl_arguments(config, batch, folder)
     arguments["reward_weights"] = [reward.weight for reward in config.rewards]
     rows_per_round = batch.per_device_train_batch_size * batch.steps_per_generation * world_size
+    if config.group_size == 1:
+        arguments["num_generations"] = max(2, rows_per_round)
     return arguments, {
+        **({} if config.critic is None else {"critic": config.critic, "base": model}),
+        "kl_in": config.kl_in,
+        "by_token": config.advantage == BY_TOKEN,
+        "trust_region": config.trust_region,
         "reward_funcs": placeholder_rewards(reward_names(config.rewards)),
-        "advantage": None if config.advantage == "group" else ESTIMATORS[config.advantage],
+        "advantage": None if config.advantage in ("group", BY_TOKEN) else ESTIMATORS[config.advantage],
         "divergence": config.divergence,
         # The round draws the prompts; the rows of TRL's loader only say that a round is due.
         "train_dataset": Dataset.from_dict({"prompt": ["tick"] * rows_per_round}),

@@ -7,6 +7,7 @@ included, and repeats the projection in its backward. `score_tokens` projects on
 
 import functools
 import types
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -39,43 +40,66 @@ def score_completions(
     path: str,
     batch_size: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Per-token log-probabilities and entropies, in nats, of the completions.
-
-    Args:
-        model: the policy or its reference, wrapped or not, with a fused head (`add_compact_head` or TRL's).
-        input_ids, attention_mask: (B, P + T), prompts padded left and completions padded right.
-        completion_width: T.
-        wanted: (B, T), 0 where no log-probability is needed; None wants all.
-        path: how the model's attention is packed, see `packing.path_of`.
-        batch_size: sequences per forward; None takes all at once.
+    """Per-token log-probabilities and entropies, in nats, of the completions; arguments as for `packed_scores`.
 
     Returns:
         Two (B, T) float32 tensors, zero at padding and where none is wanted. The entropies are zero where the head
         gives none.
     """
-    per_pass = batch_size or len(input_ids)
-    logps: list[torch.Tensor] = []
-    entropies: list[torch.Tensor] = []
+    names = ("log_probs", "entropy")
+    logps, entropies = packed_scores(
+        model, input_ids, attention_mask, completion_width, wanted, path=path, names=names, size=batch_size
+    )
+    return logps, entropies
+
+
+def packed_scores(
+    model: torch.nn.Module,
+    input_ids: torch.Tensor,
+    attention_mask: torch.Tensor,
+    completion_width: int,
+    wanted: torch.Tensor | None = None,
+    *,
+    path: str | None,
+    names: Sequence[str],
+    size: int | None = None,
+    **asked: Any,
+) -> list[torch.Tensor]:
+    """The outputs of these names at the completions' tokens, each (B, T) and zero at padding and where none is wanted.
+
+    Args:
+        model: the policy or its reference, wrapped or not, with a fused head (`add_compact_head` or TRL's); or another
+            model of packed rows. `asked` is passed on to it.
+        input_ids, attention_mask: (B, P + T), prompts padded left and completions padded right.
+        completion_width: T.
+        wanted: (B, T), 0 where no output is needed; None wants all.
+        path: how the model's attention is packed, see `packing.path_of`.
+        size: sequences per forward; None takes all at once.
+    """
+    assert path is not None
+    per_pass = size or len(input_ids)
     wanted = torch.ones(len(input_ids), completion_width) if wanted is None else wanted
-    for ids, mask, asked in zip(*(one.split(per_pass) for one in (input_ids, attention_mask, wanted)), strict=True):
+    found: list[list[torch.Tensor]] = [[] for _ in names]
+    for ids, mask, of_pass in zip(*(one.split(per_pass) for one in (input_ids, attention_mask, wanted)), strict=True):
         prompts, completions = _unpad(ids, mask, completion_width)
         blocks = plan_blocks(prompts, completions, share=path == "segments")
         row, places = pack(blocks, prompts, completions, completion_width)
-        row["shift_labels"].masked_fill_(~asked.cpu().bool().flatten()[places], IGNORE)
+        row["shift_labels"].masked_fill_(~of_pass.cpu().bool().flatten()[places], IGNORE)
         inputs = {name: tensor.to(ids.device) for name, tensor in row.items()}
         layout = attention_inputs(path, blocks, ids.device)
-        outputs = model(**inputs, **layout, fused_lm_head=True, use_cache=False)
+        outputs = model(**inputs, **layout, fused_lm_head=True, use_cache=False, **asked)
         if path == "segments" and not layout["segments"].num_served:
             raise RunError(
                 "the model's attention ignores packed rows; take --set trl.model_init_kwargs.attn_implementation=eager"
             )
         scored, places = inputs["shift_labels"] != IGNORE, places.to(ids.device)
-        for scores, found in ((logps, outputs.log_probs), (entropies, outputs.entropy)):
-            flat = torch.zeros(len(ids) * completion_width, dtype=outputs.log_probs.dtype, device=ids.device)
-            if found is not None:
-                flat = flat.scatter(0, places[scored], found[scored])
-            scores.append(flat.view(len(ids), completion_width))
-    return torch.cat(logps), torch.cat(entropies)
+        for name, passes in zip(names, found, strict=True):
+            output = outputs.get(name)
+            flat = torch.zeros(len(ids) * completion_width, device=ids.device)
+            if output is not None:
+                flat = flat.to(output.dtype).scatter(0, places[scored], output[scored])
+            passes.append(flat.view(len(ids), completion_width))
+    return [torch.cat(passes) for passes in found]
 
 
 def _unpad(

@@ -1,15 +1,15 @@
 """GRPO (arXiv 2402.03300) and GMPO (arXiv 2507.20673): TRL's losses, over rounds that ycore makes.
 
-GMPO takes the geometric mean of the tokens' ratios. RLOO and the other estimators are settings of GRPO.
+GMPO takes the geometric mean of the tokens' ratios. RLOO, REINFORCE++ and the other estimators are settings of GRPO.
 """
 
 from trl import GRPOConfig
 from trl.experimental.gmpo import GMPOTrainer
 
-from ycore.trl.seam import SeamGRPOTrainer
+from ycore.trl.token_rewards import TokenRewardTrainer
 
 
-class Trainer(SeamGRPOTrainer):
+class Trainer(TokenRewardTrainer):
     config_class = GRPOConfig
 
 

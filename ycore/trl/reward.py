@@ -62,11 +62,15 @@ class Trainer(BaseTrainer, RewardTrainer):
         return torch.cat(margins)
 
     def write_model(self, folder: Path, *, dtype: torch.dtype, merge: bool) -> None:
-        """Save the classifier whole, whatever `merge` says: adapters are merged in float32 and rounded once."""
+        """Save the classifier whole, whatever `merge` says: adapters are merged in float32 and rounded once.
+
+        The adapters are also saved apart, in `adapter/`: a critic of `ycore ppo` may begin with them.
+        """
         if not self.accelerator.is_main_process:
             return
         model = self.bare_model
         if isinstance(model, PeftModel):
+            model.save_pretrained(folder / "adapter")
             model = model.float().merge_and_unload()
         model.to(dtype).save_pretrained(folder)
         self.processing_class.save_pretrained(folder)

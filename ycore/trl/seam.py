@@ -23,9 +23,10 @@ from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 from ycore.errors import ConfigError
 from ycore.trl.advantages import Estimator
 from ycore.trl.base import BaseTrainer
-from ycore.trl.batches import FlatSequence, Place, absolute_gap, deal, flatten, importance_ratio
+from ycore.trl.batches import FlatSequence, Place, deal, flatten
 from ycore.trl.divergence import stand_in
 from ycore.trl.forward import add_compact_head, score_completions
+from ycore.trl.importance import absolute_gap, importance_ratio
 from ycore.trl.offload import Offload
 from ycore.trl.packing import path_of, use_segments
 from ycore.types import Group
@@ -198,8 +199,7 @@ class SeamGRPOTrainer(DurableTrainer):
         texts = texts_stay_local(len(self._round), logs_completions=self.log_completions)
         with self._correction_left_to_the_loss(), texts:
             batch: dict[str, Any] = super()._generate_and_score_completions([seq.row for seq in self._round])
-        if self._advantage is not None:
-            batch["advantages"] = self._estimated_advantages(self._advantage)
+        batch |= self._own_advantages(batch)
         versions = torch.tensor([sequence.policy_version for sequence in self._round], device=self.accelerator.device)
         batch["is_fresh"] = versions == versions.max()  # the others are left over from earlier rounds
         if not self._learns_once and "sampling_per_token_logps" in batch:
@@ -233,6 +233,10 @@ class SeamGRPOTrainer(DurableTrainer):
         rewards = torch.tensor([sequence.rewards for sequence in self._round], device=self.accelerator.device)
         self._rewards = gather(rewards.float())
         return self._rewards
+
+    def _own_advantages(self, batch: dict[str, Any]) -> dict[str, torch.Tensor]:
+        """What replaces TRL's advantages in the batch, and what else the loss needs; nothing keeps TRL's."""
+        return {} if self._advantage is None else {"advantages": self._estimated_advantages(self._advantage)}
 
     def _estimated_advantages(self, estimate: Estimator) -> torch.Tensor:
         """This rank's advantages, (N,), from the weighted rewards of all ranks."""
@@ -314,7 +318,7 @@ class SeamGRPOTrainer(DurableTrainer):
             inputs, size = (input_ids, attention_mask, logits_to_keep), kwargs.get("batch_size")
             wanted = self._policy_mask(logits_to_keep)
             with self.accelerator.autocast():
-                logps, entropies = score_completions(model, *inputs, wanted, path=self.packed_by, batch_size=size)
+                logps, entropies = self._score(model, *inputs, wanted, size=size)
             aux_loss = None
         else:
             inherited = super()._get_per_token_logps_and_entropies
@@ -345,13 +349,18 @@ class SeamGRPOTrainer(DurableTrainer):
             return None
         return [sequence.mask or [1] * len(sequence.completion_ids) for sequence in self._round]
 
+    def _score(self, model: torch.nn.Module, *inputs: Any, size: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+        """Log-probabilities and entropies of a packed micro-batch."""
+        assert self.packed_by is not None
+        return score_completions(model, *inputs, path=self.packed_by, batch_size=size)
+
     def _fill_in_correction(self, inputs: dict[str, Any], logps: torch.Tensor) -> None:
         """Give the loss the importance weights that the batch was built without, and record the gap."""
         sampled = inputs.get("sampling_per_token_logps")
         if sampled is None or not self._learns_once:
             return
         if self.vllm_importance_sampling_correction:
-            mask = _loss_mask(inputs)
+            mask = loss_mask(inputs)
             ratio = importance_ratio(
                 logps,
                 sampled,
@@ -368,13 +377,13 @@ class SeamGRPOTrainer(DurableTrainer):
 
     def _record_gap(self, logps: torch.Tensor, inputs: dict[str, Any]) -> None:
         """The mean gap between engine and trainer on the same weights: left-over sequences do not count."""
-        mask = _loss_mask(inputs) * inputs["is_fresh"].unsqueeze(1)
+        mask = loss_mask(inputs) * inputs["is_fresh"].unsqueeze(1)
         gap = absolute_gap(logps, inputs["sampling_per_token_logps"], mask)
         if gap.numel():
             self.record("ycore/logprob_gap", gap.mean().item())
 
 
-def _loss_mask(inputs: dict[str, Any]) -> torch.Tensor:
+def loss_mask(inputs: dict[str, Any]) -> torch.Tensor:
     """(B, T), 1 at the tokens that are learned from, as in TRL's loss: neither padding nor the environment's."""
     mask: torch.Tensor = inputs["completion_mask"]
     return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask

@@ -1,0 +1,64 @@
+"""Which settings of a learner are refused, each in one line with the way out."""
+
+from typing import Any
+
+import pytest
+
+from ycore.config.learner_rules import teaches_alone
+from ycore.config.resolve import resolve
+from ycore.config.schema import CriticSettings, RunConfig
+from ycore.errors import ConfigError
+
+BASE = {"model": "m", "dataset": "d", "rewards": ["exact_answer"]}
+
+
+def config(**options: Any) -> RunConfig:
+    return resolve(recipe=BASE, options=options)  # type: ignore[return-value]
+
+
+def test_ppo_has_a_critic_and_the_kl_in_the_reward() -> None:
+    found = config(algorithm="ppo", group_size=1)
+    assert (found.critic, found.kl_in, found.trl) == (
+        CriticSettings(),
+        "reward",
+        {"loss_type": "dapo", "scale_rewards": "none"},
+    )
+    assert resolve(recipe=found.model_dump(mode="json")) == found, "a resumed run is the same run"
+    over = config(algorithm="ppo", preset="vapo", critic={"alpha": 0.4}, trl={"loss_type": "grpo"})
+    assert over.critic is not None and (over.critic.alpha, over.critic.warmup_steps) == (0.4, 50)
+    assert over.trl["loss_type"] == "grpo" and over.trl["epsilon_high"] == 0.28
+
+
+def test_where_every_scored_completion_teaches() -> None:
+    assert teaches_alone(config(algorithm="ppo")) and teaches_alone(config(advantage="remax", group_size=1))
+    assert not teaches_alone(config()) and not teaches_alone(config(advantage="reinforce++"))
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"group_size": 1}, "group_size must be 2 or more with advantage group, which compares a completion"),
+        ({"group_size": 1, "advantage": "rloo"}, "group_size must be 2 or more with advantage rloo"),
+        ({"critic": {}}, "critic is of ycore ppo, and this is grpo; take ycore ppo, or leave"),
+        ({"algorithm": "ppo", "critic": None}, "ycore ppo needs its critic, and critic is null"),
+        ({"algorithm": "ppo", "advantage": "rloo"}, "advantages come from its critic; leave --advantage rloo out"),
+        ({"algorithm": "ppo", "preset": "gmpo"}, "the loss gmpo takes one advantage a completion"),
+        ({"algorithm": "ppo", "trl": {"loss_type": "vespo"}}, "the loss vespo takes one advantage a completion"),
+        ({"algorithm": "ppo", "trl": {"importance_sampling_level": "sequence"}}, "an advantage for each token"),
+        ({"algorithm": "ppo", "trl": {"off_policy_mask_threshold": 0.5}}, "an advantage for each token"),
+        ({"algorithm": "ppo", "accelerate": "zero2"}, "which zero2 cannot; take --accelerate ddp"),
+        ({"algorithm": "ppo", "divergence": "js", "trl": {"beta": 0.1}}, "say --set kl_in=loss, or leave --divergence"),
+        ({"algorithm": "ppo", "critic": {"range": [1, 0]}}, "the lowest and the highest value; it is 1, 0"),
+        ({"algorithm": "ppo", "critic": {"range": [0, 1], "init": "runs/rm"}}, "give one of the two"),
+        ({"algorithm": "ppo", "critic": {"lamda": 1}}, "no key critic.lamda; did you mean"),
+        ({"kl_in": "reward", "trl": {"beta": 0.1}}, "kl_in=reward needs advantages by token"),
+        ({"advantage": "reinforce++", "preset": "gspo"}, "--advantage reinforce++ has an advantage for each token"),
+        ({"advantage": "reinforce++", "loss_from": "gmpo"}, "the loss gmpo takes one advantage a completion"),
+        ({"trust_region": "dppo-tv", "preset": "cispo"}, "they are cispo and reverse-kl; leave it out"),
+        ({"trust_region": "dppo"}, "trust_region must be 'clip', 'dppo-tv' or 'dppo-kl'; it is 'dppo'"),
+    ],
+)
+def test_bad_input_is_one_line(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config(**options)
+    assert message in str(caught.value) and "\n" not in str(caught.value)

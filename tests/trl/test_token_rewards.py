@@ -1,0 +1,114 @@
+"""REINFORCE++ and DPPO's trust region inside TRL's loss."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer
+from trl import GRPOConfig
+
+from ycore.models.tiny import write_tiny_model
+from ycore.trl.build import placeholder_rewards
+from ycore.trl.grpo import Trainer
+from ycore.trl.importance import region_weights
+from ycore.types import Completion, Draw, Group, Prompt, Score
+
+PROMPT = (9, 8, 7)
+SCORES = (1.0, 0.0, 0.25, 0.5)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+class Rounds:
+    """One group of four; the engine's log-probabilities are flat."""
+
+    def next_round(self, *, step: int, num_groups: int) -> list[Group]:
+        completions = []
+        for place in range(4):
+            ids = tuple(10 + place + 3 * n for n in range(2 + place))
+            flat = tuple(-3.0 - 0.5 * n for n in range(len(ids)))
+            completions.append(Completion(ids, flat, "", "stop", step))
+        draw = Draw(0, Prompt(row=0, content="prompt"), PROMPT)
+        return [Group(draw, tuple(completions), tuple((Score(score),) for score in SCORES))]
+
+
+def made(model: Path, output: Path, *, own: dict[str, Any], **settings: Any) -> Trainer:
+    trainer = Trainer(
+        model=str(model),
+        reward_funcs=placeholder_rewards(["mine"]),
+        args=GRPOConfig(
+            output_dir=str(output),
+            use_cpu=True,
+            report_to="none",
+            num_generations=4,
+            per_device_train_batch_size=4,
+            bf16=False,
+            gradient_checkpointing=False,
+            loss_type="dapo",
+            **settings,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": ["tick"] * 4}),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        **own,
+    )
+    trainer.rounds = Rounds()
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
+
+
+def logps_of(trainer: Trainer, batch: dict[str, Any]) -> torch.Tensor:
+    logps = torch.zeros(batch["completion_ids"].shape)
+    for row in range(len(logps)):
+        own = batch["completion_ids"][row][batch["completion_mask"][row].bool()]
+        ids = torch.cat([torch.tensor(PROMPT), own]).unsqueeze(0)
+        logits = trainer.bare_model(input_ids=ids).logits[0, len(PROMPT) - 1 : -1]
+        logps[row, : len(own)] = logits.log_softmax(-1).gather(1, own.unsqueeze(1)).squeeze(1)
+    return logps
+
+
+def test_reinforce_plus_plus_whitens_over_tokens(model: Path, tmp_path: Path) -> None:
+    """At the start the policy is its reference: the KL is 0, and the advantage that of the score."""
+    trainer = made(model, tmp_path, own={"by_token": True, "kl_in": "reward"}, beta=0.1)
+    trainer.training_step(trainer.model, [{"prompt": "tick"}] * 4, None)
+    batch = trainer._buffered_inputs[0]
+    tokens = torch.tensor([score for place, score in enumerate(SCORES) for _ in range(2 + place)])
+    expected = (tokens - tokens.mean()) / tokens.std()
+    found = batch["advantages"][batch["completion_mask"].bool()]
+    assert sorted(found.tolist()) == pytest.approx(sorted(expected.tolist()), abs=1e-5)
+    assert trainer._metrics["train"]["kl"] == [pytest.approx(0, abs=1e-6)]
+
+
+@pytest.mark.parametrize("name", ["dppo-tv", "dppo-kl"])
+@pytest.mark.parametrize("iterations", [1, 2], ids=["one step", "two steps a round"])
+def test_the_gradient_under_dppo_is_that_of_its_definition(
+    model: Path, tmp_path: Path, name: str, iterations: int
+) -> None:
+    """Weight times advantage times d log p, anchored at the engine's log-probabilities in every step of the round."""
+    trainer = made(model, tmp_path, own={"trust_region": name}, num_iterations=iterations, learning_rate=1e-1)
+    for number in range(iterations):
+        trainer.model.zero_grad()
+        trainer.training_step(trainer.model, [{"prompt": "tick"}] * 4, None)
+        batch = trainer._buffered_inputs[0]
+        parameters = [one for one in trainer.bare_model.parameters() if one.grad is not None]
+        found = [one.grad.clone() for one in parameters]
+        trainer.model.zero_grad()
+        logps, mask = logps_of(trainer, batch), batch["completion_mask"].bool()
+        advantages = batch["advantages"].unsqueeze(1)
+        weights = region_weights(name, logps.detach(), batch["sampling_per_token_logps"], advantages)
+        assert (weights[mask] > 1).any(), "the engine and the trainer differ"
+        (-(weights * advantages * logps)[mask].sum() / mask.sum()).backward()  # type: ignore[no-untyped-call]
+        for one, gradient in zip(parameters, found, strict=True):
+            assert one.grad is not None and torch.allclose(gradient, one.grad, atol=1e-5)
+        if number == 0:
+            with torch.no_grad():
+                for one, gradient in zip(parameters, found, strict=True):
+                    one -= 0.5 * gradient
+            trainer.state.global_step += 1
+    share = trainer._metrics["train"]["ycore/effective_share"]
+    assert len(share) == iterations and all(0 < one < 1 and math.isfinite(one) for one in share)

@@ -1,0 +1,94 @@
+"""Which settings of a learner fit together: each rule as one line with the way out."""
+
+from ycore.config.schema import RunConfig
+from ycore.errors import ConfigError
+
+BY_TOKEN = "reinforce++"
+"""The advantage that differs from token to token."""
+
+ALONE = (BY_TOKEN, "remax")
+"""Advantages that do not compare a completion with others of its group."""
+
+_CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo")
+_SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
+
+
+def teaches_alone(config: RunConfig) -> bool:
+    """Whether every scored completion teaches, also in a group whose rewards are all equal.
+
+    A critic's baseline is not the group's mean, so dynamic sampling then has nothing to replace but prompts that no
+    reward could score. The same holds for groups of one.
+    """
+    return config.critic is not None or config.group_size == 1
+
+
+def check_learner(config: RunConfig) -> None:
+    """ConfigError for settings that contradict each other."""
+    if config.divergence != "reverse-kl" and not config.trl.get("beta"):
+        raise ConfigError(f"--divergence {config.divergence} needs beta above 0, its weight; it is 0; say --beta 0.04")
+    if config.algorithm == "ppo":
+        _check_ppo(config)
+    elif config.algorithm == "eval":
+        return
+    elif config.critic is not None:
+        raise ConfigError(
+            f"critic is of ycore ppo, and this is {config.algorithm}; take ycore ppo, or leave critic out"
+        )
+    elif config.group_size == 1 and config.advantage not in ALONE:
+        raise ConfigError(
+            f"group_size must be 2 or more with advantage {config.advantage}, which compares a completion with the "
+            "others of its group; it is 1; e.g. --group-size 8, or --advantage reinforce++, or ycore ppo"
+        )
+    if config.kl_in == "reward":
+        _check_kl_in_reward(config)
+    if config.critic is not None or config.advantage == BY_TOKEN:
+        _check_token_advantages(config)
+    loss = config.trl.get("loss_type", "dapo") if config.loss_from == "grpo" else config.loss_from
+    if config.trust_region != "clip" and (loss not in _CLIPPED or config.divergence != "reverse-kl"):
+        raise ConfigError(
+            f"--trust-region {config.trust_region} takes the place of the clip in the losses {', '.join(_CLIPPED)}, "
+            f"with --divergence reverse-kl; they are {loss} and {config.divergence}; leave it out"
+        )
+
+
+def _check_kl_in_reward(config: RunConfig) -> None:
+    if config.divergence != "reverse-kl":
+        raise ConfigError(
+            f"kl_in=reward takes the log ratio of each token, and --divergence {config.divergence} is a term of the "
+            "loss; say --set kl_in=loss, or leave --divergence out"
+        )
+    if config.critic is None and config.advantage != BY_TOKEN:
+        raise ConfigError(
+            f"kl_in=reward needs advantages by token, and advantage {config.advantage} has one a completion; "
+            "take ycore ppo, --advantage reinforce++, or --set kl_in=loss"
+        )
+
+
+def _check_token_advantages(config: RunConfig) -> None:
+    trl, name = config.trl, "ycore ppo" if config.critic is not None else f"--advantage {config.advantage}"
+    loss = config.loss_from if config.loss_from != "grpo" else trl.get("loss_type")
+    if loss in ("gmpo", "vespo", "luspo"):
+        raise ConfigError(f"the loss {loss} takes one advantage a completion, and {name} has one a token; take dapo")
+    if trl.get("importance_sampling_level", "token") != "token" or trl.get("off_policy_mask_threshold") is not None:
+        raise ConfigError(
+            f"{name} has an advantage for each token; leave importance_sampling_level at token, and "
+            "off_policy_mask_threshold out"
+        )
+
+
+def _check_ppo(config: RunConfig) -> None:
+    trl = config.trl
+    if config.critic is None:
+        raise ConfigError("ycore ppo needs its critic, and critic is null; leave it out, or take ycore grpo")
+    if config.advantage != "group":
+        raise ConfigError(f"ycore ppo's advantages come from its critic; leave --advantage {config.advantage} out")
+    if config.accelerate in _SHARDED or trl.get("deepspeed") or trl.get("fsdp"):
+        raise ConfigError(
+            f"ycore ppo clips and warms up its critic apart, which {config.accelerate or 'deepspeed or fsdp'} cannot; "
+            "take --accelerate ddp"
+        )
+    low, high = config.critic.range or (0.0, 1.0)
+    if low >= high:
+        raise ConfigError(f"critic.range is the lowest and the highest value; it is {low:g}, {high:g}; e.g. [0, 1]")
+    if config.critic.range is not None and config.critic.init is not None:
+        raise ConfigError("critic.init brings a head without bounds, and critic.range sets some; give one of the two")

@@ -1,0 +1,117 @@
+"""From rewards and values of tokens to advantages and value targets. Pure functions.
+
+Axes: `_BT` completions and their tokens; `mask` is 1 at the policy's own tokens, which alone are actions: what an
+environment wrote between them is skipped. There is no discount: gamma is 1. The arithmetic is in float64.
+
+`AddUp` sums a vector over all ranks.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+AddUp = Callable[[Tensor], Tensor]
+EPSILON = 1e-8
+"""Added to the deviation of the tokens' advantages."""
+
+
+def last_token(mask_BT: Tensor) -> Tensor:
+    """(B, T), True at each completion's last action."""
+    counts = mask_BT.cumsum(dim=1)
+    return mask_BT.bool() & (counts == counts[:, -1:])
+
+
+def to_go(rewards_BT: Tensor) -> Tensor:
+    """(B, T): the sum of each token's reward and of those after it."""
+    return rewards_BT.flip(1).cumsum(1).flip(1)
+
+
+def advantages_and_targets(
+    rewards_BT: Tensor,
+    values_BT: Tensor,
+    mask_BT: Tensor,
+    *,
+    lam: float,
+    target_lam: float,
+    alpha: float | None = None,
+    macro_tokens: int = 1,
+    bootstrap_B: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Generalised advantage estimation (arXiv 1506.02438, eq. 16): A_t = sum over l of lam^l * delta_(t+l).
+
+    delta_t = r_t + V_(t+1) - V_t, and after the last action V is 0, or `bootstrap_B` where the completion was cut.
+
+    Args:
+        lam: of the policy's advantages.
+        target_lam: of the value targets A_t + V_t (decoupled GAE, arXiv 2503.01491); 1 gives Monte Carlo returns.
+        alpha: lam is 1 - 1 / (alpha * l) instead, at least 0, for a completion of l actions (arXiv 2504.05118, eq. 5).
+        macro_tokens: tokens of a macro action (arXiv 2410.02743). Its reward is the sum over its tokens, its value
+            their mean, and its advantage and target count for each of them. 1 is PPO.
+
+    Returns:
+        Advantages and targets, (B, T) float64, 0 outside of the mask.
+    """
+    mask = mask_BT.bool()
+    place = ((mask.long().cumsum(dim=1) - 1) // macro_tokens).clamp(min=0)
+    num_tokens = torch.zeros(mask.shape, dtype=torch.float64, device=mask.device)
+    sizes = num_tokens.scatter_add(1, place, mask.double())
+    rewards = num_tokens.scatter_add(1, place, torch.where(mask, rewards_BT.double(), 0))
+    values = num_tokens.scatter_add(1, place, torch.where(mask, values_BT.double(), 0)) / sizes.clamp(min=1)
+    is_action = sizes > 0
+    length = is_action.sum(dim=1)
+    after = torch.zeros_like(values[:, 0]) if bootstrap_B is None else bootstrap_B.double()
+    policy_lam = torch.full_like(after, lam)
+    if alpha is not None:
+        policy_lam = (1 - 1 / (alpha * length.clamp(min=1).double())).clamp(min=0)
+
+    def estimate(lam_B: Tensor) -> Tensor:
+        found, next_value, sum_B = torch.zeros_like(values), after, torch.zeros_like(after)
+        for step in range(int(length.max()) - 1, -1, -1):
+            here = is_action[:, step]
+            sum_B = torch.where(here, rewards[:, step] + next_value - values[:, step] + lam_B * sum_B, sum_B)
+            next_value = torch.where(here, values[:, step], next_value)
+            found[:, step] = torch.where(here, sum_B, 0)
+        return found
+
+    advantages = estimate(policy_lam)
+    targets = values + (
+        advantages if alpha is None and target_lam == lam else estimate(torch.full_like(after, target_lam))
+    )
+    return tuple(torch.where(mask, one.gather(1, place), 0) for one in (advantages, targets))
+
+
+def whitened(advantages_BT: Tensor, mask_BT: Tensor, add_up: AddUp, *, epsilon: float = EPSILON) -> Tensor:
+    """(A - mean) / (deviation + epsilon) over the tokens of all ranks (n - 1), 0 outside of the mask.
+
+    Per rank it would be wrong: two ranks with different rewards would then push in opposite directions.
+    """
+    mask = mask_BT.bool()
+    count, total = add_up(torch.stack([mask.sum().double(), advantages_BT[mask].sum()]))
+    centred = torch.where(mask, advantages_BT - total / count.clamp(min=1), 0)
+    variance = add_up(centred.square().sum().reshape(1))[0] / (count - 1).clamp(min=1)
+    return centred / (variance.sqrt() + epsilon)
+
+
+def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor, add_up: AddUp) -> float | None:
+    """1 - Var(R - V) / Var(R) over the tokens of all ranks; None where all returns are equal.
+
+    Above 0 the critic's advantages vary less than those of the batch's mean (arXiv 2604.19485). `returns_BT` must be
+    Monte Carlo returns: targets that hold the critic's own values make a bad critic look good.
+    """
+    mask = mask_BT.bool()
+    returns, rest = returns_BT[mask].double(), (returns_BT - values_BT)[mask].double()
+    counts = torch.tensor(float(returns.numel()), dtype=torch.float64, device=returns.device)
+    count, total, total_rest = add_up(torch.stack([counts, returns.sum(), rest.sum()]))
+    spread = torch.stack([(returns - total / count).square().sum(), (rest - total_rest / count).square().sum()])
+    of_returns, of_rest = add_up(spread).tolist()
+    return 1 - of_rest / of_returns if of_returns > EPSILON * float(count) else None
+
+
+def value_losses(values: Tensor, old_values: Tensor, targets: Tensor, clip: float | None) -> Tensor:
+    """Half the squared error; with `clip`, the larger of it and that of values moved at most so far from the old."""
+    losses = (values - targets).square()
+    if clip is not None:
+        near = old_values + (values - old_values).clamp(-clip, clip)
+        losses = torch.maximum(losses, (near - targets).square())
+    return losses / 2

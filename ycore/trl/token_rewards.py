@@ -1,0 +1,112 @@
+"""GRPO's trainer with a reward, and so an advantage, for each token: REINFORCE++, and what PPO shares with it."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ycore.trl.importance import behaviour_logps, effective_share, region_weights
+from ycore.trl.returns import last_token, to_go, whitened
+from ycore.trl.seam import SeamGRPOTrainer, loss_mask
+
+
+class TokenRewardTrainer(SeamGRPOTrainer):
+    """The seam, with the KL of `--beta` inside the reward where `kl_in` says so.
+
+    TRL then still computes the reference's log-probabilities, by the same forward as the policy's. Its loss has no KL
+    term, or the same KL would count twice.
+
+    Args:
+        by_token: REINFORCE++ (arXiv 2501.03262, eqs. 4 and 5): each token's advantage is the score less beta times the
+            KL of the tokens from it on, whitened over the tokens of all ranks.
+        trust_region: `clip`, TRL's; or one of `importance.LIMITS`, anchored at the policy that wrote the tokens.
+    """
+
+    beta: float
+
+    def __init__(
+        self, *args: Any, kl_in: str = "loss", by_token: bool = False, trust_region: str = "clip", **kwargs: Any
+    ) -> None:
+        super().__init__(*args, **kwargs)
+        self._by_token, self._trust_region = by_token, trust_region
+        self._kl_in_reward = kl_in == "reward" and self.beta != 0.0
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+        beta = self.beta
+        if self._kl_in_reward:
+            self.beta = 0.0
+        try:
+            return super()._compute_loss(model, inputs)
+        finally:
+            self.beta = beta
+
+    def _own_advantages(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        if not self._by_token:
+            return super()._own_advantages(batch)
+        rewards, mask = self._token_rewards(batch)
+        return {"advantages": whitened(to_go(rewards), mask, self._add_up).float()}
+
+    def _fill_in_correction(self, inputs: dict[str, Any], logps: Tensor) -> None:
+        """Also measure how far the policy is from the one that wrote the tokens, and apply DPPO's trust region.
+
+        DPPO's weight is put into the advantages, and TRL's own ratio and weight become 1: the gradient of a token is
+        then weight * advantage * d log p.
+        """
+        super()._fill_in_correction(inputs, logps)
+        mask = loss_mask(inputs)
+        behaviour = behaviour_logps(inputs.get("sampling_per_token_logps"), inputs.get("old_per_token_logps"), logps)
+        self.record("ycore/effective_share", effective_share((logps - behaviour)[mask.bool()]))
+        if self._trust_region == "clip":
+            return
+        advantages = inputs["advantages"]
+        advantages = advantages.unsqueeze(1) if advantages.dim() == 1 else advantages
+        weights = region_weights(self._trust_region, logps, behaviour, advantages)
+        outside = (weights == 0) * mask
+        self.record("ycore/outside_trust_region", outside.sum().item() / max(1, int(mask.sum())))
+        inputs["advantages"], inputs["old_per_token_logps"] = advantages * weights, logps
+        inputs["importance_sampling_ratio"] = torch.ones_like(logps)
+
+    def _token_rewards(self, batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+        """Rewards of this rank's tokens, (B, T) float64, and the mask of the tokens that have one.
+
+        The score is at the completion's last token. With the KL in the reward each token also has
+        -beta * (log pi_old - log pi_ref), the estimate k1, both by the trainer's forward: an engine's own
+        log-probabilities would add the gap between engine and trainer, whose mean is not 0. A completion without a
+        score has no reward at all.
+        """
+        totals = self._of_this_rank(self._totals(self._rewards)).double()
+        mask = loss_mask(batch) * ~totals.isnan().unsqueeze(1)
+        rewards = last_token(mask) * totals.nan_to_num().unsqueeze(1)
+        if self._kl_in_reward:
+            log_ratio = (self._old_logps(batch) - batch.pop("ref_per_token_logps")).double() * mask
+            rewards = rewards - self.beta * log_ratio
+            total, count = self._add_up(torch.stack([log_ratio.sum(), mask.sum().double()])).tolist()
+            self.record("kl", total / max(1.0, count))
+        return rewards, mask
+
+    def _old_logps(self, batch: dict[str, Any]) -> Tensor:
+        """Of the policy that begins the round, by the trainer's own forward."""
+        if batch.get("old_per_token_logps") is not None:
+            found: Tensor = batch["old_per_token_logps"]
+            return found
+        ids, mask = packed_inputs(batch)
+        size, width = self.args.per_device_train_batch_size, batch["completion_ids"].size(1)
+        with torch.no_grad():
+            return self._get_per_token_logps_and_entropies(self.model, ids, mask, width, batch_size=size)[0]
+
+    def _add_up(self, values: Tensor) -> Tensor:
+        """The sum over all ranks of a vector; in float64 where the device has it."""
+        total: Tensor = self.accelerator.reduce(values, reduction="sum")
+        return total
+
+    def _of_this_rank(self, values: Tensor) -> Tensor:
+        first = self.accelerator.process_index * len(self._round)
+        return values[first : first + len(self._round)]
+
+
+def packed_inputs(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:
+    """Token ids and attention mask of whole sequences, (B, P + T)."""
+    return (
+        torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1),
+        torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1),
+    )

@@ -30,9 +30,9 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def run(place: Path, name: str | None, *, lora: bool) -> Path:
+def run(place: Path, name: str | None, *, lora: bool, **settings: Any) -> Path:
     """Train by `name` over two ranks, or over one without accelerate; the folder with what came of it."""
-    output = place / f"{name or 'alone'}-{'lora' if lora else 'full'}"
+    output = place / "-".join((name or "alone", "lora" if lora else "full", *settings))
     if output.exists():
         return output
     config = RunConfig(
@@ -47,7 +47,7 @@ def run(place: Path, name: str | None, *, lora: bool) -> Path:
         dtype="float32",
         lora=LoraSettings(r=4) if lora else None,
         # A large epsilon: where a gradient is nothing but rounding, Adam would make a whole step of its sign.
-        trl={"learning_rate": 1e-2, "adam_epsilon": 1e-3, "per_device_train_batch_size": 4},
+        trl={"learning_rate": 1e-2, "adam_epsilon": 1e-3, "per_device_train_batch_size": 4, **settings},
     )
     job = place / f"{output.name}.json"
     job.write_text(json.dumps({"config": config.model_dump(mode="json"), "output": str(output)}))
@@ -77,7 +77,14 @@ def weights(folder: Path) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
 @pytest.mark.parametrize("name", ["ddp", "zero2", "zero3"])
 def test_two_ranks_learn_what_one_learns(place: Path, name: str, lora: bool) -> None:
-    one, two = run(place, None, lora=lora), run(place, name, lora=lora)
+    compare(run(place, None, lora=lora), run(place, name, lora=lora))
+
+
+def test_zero3_computes_adapters_again_from_their_shards(place: Path) -> None:
+    compare(run(place, None, lora=True), run(place, "zero3", lora=True, gradient_checkpointing=True))
+
+
+def compare(one: Path, two: Path) -> None:
     first, second = (read_metrics(folder / "metrics.jsonl") for folder in (one, two))
     assert [row["step"] for row in second] == [row["step"] for row in first] == list(range(1, STEPS + 1))
     for expected, row in zip(first, second, strict=True):

@@ -47,6 +47,18 @@ def complete(
     return asyncio.run(asyncio.wait_for(work(), 60))
 
 
+def test_the_generators_of_other_devices_are_left_alone(
+    parts: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """To save the state of a device's generator makes a context on it, and every rank would on all."""
+    saved: list[object] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: saved.append(device) or torch.zeros(1))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: None)
+    complete(parts, Sampling(max_tokens=2), [(PROMPTS[0], 1)])
+    assert saved == []
+
+
 def test_completions_have_the_shape_of_an_engines(parts: tuple[Any, Any]) -> None:
     asked = [(prompt, seed) for prompt in PROMPTS for seed in range(8)]
     completions = complete(parts, Sampling(max_tokens=12, stop_token_ids=ENDS), asked, version=3)

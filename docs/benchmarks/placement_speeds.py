@@ -19,6 +19,7 @@ from ycore.plan.recording import Steps
 
 DEPTHS = (1, 4, 8, 16, 32, 64, 96)
 _FEW, _MANY = 4, 24
+_MOST_READ = 16_000  # prompt tokens of a slot at one time: deeper than that takes minutes, and a round is seldom there
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,7 +44,7 @@ def _steps(depths: Sequence[int], seconds: Sequence[float]) -> Steps:
 async def measure(engines: Sequence[SeededEngine], prompt_tokens: int, depths: Sequence[int] = DEPTHS) -> Measured:
     """A few seconds a depth; the first requests only warm up."""
     await _seconds(engines, 2, _FEW, prompt_tokens)
-    steps, reads = [], []
+    depths, steps, reads = [depth for depth in depths if depth * prompt_tokens <= _MOST_READ or depth <= 8], [], []
     for depth in depths:
         few = await _seconds(engines, depth, _FEW, prompt_tokens)
         many = await _seconds(engines, depth, _MANY, prompt_tokens)

@@ -47,6 +47,7 @@ def test_where_every_scored_completion_teaches() -> None:
         ({"algorithm": "ppo", "trl": {"importance_sampling_level": "sequence"}}, "an advantage for each token"),
         ({"algorithm": "ppo", "trl": {"off_policy_mask_threshold": 0.5}}, "an advantage for each token"),
         ({"algorithm": "ppo", "accelerate": "zero2"}, "which zero2 cannot; take --accelerate ddp"),
+        ({"algorithm": "ppo", "quantize": "4bit"}, "which is not tried in 4 bits; leave --quantize out"),
         ({"algorithm": "ppo", "divergence": "js", "trl": {"beta": 0.1}}, "say --set kl_in=loss, or leave --divergence"),
         ({"algorithm": "ppo", "critic": {"range": [1, 0]}}, "the lowest and the highest value; it is 1, 0"),
         ({"algorithm": "ppo", "critic": {"range": [0, 1], "init": "runs/rm"}}, "give one of the two"),

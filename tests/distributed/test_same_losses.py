@@ -12,7 +12,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from ycore.config.schema import LoraSettings, RewardConfig, RunConfig
+from ycore.config.schema import CriticSettings, LoraSettings, RewardConfig, RunConfig
 from ycore.launch.layout import accelerate_config
 from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
@@ -30,12 +30,14 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def run(place: Path, name: str | None, *, lora: bool, **settings: Any) -> Path:
+def run(place: Path, name: str | None, *, lora: bool, algorithm: str = "grpo", **settings: Any) -> Path:
     """Train by `name` over two ranks, or over one without accelerate; the folder with what came of it."""
-    output = place / "-".join((name or "alone", "lora" if lora else "full", *settings))
+    output = place / "-".join((algorithm, name or "alone", "lora" if lora else "full", *settings))
     if output.exists():
         return output
     config = RunConfig(
+        algorithm=algorithm,
+        critic=CriticSettings(warmup_steps=1, lam=0.9) if algorithm == "ppo" else None,
         model=str(place / "model"),
         dataset="none",
         rewards=[RewardConfig(reward="made_up")],
@@ -93,6 +95,17 @@ def compare(one: Path, two: Path) -> None:
     assert same(weights(one / "before"), weights(two / "before"), atol=0.0), "the engines' first weights differ"
     assert same(weights(one / "after"), weights(two / "after"), atol=2e-5)
     assert not same(weights(one / "before"), weights(one / "after"), atol=1e-3), "nothing was learned"
+
+
+def test_a_critic_on_two_ranks_learns_what_one_learns(place: Path) -> None:
+    """Advantages are whitened over both ranks' tokens; policy and critic have one loss, and two gradients."""
+    one, two = (run(place, name, lora=True, algorithm="ppo") for name in (None, "ddp"))
+    first, second = (read_metrics(folder / "metrics.jsonl") for folder in (one, two))
+    for expected, row in zip(first, second, strict=True):
+        for key in ("loss", "grad_norm", "ycore/critic/grad_norm"):
+            assert row[key] == pytest.approx(expected[key], rel=2e-5, abs=2e-6), (row["step"], key)
+    assert same(weights(one / "after"), weights(two / "after"), atol=2e-5)
+    assert not same(weights(one / "before"), weights(one / "after"), atol=1e-3), "the policy learned nothing"
 
 
 def same(expected: dict[str, torch.Tensor], seen: dict[str, torch.Tensor], *, atol: float) -> bool:

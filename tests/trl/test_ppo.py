@@ -1,22 +1,25 @@
 """PPO's trainer: the critic's tensors, values, both gradients, the warm-up, and what is saved."""
 
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 from trl import GRPOConfig
 
 from ycore.config.schema import CriticSettings
 from ycore.engine.weights import engine_weights
-from ycore.errors import RunError
+from ycore.errors import ConfigError, RunError
 from ycore.models.tiny import write_tiny_model
+from ycore.run.claim import model_fingerprint
+from ycore.run.paths import RunFolder
 from ycore.trl.build import placeholder_rewards
-from ycore.trl.critic import NAME, VALUES
+from ycore.trl.critic import NAME, VALUES, start_from_reward_model
 from ycore.trl.ppo import Trainer
 from ycore.trl.returns import whitened
 from ycore.types import Completion, Draw, Group, Prompt, Score
@@ -261,6 +264,54 @@ def test_a_saved_critic_is_read_again_and_a_damaged_one_refused(model: Path, tmp
     (tmp_path / "critic.safetensors").unlink()
     with pytest.raises(RunError, match="has no whole critic"):
         trainer.critic.load(tmp_path)
+
+
+def reward_run(folder: RunFolder, model: Path, *, r: int = 4, algorithm: str = "reward") -> torch.nn.Module:
+    """What a run of `ycore reward` leaves for a critic; the reward model, whose adapters are not zero."""
+    bare = AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
+    classifier = get_peft_model(bare, LoraConfig(r=r, lora_alpha=8, target_modules="all-linear", task_type="SEQ_CLS"))
+    with torch.no_grad():
+        for name, parameter in classifier.named_parameters():
+            if "lora_B" in name:
+                parameter.normal_(std=0.1)
+    classifier.save_pretrained(folder.model / "adapter")
+    folder.identity.write_text(json.dumps({"model": model_fingerprint(model)}))
+    folder.config.write_text(json.dumps({"config": {"algorithm": algorithm}}))
+    return classifier.eval()
+
+
+def test_a_critic_begins_as_a_reward_model(model: Path, tmp_path: Path) -> None:
+    """Its value after a completion's last token is the reward model's score of the whole."""
+    run = RunFolder(tmp_path / "rm")
+    run.model.mkdir(parents=True)
+    classifier = reward_run(run, model)
+    trainer = made(model, tmp_path / "own")
+    ids = torch.tensor([[*PROMPT, 10, 13, 16]])
+    with torch.no_grad():
+        score = classifier(input_ids=ids).logits.item()
+        assert trainer.critic(input_ids=ids, use_cache=False)[VALUES][0, -1].item() != pytest.approx(score, abs=1e-2)
+        start_from_reward_model(trainer.critic, run.root, base=model)
+        assert trainer.critic(input_ids=ids, use_cache=False)[VALUES][0, -1].item() == pytest.approx(score, abs=1e-5)
+
+
+def test_a_reward_model_that_does_not_fit_is_refused_in_one_line(model: Path, tmp_path: Path) -> None:
+    trainer, run = made(model, tmp_path / "own"), RunFolder(tmp_path / "rm")
+    run.model.mkdir(parents=True)
+
+    def refused(message: str, base: Path = model) -> None:
+        with pytest.raises(ConfigError) as caught:
+            start_from_reward_model(trainer.critic, run.root, base=base)
+        assert message in str(caught.value) and "\n" not in str(caught.value)
+
+    refused("must be the folder of a finished run of `ycore reward`")
+    reward_run(run, model, algorithm="grpo")
+    refused("must be the folder of a finished run of `ycore reward`")
+    reward_run(run, model)
+    refused("began with another model", base=write_tiny_model(tmp_path / "other", seed=1))
+    reward_run(run, model, r=2)
+    refused("has adapters of r 2 and alpha 8, this run's are 4 and 8; say --set lora.r=2")
+    (run.model / "adapter" / "adapter_model.safetensors").unlink()
+    refused("has no trained weights in")
 
 
 def test_several_steps_a_round_keep_the_rounds_values(model: Path, tmp_path: Path) -> None:

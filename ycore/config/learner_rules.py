@@ -87,6 +87,10 @@ def _check_ppo(config: RunConfig) -> None:
             f"ycore ppo clips and warms up its critic apart, which {config.accelerate or 'deepspeed or fsdp'} cannot; "
             "take --accelerate ddp"
         )
+    if config.quantize is not None:
+        raise ConfigError(
+            "ycore ppo shares the policy's base with its critic, which is not tried in 4 bits; leave --quantize out"
+        )
     low, high = config.critic.range or (0.0, 1.0)
     if low >= high:
         raise ConfigError(f"critic.range is the lowest and the highest value; it is {low:g}, {high:g}; e.g. [0, 1]")

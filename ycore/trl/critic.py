@@ -106,9 +106,10 @@ def add_critic(policy: Any, *, value_range: tuple[float, float] | None = None) -
     @functools.wraps(getattr(inner, "__func__", inner))
     def forward(self: Any, *args: Any, with_values: bool = False, **kwargs: Any) -> Any:
         outputs = inner(*args, **kwargs)
-        if with_values:
-            outputs[VALUES] = critic(**{name: kwargs[name] for name in kwargs if name != "fused_lm_head"})[VALUES]
-        return outputs
+        if not with_values:
+            return outputs
+        values = critic(**{name: kwargs[name] for name in kwargs if name != "fused_lm_head"})
+        return {**outputs, **values}  # DDP builds the output again, which a class without a field for values refuses
 
     policy.forward = types.MethodType(forward, policy)
     policy.register_state_dict_post_hook(_leave_out)

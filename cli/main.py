@@ -79,8 +79,8 @@ def main() -> None:
         print("interrupted", file=sys.stderr)
     if interrupts and status:
         status = Interrupted.exit_code
-    if status == Interrupted.exit_code:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a second Ctrl-C, in Python's own shutdown, would hide the status
+    if status:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a Ctrl-C in Python's own shutdown would hide the status
     sys.exit(status)
 
 

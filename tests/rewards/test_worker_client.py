@@ -9,7 +9,7 @@ import os
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,8 @@ from ycore.config.schema import RewardConfig, RewardSandbox, RewardSettings, San
 from ycore.errors import RewardError
 from ycore.rewards.pool import RewardPool
 from ycore.rewards.worker_client import check_reward
+from ycore.sandbox import Level, namespaces
+from ycore.sandbox.level import tried
 from ycore.types import Score
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="Linux confines processes")
@@ -260,6 +262,25 @@ def test_the_check_before_a_run_is_confined_too(folder: Path, monkeypatch: pytes
     assert set(str(caught.value).rpartition("|")[2]) == {"0"}
     if os.geteuid() == 0:
         assert "uid 0 " not in str(caught.value)
+
+
+def test_a_file_that_goes_away_while_it_is_being_hidden_refuses_no_reward(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run in the folder writes files under names that last for milliseconds."""
+    assert tried(Level.NAMESPACES) is None  # and is remembered, so that the first start below is the reward's
+    (folder / "plain.py").write_text("def one(completions, **columns):\n    return [1.0 for _ in completions]\n")
+    binds, starts = namespaces._binds, list[int]()
+
+    def with_one_that_went(shown: Iterable[Path], hidden: Iterable[Path]) -> list[str]:
+        starts.append(len(starts))
+        gone = ["--ro-bind", os.devnull, str(folder / ".run.json.1")] if len(starts) == 1 else []
+        return [*binds(shown, hidden), *gone]
+
+    monkeypatch.setattr(namespaces, "_binds", with_one_that_went)
+    sandbox = SandboxSettings(level="namespaces")
+    check_reward(RewardConfig(reward="plain.py:one"), [], sandbox=sandbox, run_folder=Path("runs/one"))
+    assert starts == [0, 1]
 
 
 def test_a_reward_sees_the_network_or_more_files_where_the_recipe_says_so(folder: Path) -> None:

@@ -65,13 +65,16 @@ def check_reward(
 
 
 async def _first_answer(spec: RewardConfig, held: Confinement, deadline_s: float) -> list[Inputs]:
-    worker = Worker([spec], held, log=None, name="check", start_timeout_s=deadline_s)
-    try:
-        return await worker.start()
-    except CallFailed as failure:
-        reason = str(failure)
-    finally:
-        await worker.close()
+    for _ in range(_MAX_STARTS):
+        worker = Worker([spec], held, log=None, name="check", start_timeout_s=deadline_s)
+        try:
+            return await worker.start()
+        except CallFailed as failure:
+            reason = str(failure)
+        finally:
+            await worker.close()
+        if not worker.last_words.startswith("bwrap: Can't create file"):
+            break  # there, a file that was to be hidden was gone before it could be, such as one that is being written
     if reason.startswith("timeout"):
         reason = (
             f"importing reward {spec.reward!r} did not end within {deadline_s:g} s; "

@@ -10,6 +10,7 @@ from ycore.errors import ConfigError, RewardError
 from ycore.run.claim import AS_IT_WAS, Resume
 
 if TYPE_CHECKING:
+    from ycore.data.prompts import PromptSet
     from ycore.launch.layout import Site
     from ycore.models.names import ModelPlan
 
@@ -61,14 +62,10 @@ def checked_plan(
 def _check_rollouts(config: RunConfig, model: "ModelPlan", site: "Site") -> dict[str, Any]:
     from ycore.config.batch import derive_batch
     from ycore.data.prompts import load_prompts
-    from ycore.judge.sources import is_rule
     from ycore.launch.engines import choose_kind, is_vllm_installed
     from ycore.launch.machine_checks import check_run
     from ycore.launch.scoring_models import check_scorers
     from ycore.models.names import require_chat_template
-    from ycore.rewards.builtin import is_code
-    from ycore.rewards.worker_client import check_reward
-    from ycore.sandbox.level import choose, require
 
     engine = "replay"
     if config.replay is None:
@@ -81,6 +78,28 @@ def _check_rollouts(config: RunConfig, model: "ModelPlan", site: "Site") -> dict
     prompts = load_prompts(config, as_chat=model.has_chat_template is True)
     if prompts.is_chat:
         require_chat_template(model)
+    columns = list(prompts.columns)
+    _check_rewards(config, prompts)
+    _check_turns(config, model)
+    sharing = check_run(config, site)
+    num_rows = len(prompts.prompts)
+    return {
+        "dataset": {"rows": num_rows, "columns": columns, "chat": prompts.is_chat, "fingerprint": prompts.fingerprint},
+        "evaluation": _check_evaluation(config, prompts),
+        "engine": engine,
+        "memory": None if sharing is None else sharing.line,
+        "scorers": check_scorers(config, columns, engine=engine),
+        "sandbox": _sandbox_lines(config),
+        "batch": derive_batch(config, world_size=site.layout.world, on_cpu=not site.machine.devices),
+    }
+
+
+def _check_rewards(config: RunConfig, prompts: "PromptSet") -> None:
+    from ycore.judge.sources import is_rule
+    from ycore.rewards.builtin import is_code
+    from ycore.rewards.worker_client import check_reward
+    from ycore.sandbox.level import choose, require
+
     columns = list(prompts.columns)
     for reward in config.rewards:
         if is_rule(reward):
@@ -96,16 +115,27 @@ def _check_rollouts(config: RunConfig, model: "ModelPlan", site: "Site") -> dict
 
             require(choose(config.sandbox.level), f"reward {reward.reward!r}")
             check_tests(reward, columns, prompts.prompts)
-    _check_turns(config, model)
-    sharing = check_run(config, site)
-    num_rows = len(prompts.prompts)
+
+
+def _check_evaluation(config: RunConfig, prompts: "PromptSet") -> dict[str, Any] | None:
+    """The held-out rows and when they are measured; None for a run without any."""
+    if not (config.eval_dataset or config.eval_every or config.eval_rewards or config.keep_best or config.stop_when):
+        return None
+    from ycore.data.prompts import load_prompts
+    from ycore.round.held_out import check_evaluation, num_overlapping
+
+    check_evaluation(config)
+    held_out = config.for_evaluation()
+    if held_out is None:
+        return None
+    rows = load_prompts(held_out, as_chat=prompts.is_chat)
+    _check_rewards(held_out, rows)
     return {
-        "dataset": {"rows": num_rows, "columns": columns, "chat": prompts.is_chat, "fingerprint": prompts.fingerprint},
-        "engine": engine,
-        "memory": None if sharing is None else sharing.line,
-        "scorers": check_scorers(config, columns, engine=engine),
-        "sandbox": _sandbox_lines(config),
-        "batch": derive_batch(config, world_size=site.layout.world, on_cpu=not site.machine.devices),
+        "dataset": held_out.dataset,
+        "rows": len(rows.prompts),
+        "rewards": [reward.reward for reward in held_out.rewards],
+        "every": config.eval_every or -(-config.steps // 5),
+        "overlap": num_overlapping(rows.prompts, prompts.prompts),
     }
 
 
@@ -195,6 +225,13 @@ def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> list[tuple[st
     ]
     if has_rollouts:
         rows += _reward_rows(plan)
+    if evaluation := plan.get("evaluation"):
+        when = f"before the first step, every {evaluation['every']} steps and after the last"
+        rewards = ", ".join(evaluation["rewards"])
+        rows.append(("held out", f"{evaluation['dataset']}: {evaluation['rows']} rows, by {rewards}, {when}"))
+        if evaluation["overlap"]:
+            overlap = f"{evaluation['overlap']} of these {evaluation['rows']} prompts are also trained on"
+            rows.append(("warning", f"{overlap}: they do not show what the model does on others"))
     if not evaluates:
         rows.append(("batch", plan["batch"]["in_words"]))
     rows.append(("run", f"{_run_in_words(plan)}, seed {config['seed']}"))

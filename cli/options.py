@@ -72,6 +72,14 @@ SystemPrompt = text("System prompt of every chat; e.g. 'Answer with a number.'")
 Limit = number("Rows to take from the dataset; e.g. 200.")
 Split = text("Split of the dataset; e.g. test.")
 
+# Evaluation during a run
+EvalEvery = number("Steps between evaluations on --eval-dataset; a fifth of the run if not given; e.g. 20.")
+EvalReward = texts("What scores them, if not the run's rewards; may be repeated; e.g. exact_answer.", metavar="NAME")
+KeepBest = text("Keep the model that was best by this figure of an evaluation; e.g. pass@1.", metavar="FIGURE")
+StopWhen = texts(
+    "End early: no-gain:N evaluations, or nothing-to-learn:N steps; may be repeated; e.g. no-gain:5.", metavar="RULE:N"
+)
+
 # Rollouts
 PromptsPerStep = number("Prompts in one optimizer step; e.g. 8.")
 GroupSize = number("Completions of each prompt; e.g. 8.")
@@ -136,11 +144,11 @@ StageResume = switch("Skip what is finished, go on with what was begun.", "--res
 _TEXTS = (
     "model", "dataset", "output", "merge", "quantize", "system_prompt", "prompt_column", "answer_column",
     "trust_remote_code", "split", "accelerate", "preset", "advantage", "divergence", "trust_region", "placement",
-    "keep_journal", "replay", "eval_dataset", "eval_split", "env",
+    "keep_journal", "replay", "eval_dataset", "eval_split", "env", "keep_best", "stop_when",
 )  # fmt: skip
 _NUMBERS = (
     "prompts_per_step", "group_size", "max_tokens", "steps", "seed", "num_samples", "limit", "processes", "restarts",
-    "batch_size", "held_out", "epochs", "max_turns",
+    "batch_size", "held_out", "epochs", "max_turns", "eval_every",
 )  # fmt: skip
 
 # What other trainers call things, for those who come from them.
@@ -216,8 +224,9 @@ def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a config that the declared options set; options that were not given set none."""
     keys = {name: params[name] for name in _TEXTS if params.get(name) is not None}
     keys |= {name: _parse_number(name, params[name]) for name in _NUMBERS if params.get(name) is not None}
-    if params.get("reward"):
-        keys["rewards"] = list(params["reward"])
+    for option, key in (("reward", "rewards"), ("eval_reward", "eval_rewards")):
+        if params.get(option):
+            keys[key] = list(params[option])
     if params.get("tools"):
         keys["tools"] = list(params["tools"])
     if params.get("actions") is not None:

@@ -64,6 +64,7 @@ def print_closing(config: "RunConfig") -> None:
         _print_samples(read_json(folder.samples))
     print_table(
         [
+            *_evaluation_rows(folder),
             ("model", str(folder.model)),
             ("curve", str(folder.curve)),
             ("metrics", str(folder.metrics)),
@@ -84,6 +85,21 @@ def _print_samples(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
         prompt = before["prompt"] if isinstance(before["prompt"], str) else before["prompt"][-1]["content"]
         table.add_row(*(Text(printable(text.strip())) for text in (prompt, before["completion"], after["completion"])))
     Console().print(table)
+
+
+def _evaluation_rows(folder: RunFolder) -> list[tuple[str, str]]:
+    """What the evaluations of the run found, and where the best model is."""
+    summary = read_json(folder.summary) if folder.summary.is_file() else {}
+    rows = [("ended early", str(summary["ended_early"]))] if "ended_early" in summary else []
+    if ends := summary.get("held_out"):
+        before, after = ends["before"], ends["after"]
+        figures = [name for name in after if f"{name}/low" in after and name in before]
+        for index, name in enumerate(figures):
+            spread = f"95 % interval {after[f'{name}/low']:.3f} to {after[f'{name}/high']:.3f}"
+            rows.append(("" if index else "held out", f"{name} {before[name]:.3f} -> {after[name]:.3f}, {spread}"))
+    if best := summary.get("best"):
+        rows.append(("best model", f"{folder.best}, of step {best['step']}"))
+    return rows
 
 
 def _plan_rows(folder: RunFolder) -> list[tuple[str, str]]:

@@ -17,8 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*(ROOT / "ycore").rglob("*.py"), *(ROOT / "cli").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")])
 
-MOST_LINES = 34_000
-MOST_FILES = 225
+MOST_LINES = 36_000
+MOST_FILES = 232
 MOST_FILE_LINES = 450
 MOST_FUNCTION_LINES = 60
 FEWEST_CODE_LINES = 40
@@ -42,6 +42,7 @@ HEAVY_FILES = {
     "tools/device_engines.py",
     "tools/device_training.py",
     "trainer/callbacks.py",
+    "trainer/evaluation.py",
     "trainer/saved_state.py",
     "trainer/example_run.py",
     "trainer/rollout_run.py",

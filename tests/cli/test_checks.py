@@ -53,6 +53,7 @@ GOOD: list[tuple[str, tuple[str | int, ...], Any]] = [
     ("--dataset {place}/asked.jsonl --prompt-column ask --answer-column solution", ("dataset", "rows"), 1),
     ("--dataset task:addition?digits=1 --max-tokens 16", ("trl", "max_completion_length"), 16),
     ("--trust-remote-code --merge", ("config", "merge"), True),
+    ("--eval-dataset task:addition?digits=1 --eval-every 5 --keep-best pass@4", ("evaluation", "rows"), 20),
 ]
 
 
@@ -128,3 +129,30 @@ def test_a_local_dry_run_imports_nothing_heavy(place: Path) -> None:
         [sys.executable, "-c", code, *arguments], capture_output=True, text=True, timeout=10, check=True
     )
     assert done.stdout.splitlines()[-1] == "0 []"
+
+
+def test_rows_that_are_trained_on_and_measured_on_are_counted_in_a_warning(
+    place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (place / "held.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{number} + 1 =", "answer": "0"}) + "\n" for number in range(6, 12))
+    )
+    assert run((GRPO + "--eval-dataset {place}/held.jsonl").format(place=place).split()) == 0
+    assert "warning  2 of these 6 prompts are also trained on" in capfd.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("more", "said"),
+    [
+        ("--eval-dataset {place}/train.jsonl --keep-best pass@3", "it is 'pass@3'; did you mean"),
+        ("--eval-every 5", "--eval-every needs rows to measure on"),
+        ("--eval-dataset {place}/train.jsonl --eval-reward no_such", "no_such"),
+        ("--stop-when bored:3", "'bored:3'"),
+    ],
+)
+def test_what_an_evaluation_cannot_be_is_one_line(
+    more: str, said: str, place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    assert run((GRPO + more).format(place=place).split()) == 2
+    told = capfd.readouterr().err
+    assert said in told and told.count("\n") == 1

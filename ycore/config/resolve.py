@@ -155,8 +155,9 @@ def _normalised(layer: Mapping[str, Any], algorithm: Algorithm) -> dict[str, Any
         own[key] = value
     if "trl" in layer:
         own["trl"] = fields
-    if isinstance(own.get("rewards"), list):
-        own["rewards"] = [_reward(item) for item in own["rewards"]]
+    for key in ("rewards", "eval_rewards"):
+        if isinstance(own.get(key), list):
+            own[key] = [_reward(item) for item in own[key]]
     return own
 
 

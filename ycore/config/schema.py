@@ -201,6 +201,14 @@ class RunConfig(BaseConfig):
     group_size: Count = 8
     max_tokens: Positive = 256  # longest completion; TRL's `max_completion_length`
     steps: Positive = 100
+    # Rows that the policy is measured on before the first step, every `eval_every` steps and after the last.
+    eval_dataset: str | None = None
+    eval_split: str = "test"
+    eval_limit: Positive | None = None  # rows to take from it; None takes all
+    eval_every: Positive | None = None  # None is a fifth of the run
+    eval_rewards: list[RewardConfig] = []  # what scores those completions; empty takes `rewards`
+    keep_best: str | None = None  # a figure of an evaluation, e.g. `pass@1`: its best model is kept in `best/`
+    stop_when: list[str] = []  # `no-gain:N` evaluations, `nothing-to-learn:N` steps: what ends a run early
     # The name of a paper's settings (`presets`); values that are given explicitly win over it.
     preset: str | None = None
     advantage: Advantage = "group"  # the advantage estimator; `group` leaves it to TRL's `scale_rewards`
@@ -229,7 +237,14 @@ class RunConfig(BaseConfig):
     engine: EngineSettings = EngineSettings()
     reward_workers: RewardSettings = RewardSettings()
     sandbox: SandboxSettings = SandboxSettings()
-    num_samples: Positive = 4  # completions of each prompt, for `eval` only
+    num_samples: Positive = 4  # completions of each prompt that is evaluated
+
+    def for_evaluation(self) -> "RunConfig | None":
+        """The settings of `ycore eval` on the held-out rows; None where the run has none."""
+        if self.eval_dataset is None:
+            return None
+        rows = {"dataset": self.eval_dataset, "split": self.eval_split, "limit": self.eval_limit}
+        return self.model_copy(update={"algorithm": "eval", "rewards": self.eval_rewards or self.rewards, **rows})
 
 
 class TuneConfig(BaseConfig):

@@ -249,10 +249,9 @@ class _Run:
             return dict(read_json(folder.root / self.worker.result))
         if self.site.layout.machine_rank > 0:
             return {}
-        if not isinstance(self.config, RunConfig):
-            return dict(read_json(folder.held_out)) if folder.held_out.is_file() else {}
-        compared = plan_and_measured(self.config, self.site, metrics)
-        return {"plan_and_measured": compared} if compared else {}
+        held_out = dict(read_json(folder.held_out)) if folder.held_out.is_file() else {}
+        compared = isinstance(self.config, RunConfig) and plan_and_measured(self.config, self.site, metrics)
+        return held_out | ({"plan_and_measured": compared} if compared else {})
 
     def _draw(self, metrics: list[dict[str, Any]]) -> None:
         """The curve and the timeline; a picture that cannot be drawn costs a line, not the run's result."""

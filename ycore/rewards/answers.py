@@ -45,6 +45,24 @@ def without_thinking(completion: Content) -> Content:
     return [*completion[:-1], {**completion[-1], "content": _after_thinking(text_of(completion))}]
 
 
+def final_answer(text: str) -> str:
+    """What a completion ends on, so that two that give the same answer are equal: a formula in a box, the last number,
+    or the last line without regard to case and closing punctuation."""
+    answer = answer_text(text)
+    boxed = answer.rpartition("\\boxed{")[2]
+    if boxed != answer:
+        depth, end = 1, 0
+        while end < len(boxed) and depth:
+            depth += {"{": 1, "}": -1}.get(boxed[end], 0)
+            end += 1
+        answer = boxed[: end - 1] if not depth else boxed
+        if number_of(answer) is None:
+            return " ".join(answer.casefold().split())
+    numbers = numbers_in(answer)
+    lines = answer.rstrip(_CLOSING).splitlines()
+    return str(numbers[-1].normalize()) if numbers else _folded(lines[-1]) if lines else ""
+
+
 def gold_of(answer: Any) -> str:
     """A row's right answer as text: what follows the last `####`, with which GSM8K's worked solutions end."""
     return "" if answer is None else str(answer).rpartition("####")[2].strip()

@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -96,8 +96,7 @@ class Assembly:
             engines=engines,
             scoring=build_scoring(self.config, self.folder, self.started.scorers, policy=policy),
             draws=draws or self.draws(Shard(peers.rank, peers.world)),
-            rules=rules
-            or self.rules(num_engines=len(engines) / (this_rank().local_world if self._shares_slots else 1)),
+            rules=rules or self.rules(num_engines=self._share_of(engines)),
             peers=peers,
             share_weights=share_weights,
             journal=journal,
@@ -128,6 +127,29 @@ class Assembly:
             return None
         arguments = self.config.trl.get("chat_template_kwargs")
         return Dialogue(self.tokenizer, self.described, actions=self.config.turns.actions, template_arguments=arguments)
+
+    def evaluation(self, controller: Controller) -> Controller | None:
+        """Beside the run's controller, that of its held-out rows; None where the run has none."""
+        config = self.config.for_evaluation()
+        if config is None:
+            return None
+        prompts = load_prompts(config, as_chat=self.tokenizer.chat_template is not None)
+        parts, scoring = replace(self, config=config, prompts=prompts), controller.scoring
+        if config.rewards != self.config.rewards:
+            started = [  # served for the run's own rewards; here by their places among those of the evaluation
+                replace(one, sources=[n for n, spec in enumerate(config.rewards) if spec in own])
+                for one in self.started.scorers
+                if (own := [self.config.rewards[source] for source in one.sources])
+            ]
+            policy = Policy(controller.engines, self.tokenizer, self.started.max_model_len)
+            scoring = build_scoring(config, self.folder, started, policy=policy)
+        draws = parts.draws(Shard(controller.peers.rank, controller.peers.world))
+        rules = parts.rules(num_engines=self._share_of(controller.engines))
+        return controller.beside(draws=draws, rules=rules, scoring=scoring)
+
+    def _share_of(self, engines: Sequence[Engine]) -> float:
+        """How many of these engines a rank of the machine has for itself."""
+        return len(engines) / (this_rank().local_world if self._shares_slots else 1)
 
     @property
     def home(self) -> RunFolder:
@@ -191,6 +213,7 @@ class Assembly:
             cost=Cost.of_model(read_json(self.started.model / "config.json")),
             teaches_alone=teaches_alone(config) and not evaluates,
             greedy_baseline=config.advantage == "remax" and not evaluates,
+            num_prompts=len(self.prompts.prompts),
             # One more than fits, so that no engine waits for the controller to notice that a group has ended. With
             # tools all at once: while they answer, nobody can tell how many fit.
             max_in_flight=None

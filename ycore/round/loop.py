@@ -1,13 +1,14 @@
 """What a controller has around its steps: the event loop, the engines, stopping together with other ranks, metrics."""
 
 import asyncio
+import copy
 import threading
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Self, TypeVar
 
 from ycore.engine import Engine
 from ycore.errors import Interrupted, YcoreError
@@ -20,7 +21,7 @@ from ycore.round.scoring import Scoring
 from ycore.round.slots import Slots
 from ycore.round.tasks import ending
 from ycore.round.turns import OneTurn
-from ycore.run.trace import ROUND
+from ycore.run.trace import EVALUATION, ROUND
 from ycore.types import Draw, Group, Prompt
 
 T = TypeVar("T")
@@ -73,6 +74,7 @@ class RankLoop:
         self.meter = RoundMeter(engines, peers, self.surplus)
         self._share_weights = share_weights
         self._journal = journal
+        self._besides: list[Scoring] = []  # of controllers beside this one, closed with it
         self._generates = False  # the journal has no later round
         self._synced: int | None = None
         self._seconds = 0.0
@@ -123,23 +125,39 @@ class RankLoop:
 
         async def end() -> None:
             self.slots.close()
-            ends = (self.scoring.close(), self.turns.close(), *(engine.close() for engine in self.engines))
-            await asyncio.gather(*ends)
+            scorings = (self.scoring, *self._besides)
+            await asyncio.gather(*(scoring.close() for scoring in scorings), self.turns.close())
+            await asyncio.gather(*(engine.close() for engine in self.engines))
 
         self._runner.run(end())
         self._runner.close()
 
-    def run_round(self, work: Coroutine[Any, Any, T], *, step: int) -> T:
+    def beside(self, *, draws: DrawSource, rules: Rules, scoring: Scoring) -> Self:
+        """A controller of other prompts over the same engines, that neither journals nor records: for an evaluation.
+
+        It takes nothing from this one's draws. It has the weights that this one synced.
+        """
+        other = copy.copy(self)
+        other.draws, other.rules, other.scoring = draws, rules, scoring
+        other.record = lambda name, value: None
+        other.surplus, other.yields = Surplus(max_age=0), Yield()
+        other.meter = RoundMeter(self.engines, self.peers, other.surplus)
+        other._journal, other._metrics = None, {}
+        if scoring is not self.scoring:
+            self._besides.append(scoring)
+        return other
+
+    def run_round(self, work: Coroutine[Any, Any, T], *, step: int, trains: bool = True) -> T:
         """Run a round's work with awake engines, and note what it took on all ranks."""
 
         async def with_engines_awake() -> T:
-            async with self.slots.round():
+            async with self.slots.round(ROUND if trains else EVALUATION):
                 return await work
 
         self.meter.begin()
         result = self.run(with_engines_awake())
         self.meter.end()
-        self.note_all(self._runner.run(self.slots.end_round(self.peers.add_up, step=step)))
+        self.note_all(self._runner.run(self.slots.end_round(self.peers.add_up, step=step, trains=trains)))
         return result
 
     @contextmanager

@@ -59,6 +59,7 @@ class Rules:
         teaches_alone: every scored completion teaches, whatever its group's others got (a critic, groups of one).
         greedy_baseline: also write and score each prompt's greedy completion, ReMax's baseline. It is not trained on.
         cost: what training on a group costs; ranks get about the same.
+        num_prompts: prompts of the dataset; a round then draws no more than what is left to learn in them.
         max_in_flight: groups that this rank's engines can write at once. More stay unclaimed, for a rank that is free.
     """
 
@@ -70,6 +71,7 @@ class Rules:
     teaches_alone: bool = False
     greedy_baseline: bool = False
     cost: Cost = Cost()
+    num_prompts: int | None = None
     max_in_flight: int | None = None
 
 
@@ -104,6 +106,10 @@ class Yield:
     @property
     def rate(self) -> float:
         return max(LEAST, self.kept / self.finished)
+
+    def left(self, num_prompts: int) -> int:
+        """Of so many prompts, those that are expected to give a group that can teach."""
+        return math.ceil(self.kept / self.finished * num_prompts)
 
     def observe(self, *, taught: bool) -> None:
         self.kept = self.kept * MEMORY + float(taught)
@@ -163,13 +169,16 @@ class Quota:
         return await self._take(wanted, num_writing)
 
     def _num_wanted(self, need: int, counts: Counts) -> int:
-        dynamic = self._rules.dynamic
+        """Where fewer prompts than needed can still teach, the draws that find those are all that is worth their time:
+        the round fills up with what it has."""
+        rules, dynamic = self._rules, self._rules.dynamic
+        found = need if rules.num_prompts is None else min(need, self._yields.left(rules.num_prompts))
         return num_to_draw(
             need=need,
             kept=counts.kept,
             in_flight=counts.in_flight,
             drawn=counts.drawn,
-            max_draws=need * (self._rules.max_tries if dynamic else 1),
+            max_draws=max(need, found * rules.max_tries) if dynamic else need,
             rate=self._yields.rate if dynamic else 1.0,
         )
 

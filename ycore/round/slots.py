@@ -124,13 +124,13 @@ class Slots:
         self._trace.flush()
 
     @asynccontextmanager
-    async def round(self) -> AsyncIterator[None]:
+    async def round(self, phase: str = ROUND) -> AsyncIterator[None]:
         """A round, on all ranks of the machine: it begins when all have come, and is over when all have ended.
 
         In between, one engine of each slot is awake where they sleep. They sleep after a cancellation too, since a
         trainer that was asked to stop needs room to save. After an error they are left as they are.
         """
-        self.begin_phase(ROUND)
+        self.begin_phase(phase)
         self._began = time.perf_counter()
         self._since_epoch = time.time() - self._began  # measured anew: over days the two clocks drift apart
         restored, self._restored = self._restored, None
@@ -141,7 +141,7 @@ class Slots:
             _, numbers, spent = await self._ask(["end"], "over")
             self._over = numbers, spent
 
-    async def end_round(self, add_up: AddUp, *, step: int = 0) -> dict[str, float]:
+    async def end_round(self, add_up: AddUp, *, step: int = 0, trains: bool = True) -> dict[str, float]:
         """The round's metrics over all machines. What all of them learned decides how the next round starts on each.
 
         Every rank calls this once a round, since `add_up` is a collective.
@@ -155,7 +155,9 @@ class Slots:
         if leads:
             _, self.state = await self._ask(["learn", sums[: len(numbers)]], "learned")
         idle_share = max(0.0, 1 - (busy_s + swap_s) / slot_s) if slot_s > 0 else 0.0
-        self._trace.add(self._span(ROUND, self._rank, -1, self._began, now, step=step, idle_share=round(idle_share, 4)))
+        if trains:
+            shown = {"step": step, "idle_share": round(idle_share, 4)}
+            self._trace.add(self._span(ROUND, self._rank, -1, self._began, now, **shown))
         self._trace.flush()
         return usage_metrics(sums[len(numbers) :])
 

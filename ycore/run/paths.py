@@ -23,12 +23,13 @@ class RunFolder:
         self.summary = root / "summary.json"
         self.memory = root / "memory.json"  # the most that each process of each role held, in bytes
         self.samples = root / "samples.json"  # completions to the same few prompts, before and after training
-        self.held_out = root / "held_out.json"  # measured on held-out rows by a run without rollouts, before and after
+        self.held_out = root / "held_out.json"  # measured on held-out rows before and after, and of the best model
         self.curve = root / "curve.png"
         self.timeline = root / "timeline.png"
         self.checkpoints = root / "checkpoints"
         self.journal = root / "journal"  # the rounds since the oldest checkpoint that is kept, or all of them
         self.model = root / "model"
+        self.best = root / "best"  # the model that an evaluation found best, where the run keeps it
         self.logs = root / "logs"
         # Touched on every machine when a step begins; not there while the trainer is still starting.
         self.step_began = root / "step_began"

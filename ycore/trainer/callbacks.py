@@ -4,12 +4,14 @@ import importlib
 import json
 import os
 import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 from transformers.integrations import TensorBoardCallback
 from transformers.trainer_callback import CallbackHandler
 
+from ycore.round.held_out import PREFIX
 from ycore.round.step import Controller
 from ycore.run.files import read_json
 from ycore.run.metrics import MetricsWriter, read_metrics
@@ -40,9 +42,15 @@ class StepMetrics(TrainerCallback):
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
     ) -> None:
-        if "loss" not in logs or not state.is_world_process_zero:
-            return  # the totals at the end of training, or another rank
-        row = {"step": state.global_step, "ycore/time/step": self._seconds, **logs}
+        if not state.is_world_process_zero:
+            return
+        row: dict[str, Any] = {"step": state.global_step}
+        if "loss" in logs:
+            row |= {"ycore/time/step": self._seconds, **logs}
+        elif f"{PREFIX}reward" in logs:  # an evaluation before the first step, or after a run that ended early
+            row |= {name: value for name, value in logs.items() if name.startswith("ycore/")}
+        else:
+            return  # the totals at the end of training
         if self.controller is not None and self.controller.meter.problems:
             row["ycore/reward_problems"] = dict(self.controller.meter.problems)
         self._writer.write(row)
@@ -57,6 +65,8 @@ class TrackerPage(TrainerCallback):
     def __init__(self, folder: RunFolder, handler: CallbackHandler, *, project: str | None) -> None:
         if project is not None:  # transformers passes `project` on to every tracker but wandb
             os.environ.setdefault("WANDB_PROJECT", project)
+        os.environ.setdefault("WANDB_RUN_ID", folder.run_id)  # kept in the folder: a resumed run goes on with its page
+        os.environ.setdefault("WANDB_RESUME", "allow")
         self._folder = folder
         self._handler = handler
         self._events: str | None = None
@@ -72,6 +82,24 @@ class TrackerPage(TrainerCallback):
                 callback.tb_writer.add_text("ycore", f"```\n{json.dumps(description, indent=2)}\n```")
                 self._events = callback.tb_writer.log_dir
 
+    def show_samples(self, samples: Mapping[str, Sequence[Mapping[str, Any]]], args: TrainingArguments) -> None:
+        """The completions before and after training, to the same prompts, as a table."""
+        columns = ["prompt", "before", "after"]
+        rows = [
+            [_as_text(before["prompt"]), before["completion"], after["completion"]]
+            for before, after in zip(samples["before"], samples["after"], strict=True)
+        ]
+        if "wandb" in args.report_to:
+            import wandb
+
+            wandb.log({"ycore/completions": wandb.Table(columns=columns, data=rows)})
+        if self._events is not None:
+            from torch.utils.tensorboard import SummaryWriter
+
+            lines = ["|".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) for row in rows]
+            with SummaryWriter(self._events, filename_suffix=".completions") as writer:
+                writer.add_text("ycore/completions", "\n".join(["|".join(columns), "---|---|---", *lines]))
+
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if not state.is_world_process_zero or not set(args.report_to) & {"wandb", "trackio", "tensorboard"}:
             return
@@ -86,6 +114,10 @@ class TrackerPage(TrainerCallback):
                 with SummaryWriter(self._events, filename_suffix=".curve") as writer:  # TRL has closed its own
                     writer.add_image("ycore/curve", imread(curve), state.global_step, dataformats="HWC")
             curve.unlink()
+
+
+def _as_text(prompt: Any) -> str:
+    return prompt if isinstance(prompt, str) else str(prompt[-1]["content"])
 
 
 def _trackers(args: TrainingArguments) -> list[Any]:

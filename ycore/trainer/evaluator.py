@@ -10,9 +10,9 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ycore.round.sampling import total_reward
+from ycore.round.held_out import figures, table_of
 from ycore.run.files import sync, write_json_atomic
-from ycore.run.metrics import MetricsWriter, pass_at_k
+from ycore.run.metrics import MetricsWriter
 from ycore.run.reports import on_stop, run_alone
 from ycore.types import Group
 
@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from ycore.round.assemble import Assembly
     from ycore.round.step import Controller
 
-_RIGHT_FROM = 1.0  # a completion counts as right for pass@k when the first reward gives at least this
 _PROMPTS_AT_ONCE = 64  # enough to keep the engines busy, few enough to hold
 
 
@@ -37,8 +36,8 @@ def _evaluate(root: Path) -> None:
         groups = _all_groups(controller, len(parts.prompts.prompts), parts.folder.metrics, root / "completions.jsonl")
     finally:
         controller.close()
-    names = [reward.reward for reward in parts.config.rewards]
-    write_json_atomic(root / "eval.json", figures(groups, names, parts.rules().reward_weights))
+    sizes = {"num_prompts": len(groups), "num_samples": parts.config.num_samples}
+    write_json_atomic(root / "eval.json", sizes | figures(table_of(groups, parts.config), parts.config))
 
 
 def load_policy(parts: "Assembly") -> Any:
@@ -89,27 +88,6 @@ def _write_completions(groups: Sequence[Group], file: TextIO) -> None:
                 "problems": [score.problem for score in scores if score.problem],
             }
             file.write(json.dumps(row, ensure_ascii=False) + "\n")
-
-
-def figures(groups: Sequence[Group], names: Sequence[str], weights: Sequence[float]) -> dict[str, Any]:
-    """The table of `ycore eval`: mean reward, each source's mean, pass@k, and what could not be scored.
-
-    A masked completion is left out of the means, and counts as wrong for pass@k.
-    """
-    rows = [scores for group in groups for scores in group.scores_GR]
-    totals = [total_reward(scores, weights) for scores in rows]
-    right = [sum((scores[0].value or 0.0) >= _RIGHT_FROM for scores in group.scores_GR) for group in groups]
-    num_samples = len(groups[0].completions)
-    powers_of_two = [2**power for power in range(num_samples.bit_length())]
-    return {
-        "num_prompts": len(groups),
-        "num_samples": num_samples,
-        "reward": mean(totals),
-        **{f"rewards/{name}": mean(scores[r].value for scores in rows) for r, name in enumerate(names)},
-        **{f"pass@{k}": mean(pass_at_k(num_samples, c, k) for c in right) for k in powers_of_two},
-        "mean_length": mean(sum(completion.mask) for group in groups for completion in group.completions),
-        "masked": totals.count(None),
-    }
 
 
 def mean(values: Iterable[float | None]) -> float | None:

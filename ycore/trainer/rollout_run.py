@@ -15,7 +15,7 @@ from ycore.round.torch_peers import MachinePeers, TorchPeers
 from ycore.run.claim import files_fingerprint, model_fingerprint
 from ycore.run.files import write_json_atomic
 from ycore.run.reports import this_rank
-from ycore.trainer.callbacks import TrackerPage
+from ycore.trainer.evaluation import Evaluation
 from ycore.trainer.saved_state import Checkpoints, RoundState
 from ycore.trainer.training_run import TrainingRun
 from ycore.trl.build import compute_dtype
@@ -41,8 +41,8 @@ class RolloutRun(TrainingRun):
         self._controller = self.step_metrics.controller = self._make_controller()
         self.stop = self._controller.stop  # which also ends a round that is being generated
         self.save_with(self._take_rounds())
-        project = parts.config.trl.get("project")
-        self.trainer.add_callback(TrackerPage(parts.home, self.trainer.callback_handler, project=project))
+        self._evaluation = Evaluation(self, parts.config, self._controller, parts.evaluation(self._controller))
+        self.trainer.add_callback(self._evaluation)  # after the checkpoints', which remember the step's end
 
     def _make_peers(self) -> Peers:
         config, rank = self._parts.config, this_rank()
@@ -119,14 +119,17 @@ class RolloutRun(TrainingRun):
         if self._parts.config.replay is None:
             self._controller.start(timeout_s=self._parts.config.engine.start_timeout_s)
             self._samples["before"] = self._sample(version=0)
+            self._evaluation.start(timeout_s=self._parts.config.engine.start_timeout_s)
 
     def finish(self) -> None:
-        """Take the same samples again, and write both down."""
+        """Take the same samples again, and write both down; write down what evaluations found."""
         if self._parts.config.replay is not None:
             return
+        self._evaluation.finish()
         self._samples["after"] = self._sample(version=self.trainer.state.global_step)
         if self.leads:
             write_json_atomic(self.home.samples, self._samples)
+            self.page.show_samples(self._samples, self.trainer.args)
 
     def _sample(self, *, version: int) -> list[dict[str, Any]]:
         """One completion of each of the same few prompts, always with the same seeds, on the first rank."""

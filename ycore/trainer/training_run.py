@@ -21,7 +21,7 @@ from ycore.run.files import sync, sync_tree
 from ycore.run.metrics import MetricsWriter
 from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
-from ycore.trainer.callbacks import StepMetrics
+from ycore.trainer.callbacks import StepMetrics, TrackerPage
 from ycore.trainer.saved_state import Checkpoints, accept_numbered_cpus, check_contents
 from ycore.trl.build import build_trainer, compute_dtype
 
@@ -40,6 +40,8 @@ class TrainingRun(ABC, TrainerCallback):
     """
 
     checkpoints: Checkpoints
+    ended_early: str | None = None
+    """Why the run is over before its last step."""
     stop: threading.Event
     """Set it, in a signal's handler too, to stop after the step that is being computed."""
 
@@ -73,6 +75,9 @@ class TrainingRun(ABC, TrainerCallback):
         )
         if rank.number > 0:
             check_contents(home, contents)  # rank 0 has written them before the ranks met
+        handler, project = self.trainer.callback_handler, config.trl.get("project")
+        self.page = TrackerPage(home, handler, project=project)
+        self.trainer.add_callback(self.page)
         self.leads = bool(self.trainer.accelerator.is_main_process)
 
     def save_with(self, checkpoints: Checkpoints) -> None:
@@ -80,7 +85,10 @@ class TrainingRun(ABC, TrainerCallback):
         self.trainer.add_callback(checkpoints)
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """The launcher limits the time to the first step, and of each step, by this file."""
+        self.mark_progress()
+
+    def mark_progress(self) -> None:
+        """The launcher limits the time to the first step, and of each step and evaluation, by this file."""
         self._step_began.touch()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
@@ -120,7 +128,7 @@ class TrainingRun(ABC, TrainerCallback):
         self.begin(resumes=checkpoint is not None)
         with disable_input_dtype_casting(self.trainer.bare_model):
             self.trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
-        if self.trainer.state.global_step < self.trainer.args.max_steps:
+        if self.trainer.state.global_step < self.trainer.args.max_steps and self.ended_early is None:
             raise Interrupted(f"stopped after step {self.trainer.state.global_step}")
         self.finish()
 
@@ -129,13 +137,18 @@ class TrainingRun(ABC, TrainerCallback):
 
         It and every row of metrics are on the disk on return: a summary may then say that the run has finished.
         """
-        self.trainer.refuse_broken_weights()
-        merge = self.config.merge and self.config.lora is not None
-        self.trainer.write_model(self.home.model, dtype=compute_dtype(self.config), merge=merge)
+        self.save_model_in(self.home.model)
         if self.leads:
-            sync_tree(self.home.model)
             sync(self.home.metrics)
         self.trainer.accelerator.wait_for_everyone()
+
+    def save_model_in(self, folder: Path) -> None:
+        """Save the model there, on the disk on return on the first rank."""
+        self.trainer.refuse_broken_weights()
+        merge = self.config.merge and self.config.lora is not None
+        self.trainer.write_model(folder, dtype=compute_dtype(self.config), merge=merge)
+        if self.leads:
+            sync_tree(folder)
 
     def save_checkpoint(self) -> None:
         """Save a checkpoint of the last finished step, unless it has one."""

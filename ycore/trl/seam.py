@@ -21,6 +21,7 @@ from trl.trainer import grpo_trainer
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
 from ycore.errors import ConfigError
+from ycore.round.sampling import TOLERANCE
 from ycore.trl.advantages import Estimator
 from ycore.trl.base import BaseTrainer
 from ycore.trl.batches import FlatSequence, Place, deal, flatten
@@ -103,6 +104,10 @@ class SeamGRPOTrainer(DurableTrainer):
 
     offload = "none"
     """What then leaves the device for a round, see `Offload`."""
+    skips_equal_rewards = True
+    """Whether a step of groups of equal rewards has no gradient; a critic and rewards of single tokens have one."""
+    teaches = True
+    """Whether the step has a gradient: a group of any rank with an advantage, or another term of the loss."""
 
     _buffered_inputs: Any
     _step: int
@@ -199,8 +204,10 @@ class SeamGRPOTrainer(DurableTrainer):
         texts = texts_stay_local(len(self._round), logs_completions=self.log_completions)
         with self._correction_left_to_the_loss(), texts:
             batch: dict[str, Any] = super()._generate_and_score_completions([seq.row for seq in self._round])
+        self.teaches = self._some_rewards_differ()
         batch |= self._own_advantages(batch)
         versions = torch.tensor([sequence.policy_version for sequence in self._round], device=self.accelerator.device)
+        batch["teaches"] = torch.full_like(versions, self.teaches)  # with the batch, for a resume within its round
         batch["is_fresh"] = versions == versions.max()  # the others are left over from earlier rounds
         if not self._learns_once and "sampling_per_token_logps" in batch:
             self._record_gap(batch["old_per_token_logps"], batch)
@@ -247,8 +254,17 @@ class SeamGRPOTrainer(DurableTrainer):
             greedy = torch.tensor([one.greedy_rewards for one in first_of_groups], device=self.accelerator.device)
             greedy_P = self._totals(gather(greedy.float()))
         advantages = estimate(totals_PG.nan_to_num(), ~totals_PG.isnan(), greedy_P=greedy_P).flatten()
+        self.teaches = bool(advantages.any())  # other estimators compare with more than the group
         first = self.accelerator.process_index * len(self._round)
         return advantages[first : first + len(self._round)]
+
+    def _some_rewards_differ(self) -> bool:
+        """Whether any group of any rank has two rewards that differ, and so advantages by TRL's estimator."""
+        totals_PG = self._totals(self._rewards).view(-1, self.num_generations)
+        known = ~totals_PG.isnan()
+        highest = totals_PG.masked_fill(~known, -math.inf).amax(dim=1)
+        lowest = totals_PG.masked_fill(~known, math.inf).amin(dim=1)
+        return bool((highest - lowest > TOLERANCE).any())
 
     def _totals(self, rewards: torch.Tensor) -> torch.Tensor:
         """Weighted sums over the sources that gave a reward; NaN where none did. (N, R) -> (N,)."""
@@ -296,8 +312,25 @@ class SeamGRPOTrainer(DurableTrainer):
 
     # -- forward and loss ------------------------------------------------------------------------------------------
 
+    @property
+    def _may_skip(self) -> bool:
+        """Whether the ranks need no forward to add up gradients that are zero."""
+        steps_are_within_rounds = self._uses_per_round % self.args.gradient_accumulation_steps == 0
+        return steps_are_within_rounds and not (self.is_deepspeed_enabled or self.is_fsdp_enabled)
+
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
-        """TRL computes the loss from the batch; ycore lets its forward fill in the correction and the reference."""
+        """TRL computes the loss from the batch; ycore lets its forward fill in the correction and the reference.
+
+        Where no group can teach, the gradient is zero without a forward; the optimizer's step is what it would be.
+        """
+        adds_terms = (
+            not self.skips_equal_rewards or self.beta != 0.0 or self._entropy_bonus_enabled or self.aux_loss_enabled
+        )
+        self.teaches = adds_terms or bool(inputs["teaches"].any())
+        self.record("ycore/skipped", float(not self.teaches))
+        if not self.teaches and self._may_skip:
+            weights = (weight for weight in model.parameters() if weight.requires_grad)
+            return torch.stack([weight.flatten()[:0].sum() for weight in weights]).sum().float()
         self._micro_batch = dict(inputs)  # a copy: the buffer keeps the round's values for the next use
         try:
             loss: torch.Tensor = super()._compute_loss(model, self._micro_batch)

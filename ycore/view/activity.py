@@ -12,12 +12,13 @@ from pathlib import Path
 
 from ycore.run.paths import RunFolder
 from ycore.run.text import as_duration
-from ycore.run.trace import FULL, IN_FLIGHT, ROUND, SWAP, SYNC, Event, Levels, Mark, Span, TraceFollower
+from ycore.run.trace import EVALUATION, FULL, IN_FLIGHT, ROUND, SWAP, SYNC, Event, Levels, Mark, Span, TraceFollower
 from ycore.view.lanes import Lane, Place, in_order
 
 TRAIN = "train"
 PHASES: Mapping[str, str] = {SYNC: "sending weights", ROUND: "generating and scoring", TRAIN: "training"}
 """In the order of a step."""
+_SAID = {**PHASES, EVALUATION: "evaluating"}
 
 _DOES = {"rollout": "generating", "judge": "judging", "reward_model": "scoring by model"}
 _LONG_S = 10.0
@@ -117,7 +118,7 @@ class Scene:
             return "starting"
         if self.step_ended is not None and self.step_ended >= self.step_began:
             return f"between steps for {self._for(self.step_ended)}"
-        order, into = [*PHASES], f"{self._for(self.step_began)} into the step"
+        order, into = [*_SAID], f"{self._for(self.step_began)} into the step"
         known = [
             (order.index(phase), -since, rank)
             for rank, (phase, since) in self.activity.phases.items()
@@ -126,7 +127,7 @@ class Scene:
         if not known:
             return into
         place, minus_since, rank = min(known)
-        does = PHASES[order[place]]
+        does = _SAID[order[place]]
         if order[place] == ROUND:
             if queues := self.queues():  # with nothing in flight and nothing waiting it is the reward functions' turn
                 busy = [_DOES.get(role, role) for role, counts in queues.items() if any(counts)]

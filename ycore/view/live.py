@@ -44,6 +44,13 @@ _NUMBERS = {
     ),
 }
 
+EVALUATED = (
+    ("held-out reward {:.3f}", "ycore/eval/reward"),
+    ("({:.3f}", "ycore/eval/reward/low"),
+    ("to {:.3f})", "ycore/eval/reward/high"),
+    ("pass@1 {:.3f}", "ycore/eval/pass@1"),
+)
+
 Look = Callable[[], Scene]
 Line = tuple[str, Text | str]
 
@@ -55,6 +62,7 @@ class RunView:
         self._num_steps, self._unit, self._look = num_steps, unit, look
         self._clock, self._left = TimeLeft(num_steps), ""
         self._last: Row = {}
+        self._evaluated: Row = {}
         self._watched = "reward"
         self._values: list[float] = []  # of the reward, or of the loss where there is no reward
         self._longest_s = 0.0
@@ -65,6 +73,8 @@ class RunView:
         if "step" not in row:
             return
         self._last, self._left = row, self._clock.after(row)
+        if "ycore/eval/reward" in row:
+            self._evaluated = row
         self._longest_s = max(self._longest_s, number(row, *STEP_SECONDS) or 0.0)
         self._has_masked = self._has_masked or bool(row.get("ycore/reward_problems"))
         value = number(row, *REWARD)
@@ -100,6 +110,9 @@ class RunView:
             last = f"{self._values[-1]:.3f}" + ("" if spread is None else f" ± {spread:.3f}")
             lines.append((self._watched, Text.assemble(f"{last}  ", (sparkline(self._values, width=32), "green"))))
         lines += [(name, "  ".join(parts(row, wanted))) for name, wanted in _NUMBERS.items()]
+        if self._evaluated:
+            figures = " ".join(parts(self._evaluated, EVALUATED)).removeprefix("held-out ")
+            lines.append(("held out", f"{figures} at step {self._evaluated['step']}"))
         masked = (", ".join(reward_problems(row)) or "none") if self._has_masked else ""
         lines += [("slowest", slowest_part(row)), ("masked", masked), ("workers", restarted_workers(row))]
         return [(name, text) for name, text in lines if text]

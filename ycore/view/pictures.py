@@ -41,6 +41,7 @@ _BENEATH_A_LOSS = (
         "learning_rate": "learning rate",
     },
 )
+HELD_OUT = "ycore/eval/reward"
 _MAX_LANES = 64
 
 RUN_COLOURS = ("#2456a6", "#c2571a", "#3f8f5f", "#8a4fa3", "#b03a48", "#4a9aa8", "#77622a", "#5c6470")
@@ -49,6 +50,7 @@ RUN_COLOURS = ("#2456a6", "#c2571a", "#3f8f5f", "#8a4fa3", "#b03a48", "#4a9aa8",
 _PART_COLOURS = ("#2456a6", "#7da3d6", "#c9d3e0", "#8a4fa3", "#b03a48", "#e4e6ea", "#d9a441", "#3f8f5f", "#9aa0a8")
 _PANELS = (
     ("reward", REWARD),
+    ("reward on held-out prompts", (HELD_OUT,)),
     ("completion length, tokens", ("completions/mean_length",)),
     ("share of groups without variance", ("frac_reward_zero_std",)),
     ("share cut off at the limit", ("completions/clipped_ratio",)),
@@ -70,7 +72,9 @@ def draw_curve(metrics: Sequence[Row], path: Path, title: str) -> bool:
         return False
     figure = new_figure(12, 7)
     grid = figure.add_gridspec(2, 2, height_ratios=(2.2, 1))
-    _draw_main(figure.add_subplot(grid[0, :]), *((reward, "reward") if reward[0] else (loss, "loss")))
+    main = figure.add_subplot(grid[0, :])
+    _draw_held_out(main, metrics)
+    _draw_main(main, *((reward, "reward") if reward[0] else (loss, "loss")))
     left, right = figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[1, 1])
     if reward[0]:
         left.plot(*points(metrics, "completions/mean_length"), color=GREY, linewidth=1.5)
@@ -147,6 +151,16 @@ def _draw_main(axes: Any, series: Points, name: str) -> None:
     if name == "reward" and min(values) >= 0 and max(values) <= 1:
         axes.set_ylim(-0.02, 1.02)
     axes.legend(loc="best", frameon=False, fontsize=10)
+
+
+def _draw_held_out(axes: Any, metrics: Sequence[Row]) -> None:
+    """What evaluations measured, with their intervals."""
+    steps, values = points(metrics, HELD_OUT)
+    if not steps:
+        return
+    ends = [dict(zip(*points(metrics, f"{HELD_OUT}/{end}"), strict=True)) for end in ("low", "high")]
+    spread = [[abs(end.get(step, value) - value) for step, value in zip(steps, values, strict=True)] for end in ends]
+    axes.errorbar(steps, values, yerr=spread, color=GREEN, capsize=4, marker="s", linewidth=1.8, label="held out")
 
 
 def _draw_time(axes: Any, metrics: Sequence[Row]) -> None:

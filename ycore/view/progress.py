@@ -19,7 +19,7 @@ from ycore.run.metrics import REWARD, MetricsFollower, Row
 from ycore.run.paths import RunFolder
 from ycore.run.text import as_duration, printable
 from ycore.view.activity import RunActivity
-from ycore.view.live import Look, RunView, TimeLeft, parts, restarted_workers, reward_problems
+from ycore.view.live import EVALUATED, Look, RunView, TimeLeft, parts, restarted_workers, reward_problems
 
 _STEP = (
     ("length {:.0f}", "completions/mean_length"),
@@ -30,6 +30,7 @@ _STEP = (
     ("train {:.1f} s", "ycore/time/train"),
     ("{:.0f} tok/s", "ycore/tokens_per_s"),
     ("gap {:.4f}", "ycore/logprob_gap"),
+    *EVALUATED,
 )
 
 

@@ -1,0 +1,145 @@
+"""The figures of an evaluation against values computed by hand, and what a run decides by them."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from ycore.config.schema import RewardConfig, RunConfig
+from ycore.errors import ConfigError
+from ycore.rewards.answers import final_answer
+from ycore.round.held_out import (
+    best_of,
+    check_evaluation,
+    figures,
+    is_due,
+    num_overlapping,
+    report,
+    table_of,
+    why_stop,
+)
+from ycore.round.sampling import LEAST, Yield, num_to_draw
+from ycore.types import Completion, Draw, Group, Prompt, Score
+
+
+def config(**settings: Any) -> RunConfig:
+    base = {"model": "m", "dataset": "d", "output": "o", "rewards": [{"reward": "exact_answer"}], "num_samples": 4}
+    return RunConfig.model_validate({**base, **settings})
+
+
+def group(position: int, texts: Sequence[str], rewards: Sequence[float | None]) -> Group:
+    completions = tuple(Completion((1, 2), None, text, "stop" if text else "length", 0) for text in texts)
+    draw = Draw(position, Prompt(position, "p"), (1,))
+    return Group(draw, completions, tuple((Score(reward),) for reward in rewards))
+
+
+GROUPS = [
+    group(0, ["It is 7", "7", "8", "the answer: 9"], [1.0, 1.0, 0.0, 0.0]),  # the vote is 7, and right
+    group(1, ["3", "4", "4.", "four"], [1.0, 0.0, 0.0, 0.0]),  # 4, and wrong
+    group(2, ["1", "", "", "2"], [None, 0.0, 0.0, 0.0]),  # no answer at all
+]
+
+
+def test_figures_of_three_prompts() -> None:
+    found = figures(table_of(GROUPS, config()), config())
+    assert found["reward"] == found["rewards/exact_answer"] == pytest.approx(3 / 11)
+    assert found["pass@1"] == pytest.approx((2 / 4 + 1 / 4 + 0) / 3)
+    assert found["pass@2"] == pytest.approx(((1 - 1 / 6) + 1 / 2 + 0) / 3)
+    assert found["pass@4"] == pytest.approx(2 / 3) and found["majority@4"] == pytest.approx(1 / 3)
+    assert found["masked"] == 1 and found["cut_off"] == pytest.approx(2 / 12) and found["mean_length"] == 2
+    assert found["pass@4/low"] == 0.0 and found["pass@4/high"] == 1.0
+
+
+def test_an_interval_covers_the_truth_about_as_often_as_it_says() -> None:
+    import numpy as np
+
+    rng, covered = np.random.default_rng(1), 0
+    for _ in range(100):
+        right = rng.random(60) < 0.4
+        groups = [group(n, ["7"], [float(one)]) for n, one in enumerate(right)]
+        found = figures(table_of(groups, config(num_samples=1)), config(num_samples=1))
+        covered += found["pass@1/low"] <= 0.4 <= found["pass@1/high"]
+    assert 88 <= covered <= 100
+
+
+def test_answers_that_are_equal_vote_together() -> None:
+    assert final_answer("so 3 + 4 = 7.") == final_answer("<think>8</think>7.0") == final_answer(r"\boxed{7}")
+    assert final_answer(r"\boxed{\frac{1}{2}}") == r"\frac{1}{2}"
+    assert final_answer("It is:\nParis.") == final_answer("PARIS") != final_answer("Rome")
+    assert final_answer("") == "" == final_answer(r"\boxed{")
+
+
+def test_a_reward_that_compares_no_answers_has_no_majority() -> None:
+    found = figures(table_of(GROUPS, own := config(rewards=[RewardConfig(reward="length")])), own)
+    assert not any(name.startswith("majority") for name in found)
+
+
+def rows(*values: float, every: int = 2) -> list[dict[str, Any]]:
+    return [{"step": every * index, "ycore/eval/reward": value} for index, value in enumerate(values)]
+
+
+def test_no_gain_ends_a_run_after_so_many_evaluations() -> None:
+    run = config(eval_dataset="t", stop_when=["no-gain:2"])
+    assert why_stop(rows(0.1, 0.5, 0.4), run) is None
+    told = why_stop(rows(0.1, 0.5, 0.4, 0.5), run)
+    assert told == "no gain in 2 evaluations over reward 0.5 of step 2"
+    assert best_of(rows(0.1, 0.5, 0.4, 0.5), "ycore/eval/reward") == {"step": 2, "ycore/eval/reward": 0.5}
+
+
+def test_nothing_to_learn_ends_a_run_after_so_many_steps() -> None:
+    run, steps = config(stop_when=["nothing-to-learn:3"]), [0.0, 1.0, 1.0, 0.0, 1.0, 1.0]
+    told = [{"step": n, "ycore/skipped": value} for n, value in enumerate(steps)]
+    assert why_stop(told, run) is None and why_stop([*told, {"step": 6, "ycore/eval/reward": 1.0}], run) is None
+    assert "3 steps in a row" in str(why_stop([*told, {"step": 6, "ycore/skipped": 1.0}], run))
+
+
+def test_an_evaluation_is_due_before_the_first_step_and_after_the_last() -> None:
+    run = config(eval_dataset="t", eval_every=4, steps=10)
+    assert [step for step in range(11) if is_due(step, run)] == [0, 4, 8, 10]
+    assert not any(is_due(step, config(steps=10)) for step in range(11))
+
+
+def test_the_report_has_both_ends_and_the_best() -> None:
+    told = report(rows(0.1, 0.5, 0.4), config(eval_dataset="t", keep_best="reward"))
+    assert (told["held_out"]["before"]["reward"], told["held_out"]["after"]["step"], told["best"]["step"]) == (
+        0.1,
+        4,
+        2,
+    )
+    assert report([{"step": 1, "reward": 0.5}], config()) == {}
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"keep_best": "pass@1"}, "--keep-best needs rows to measure on"),
+        ({"eval_dataset": "t", "keep_best": "accuracy"}, "it is 'accuracy'"),
+        ({"eval_dataset": "t", "keep_best": "pass@3"}, "pass@1, pass@2, pass@4, majority@4); it is 'pass@3'"),
+        ({"stop_when": ["no-gain:2"]}, "--stop-when no-gain needs rows"),
+        ({"eval_dataset": "t", "stop_when": ["no-gain"]}, "it is 'no-gain'"),
+        ({"eval_dataset": "t", "stop_when": ["no-gain:0"]}, "N from 1"),
+        ({"stop_when": ["bored:3"]}, "takes no-gain:N"),
+        ({"eval_dataset": "t", "eval_rewards": [{"reward": "judge:x"}]}, "give it as a reward too, with weight 0"),
+        ({"eval_dataset": "t", "replay": "runs/a"}, "starts none"),
+    ],
+)
+def test_what_an_evaluation_cannot_have_is_refused_by_name(settings: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        check_evaluation(config(**settings))
+    assert said in str(caught.value)
+
+
+def test_rows_that_are_also_trained_on_are_counted() -> None:
+    train = [Prompt(n, [{"role": "user", "content": f"{n}"}]) for n in range(5)]
+    assert num_overlapping([*train[:2], Prompt(9, "0")], train) == 2
+
+
+def test_no_more_is_drawn_than_is_left_to_learn() -> None:
+    """Of 80 prompts 2 % can teach, so that two groups are all there is; of 8000 there are plenty."""
+    yields = Yield(kept=0.5, finished=25.0)
+    assert yields.rate == LEAST and (yields.left(80), yields.left(8000)) == (2, 160)
+    drawn = [
+        num_to_draw(need=8, kept=0, in_flight=0, drawn=0, rate=yields.rate, max_draws=max(8, min(8, left) * 4))
+        for left in (yields.left(80), yields.left(8000))
+    ]
+    assert drawn == [8, 32]

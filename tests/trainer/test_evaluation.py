@@ -1,0 +1,158 @@
+"""Whole runs that are evaluated on the way: training is the same to the bit, the best model is kept, a run ends early.
+
+They are `RolloutRun`s of a tiny model in this process, as in `test_durable_run`.
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from tests.trainer.test_durable_run import STEPS, die, make, numbers, train
+from ycore.models.tiny import write_tiny_model
+from ycore.run.metrics import read_metrics
+from ycore.run.paths import RunFolder
+from ycore.trl.seam import SeamGRPOTrainer
+
+pytestmark = [pytest.mark.timeout(200), pytest.mark.filterwarnings("ignore")]
+
+SAME = "def same(completions, **columns):\n    return [0.1 for _ in completions]\n"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def evaluated(place: Path, model: Path, **settings: Any) -> RunFolder:
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "held.jsonl").write_text("".join(json.dumps({"prompt": f"{n} + 2 ="}) + "\n" for n in range(5)))
+    return make(place, model, {}, eval_dataset=str(place / "held.jsonl"), eval_every=2, num_samples=2, **settings)
+
+
+def held_out(folder: RunFolder) -> dict[int, float]:
+    return {row["step"]: row["ycore/eval/reward"] for row in read_metrics(folder.metrics) if "ycore/eval/reward" in row}
+
+
+class Keeps(TrainerCallback):
+    """The adapter after every step."""
+
+    def __init__(self, model_of: Any) -> None:
+        self.model_of, self.steps = model_of, dict[int, dict[str, torch.Tensor]]()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        weights = self.model_of().named_parameters()
+        self.steps[state.global_step] = {name: one.detach().clone() for name, one in weights if one.requires_grad}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory, model: Path) -> tuple[RunFolder, RunFolder]:
+    """The same run without evaluations, and with them."""
+    place = tmp_path_factory.mktemp("whole")
+    plain, folder = make(place / "plain", model, {}), evaluated(place / "evaluated", model, keep_best="reward")
+    train(plain)
+    train(folder)
+    return plain, folder
+
+
+def test_evaluations_change_nothing_of_the_training(whole: tuple[RunFolder, RunFolder]) -> None:
+    plain, folder = whole
+    assert numbers(plain) == [row for row in numbers(folder) if row["loss"] is not None]
+    one, other = (load_file(run.model / "adapter_model.safetensors") for run in whole)
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert list(held_out(folder)) == [0, 2, 4, STEPS]
+    told = json.loads(folder.held_out.read_text())
+    assert told["held_out"]["before"]["reward"] == held_out(folder)[0]
+    assert told["held_out"]["after"]["reward"] == held_out(folder)[STEPS]
+
+
+def test_a_run_that_dies_measures_the_same_when_it_goes_on(
+    tmp_path: Path, model: Path, whole: tuple[RunFolder, RunFolder]
+) -> None:
+    folder = evaluated(tmp_path, model, keep_best="reward")
+    die(folder, after=3)
+    die(folder, after=4)
+    train(folder)
+    assert held_out(folder) == held_out(whole[1])
+    plain, rows = make(tmp_path / "bare", model, {}), [row for row in numbers(folder) if row["loss"] is not None]
+    assert rows == numbers(whole[0]) and plain.root.is_dir()
+    best = json.loads((folder.best / "evaluation.json").read_text())
+    assert best["step"] == max(held_out(folder), key=lambda step: (held_out(folder)[step], -step))
+    assert best["step"] == json.loads(folder.held_out.read_text())["best"]["step"]
+
+
+def test_the_best_model_is_kept_beside_the_last(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The measured values are the test's own: the second evaluation is the best."""
+    told = {0: 0.1, 2: 0.9, 4: 0.3, 6: 0.2}
+    monkeypatch.setattr("ycore.trainer.evaluation.measure", lambda *_, step, config: {"reward": told[step]})
+    folder = evaluated(tmp_path, model, keep_best="reward")
+    from ycore.round.assemble import assemble
+    from ycore.trainer.rollout_run import RolloutRun
+
+    run = RolloutRun(assemble(folder.root))
+    keeps = Keeps(lambda: run.trainer.bare_model)
+    run.trainer.add_callback(keeps)
+    try:
+        run.train()
+        run.save()
+    finally:
+        run.close()
+    saved = load_file(folder.best / "adapter_model.safetensors")
+    after_two = list(keeps.steps[2].values())
+    assert len(saved) == len(after_two)
+    assert all(any(torch.equal(one, other) for other in after_two) for one in saved.values())
+    last = load_file(folder.model / "adapter_model.safetensors")
+    assert not all(torch.equal(saved[name], last[name]) for name in saved)
+
+
+def test_a_run_without_gain_ends_early_and_is_finished(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("ycore.trainer.evaluation.measure", lambda *_, step, config: {"reward": 0.5})
+    folder = evaluated(tmp_path, model, stop_when=["no-gain:2"])
+    train(folder)
+    assert [row["step"] for row in read_metrics(folder.metrics)] == [0, 1, 2, 3, 4]
+    assert "no gain in 2 evaluations" in json.loads(folder.held_out.read_text())["ended_early"]
+    assert (folder.model / "adapter_model.safetensors").is_file()
+
+
+def constant(place: Path, model: Path, **settings: Any) -> RunFolder:
+    place.mkdir(parents=True, exist_ok=True)
+    (place / "same.py").write_text(SAME)
+    return make(place, model, {}, rewards=[{"reward": f"{place / 'same.py'}:same"}], steps=3, **settings)
+
+
+def test_steps_without_a_group_that_can_teach_take_no_forward_and_end_a_run(
+    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    forwards: list[int] = []
+    score = SeamGRPOTrainer._get_per_token_logps_and_entropies
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> Any:
+        forwards.append(1)
+        return score(self, *args, **kwargs)
+
+    monkeypatch.setattr(SeamGRPOTrainer, "_get_per_token_logps_and_entropies", counted)
+    skipping = constant(tmp_path / "skipping", model)
+    train(skipping)
+    rows = read_metrics(skipping.metrics)
+    assert [row["ycore/skipped"] for row in rows] == [1.0] * 3 and not forwards
+    assert all(row["loss"] == 0 and row["grad_norm"] == 0 for row in rows)
+
+    monkeypatch.setattr(SeamGRPOTrainer, "_may_skip", False)
+    computed = constant(tmp_path / "computed", model)
+    train(computed)
+    assert forwards and all(abs(row["grad_norm"]) < 1e-4 for row in read_metrics(computed.metrics))
+
+    monkeypatch.setattr(SeamGRPOTrainer, "_may_skip", True)
+    ending = constant(tmp_path / "ending", model, stop_when=["nothing-to-learn:2"])
+    train(ending)
+    assert [row["step"] for row in read_metrics(ending.metrics)] == [1, 2]
+
+
+def test_a_round_with_one_group_that_can_teach_is_trained_on(whole: tuple[RunFolder, RunFolder]) -> None:
+    assert all(row["ycore/skipped"] == 0 and row["grad_norm"] > 0 for row in read_metrics(whole[0].metrics))

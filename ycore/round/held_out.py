@@ -1,0 +1,235 @@
+"""Evaluation: every prompt of a dataset once, as figures with intervals over prompts, and what a run does with them.
+
+Figures: `reward`; `rewards/NAME` of each source; `pass@k`, the chance that one of k completions is right (Chen et al.
+2021, arXiv 2107.03374); `majority@n`, whether the answer that most of a prompt's n completions give is right (Wang et
+al. 2022, arXiv 2203.11171). Right is what the first reward gives 1 or more. Intervals are 95 % percentiles of the
+bootstrap over prompts (Efron 1979).
+"""
+
+import asyncio
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ycore.config.schema import RewardConfig, RunConfig
+from ycore.errors import ConfigError, nearest
+from ycore.rewards.answers import final_answer
+from ycore.rewards.loading import reward_names
+from ycore.round.sampling import total_reward
+from ycore.round.tasks import together
+from ycore.run.metrics import Row, number, pass_at_k
+from ycore.types import Draw, Group, Prompt
+
+if TYPE_CHECKING:
+    from ycore.round.step import Controller
+
+PREFIX = "ycore/eval/"
+"""Of the figures in a run's metrics; `/low` and `/high` after a figure are its interval."""
+
+NO_GAIN, NOTHING_TO_LEARN = "no-gain", "nothing-to-learn"
+
+_RIGHT_FROM = 1.0
+_COMPARABLE = ("exact_answer", "numeric_answer", "math", "gym")
+_BOOTSTRAPS = 1000
+_AT_ONCE = 64  # prompts in flight where the engines' own limit is not known
+
+Table = npt.NDArray[np.float64]
+"""A row for each prompt: what `_row` counts of its group."""
+
+
+# -- what is measured --------------------------------------------------------------------------------------------------
+
+
+def names_of(config: RunConfig) -> list[str]:
+    """The figures of an evaluation with these settings."""
+    passes = [f"pass@{k}" for k in _ks(config.num_samples)]
+    majority = [f"majority@{config.num_samples}"] if _votes(config.rewards, config.num_samples) else []
+    return ["reward", *(f"rewards/{name}" for name in reward_names(config.rewards)), *passes, *majority]
+
+
+def _ks(num_samples: int) -> list[int]:
+    return [2**power for power in range(num_samples.bit_length())]
+
+
+def _votes(rewards: Sequence[RewardConfig], num_samples: int) -> bool:
+    """Whether answers can be compared: the first reward looks for a final answer, and there are several."""
+    return num_samples > 1 and rewards[0].reward in _COMPARABLE
+
+
+def measure(controller: "Controller", num_prompts: int, *, step: int, config: RunConfig) -> dict[str, float]:
+    """The figures of the policy whose weights the engines hold, over all ranks; all of them call this together."""
+    rank, world = controller.peers.rank, controller.peers.world
+    controller.draws.cursor = 0
+    draws = [controller.draws.draw() for _ in range(rank, num_prompts, world)]
+    groups = controller.run_round(_write(controller, draws, step), step=step, trains=False)
+    table = np.zeros((num_prompts, _width(config)))
+    for group in groups:
+        table[group.draw.position] = _row(group, config)
+    for meter in controller.scoring.meters:
+        meter.take()  # not the next step's
+    table = np.array(controller.peers.add_up(table.ravel().tolist())).reshape(table.shape)
+    return figures(table, config)
+
+
+async def _write(controller: "Controller", draws: Sequence[Draw], step: int) -> list[Group]:
+    room = asyncio.Semaphore(controller.rules.max_in_flight or _AT_ONCE)
+
+    async def one(draw: Draw) -> Group:
+        async with room:
+            return (await controller.group(draw, step=step)).group
+
+    return await together([one(draw) for draw in draws])
+
+
+def table_of(groups: Iterable[Group], config: RunConfig) -> Table:
+    return np.array([_row(group, config) for group in groups])
+
+
+def _width(config: RunConfig) -> int:
+    return 6 + 2 * len(config.rewards)
+
+
+def _row(group: Group, config: RunConfig) -> list[float]:
+    """Completions scored and the sum of their rewards, the same of each source, right ones, the vote, tokens, cut off.
+
+    A masked completion is left out of the means, and counts as wrong.
+    """
+    weights = [reward.weight for reward in config.rewards]
+    totals = [total for scores in group.scores_GR if (total := total_reward(scores, weights)) is not None]
+    row = [len(totals), sum(totals)]
+    for source in range(len(weights)):
+        values = [scores[source].value for scores in group.scores_GR]
+        known = [value for value in values if value is not None]
+        row += [len(known), sum(known)]
+    is_right = [(scores[0].value or 0.0) >= _RIGHT_FROM for scores in group.scores_GR]
+    answers = [final_answer(completion.text) for completion in group.completions]
+    (winner, _), *_ = Counter(answers).most_common(1)  # of several with as many votes, the first that was written
+    cut = sum(completion.finish_reason == "length" for completion in group.completions)
+    return [*row, sum(is_right), is_right[answers.index(winner)], group.num_written, cut]
+
+
+def figures(table: Table, config: RunConfig) -> dict[str, float]:
+    """Each figure, and its interval as `NAME/low` and `NAME/high`; a figure that nothing was scored for is left out."""
+    size = config.num_samples
+    right, vote, tokens, cut = table[:, -4:].T
+    passes = {f"pass@{k}": np.array([pass_at_k(size, int(c), k) for c in right]) for k in _ks(size)}
+    ones = np.ones(len(table))
+    parts = {"reward": (table[:, 1], table[:, 0])}
+    for source, name in enumerate(reward_names(config.rewards)):
+        parts[f"rewards/{name}"] = (table[:, 3 + 2 * source], table[:, 2 + 2 * source])
+    parts |= {name: (values, ones) for name, values in passes.items()}
+    if _votes(config.rewards, size):
+        parts[f"majority@{size}"] = (vote, ones)
+    drawn = np.random.default_rng(0).integers(0, len(table), (_BOOTSTRAPS, len(table)))
+    measured: dict[str, float] = {}
+    for name, (sums, counts) in parts.items():
+        if counts.sum() == 0:
+            continue
+        scored = counts[drawn].sum(axis=1)
+        means = sums[drawn].sum(axis=1)[scored > 0] / scored[scored > 0]
+        low, high = np.percentile(means, (2.5, 97.5))
+        measured |= {name: sums.sum() / counts.sum(), f"{name}/low": low, f"{name}/high": high}
+    num = len(table) * size
+    counted = {"mean_length": tokens.sum() / num, "cut_off": cut.sum() / num, "masked": num - table[:, 0].sum()}
+    return {name: float(value) for name, value in {**measured, **counted}.items()}
+
+
+# -- what follows from it ----------------------------------------------------------------------------------------------
+
+
+def check_evaluation(config: RunConfig) -> None:
+    """ConfigError for a figure, a rule or a reward that an evaluation of this run cannot have."""
+    held_out, rules = config.for_evaluation(), [parse_rule(text) for text in config.stop_when]
+    asking = {"--keep-best": config.keep_best, "--eval-every": config.eval_every, "--eval-reward": config.eval_rewards}
+    asking["--stop-when no-gain"] = any(name == NO_GAIN for name, _ in rules)
+    if held_out is not None and config.replay is not None:
+        raise ConfigError("--eval-dataset needs engines, and a run with --replay starts none; leave one of them out")
+    if held_out is None:
+        for option, value in asking.items():
+            if value:
+                raise ConfigError(f"{option} needs rows to measure on; name them, e.g. --eval-dataset test.jsonl")
+        return
+    known = names_of(held_out)
+    if config.keep_best is not None and config.keep_best not in known:
+        near = nearest(config.keep_best, known, limit=1)
+        raise ConfigError(
+            f"--keep-best takes a figure of the evaluation ({', '.join(known)}); it is {config.keep_best!r}{near}"
+        )
+    for spec in config.eval_rewards:
+        if spec.reward.startswith(("judge:", "rm:")) and spec not in config.rewards:
+            raise ConfigError(
+                f"eval_rewards has {spec.reward}, and only models of the run's own rewards are served; "
+                "give it as a reward too, with weight 0 if it is not to train"
+            )
+
+
+def parse_rule(text: str) -> tuple[str, int]:
+    """`no-gain:5` as its two parts; ConfigError."""
+    name, _, count = text.partition(":")
+    if name not in (NO_GAIN, NOTHING_TO_LEARN) or not count.isdigit() or int(count) < 1:
+        raise ConfigError(
+            f"--stop-when takes {NO_GAIN}:N (evaluations without a new best) or {NOTHING_TO_LEARN}:N (steps "
+            f"without one group that can teach), N from 1; it is {text!r}; e.g. --stop-when {NO_GAIN}:5"
+        )
+    return name, int(count)
+
+
+def is_due(step: int, config: RunConfig) -> bool:
+    every = config.eval_every or -(-config.steps // 5)
+    return config.eval_dataset is not None and (step % every == 0 or step == config.steps)
+
+
+def watched(config: RunConfig) -> str:
+    """The metric by which evaluations are compared."""
+    return PREFIX + (config.keep_best or "reward")
+
+
+def best_of(rows: Sequence[Row], metric: str) -> Row | None:
+    """The first row with the highest value."""
+    known = [row for row in rows if number(row, metric) is not None]
+    return max(known, key=lambda row: number(row, metric) or 0.0, default=None)
+
+
+def why_stop(rows: Sequence[Row], config: RunConfig) -> str | None:
+    """Why the run ends after these rows of its metrics, in words; None where it goes on."""
+    for name, count in map(parse_rule, config.stop_when):
+        if name == NO_GAIN:
+            metric = watched(config)
+            values = [value for row in rows if (value := number(row, metric)) is not None]
+            if values and len(values) - 1 - values.index(max(values)) >= count:
+                best = best_of(rows, metric) or {}
+                figure = f"{metric.removeprefix(PREFIX)} {max(values):.4g}"
+                return f"no gain in {count} evaluations over {figure} of step {best.get('step')}"
+        else:
+            skipped = [row.get("ycore/skipped") for row in rows if "ycore/skipped" in row][-count:]
+            if len(skipped) == count and all(skipped):
+                return f"nothing to learn: {count} steps in a row had no group that can teach"
+    return None
+
+
+def num_overlapping(held_out: Sequence[Prompt], train: Sequence[Prompt]) -> int:
+    """Rows to measure on whose prompt is also a row to train on."""
+    trained = {repr(prompt.content) for prompt in train}
+    return sum(repr(prompt.content) in trained for prompt in held_out)
+
+
+def as_metrics(measured: Mapping[str, float]) -> dict[str, float]:
+    return {PREFIX + name: value for name, value in measured.items()}
+
+
+def report(rows: Sequence[Row], config: RunConfig) -> dict[str, Any]:
+    """What the run's summary says of its evaluations: the first, the last, and the best where it is kept."""
+    measured = [row for row in rows if f"{PREFIX}reward" in row]
+    if not measured:
+        return {}
+
+    def of(row: Row) -> dict[str, Any]:
+        values = {name.removeprefix(PREFIX): row[name] for name in row if name.startswith(PREFIX)}
+        return {"step": row["step"], **values}
+
+    best = best_of(measured, watched(config)) if config.keep_best else None
+    ends = {"before": of(measured[0]), "after": of(measured[-1])}
+    return {"held_out": ends} | ({} if best is None else {"best": of(best)})

@@ -16,6 +16,7 @@ from ycore_cli.measure import evaluate, preflight
 from ycore_cli.plan import plan
 from ycore_cli.simulate import simulate
 from ycore_cli.train import pipeline, resume, training_command
+from ycore_cli.use import chat, export, push, serve
 
 from ycore import __version__
 from ycore.config.algorithms import ALGORITHMS
@@ -32,7 +33,10 @@ for algorithm in ALGORITHMS.values():
     app.command(algorithm.name, context_settings=_ANY_TRL_FIELD)(training_command(algorithm))
 for name, command in {"resume": resume, "eval": evaluate, "plan": plan, "preflight": preflight}.items():
     app.command(name, context_settings=_ANY_TRL_FIELD)(command)
-_OTHERS: Sequence[Callable[..., Any]] = (pipeline, recipes, env, doctor, report, selftest, simulate, watch)
+_OTHERS: Sequence[Callable[..., Any]] = (
+    *(pipeline, recipes, env, doctor, report, selftest, simulate, watch),
+    *(chat, serve, export, push),
+)
 for command in _OTHERS:
     app.command()(command)
 

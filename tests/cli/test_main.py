@@ -14,7 +14,7 @@ from ycore import __version__
 
 COMMANDS = [
     "grpo", "rloo", "sft", "reward", "dpo", "kto", "resume", "eval", "plan", "preflight", "pipeline", "recipes", "env",
-    "doctor", "report", "selftest", "simulate", "watch",
+    "doctor", "report", "selftest", "simulate", "watch", "chat", "serve", "export", "push",
 ]  # fmt: skip
 VISIBLE = {
     "grpo": [
@@ -23,6 +23,7 @@ VISIBLE = {
         "--preset", "--advantage", "--divergence", "--engine", "--sandbox", "--dynamic-sampling", "--placement",
         "--processes",
         "--accelerate", "--restarts", "--merge", "--wandb-project", "--seed", "--set", "--recipe", "--output",
+        "--eval-dataset", "--eval-split", "--eval-every", "--eval-reward", "--keep-best", "--stop-when",
         "--preflight", "--dry-run", "--resume", "--resume-from", "--accept-changes", "--keep-journal", "--replay",
         "--json",
     ],

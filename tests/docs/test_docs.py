@@ -21,6 +21,7 @@ from pydantic_core import PydanticUndefined
 from ycore_cli.main import app
 
 from tests.chaos.__main__ import make_parser as scorecard_parser
+from tests.models.test_gguf_file import write_random_model
 from ycore.config.algorithms import ALGORITHMS
 from ycore.config.recipe_files import list_recipes, load_recipe
 from ycore.config.schema import RewardConfig, RunConfig, TuneConfig
@@ -38,6 +39,8 @@ ENTRY = "from ycore_cli.main import main; main()"
 TO_WRITE = ("jsonl", "csv", "python", "yaml")
 STARTS = ("grpo", "rloo", "ppo", "sft", "reward", "dpo", "kto", "eval", "preflight", "pipeline", "resume", "selftest")
 """The commands that start something, unless it is a dry run."""
+USES = ("chat", "serve", "export", "push")
+"""The commands for a trained model."""
 OF_TRL = {"--config", "--model-name-or-path", "--dataset-name", "--reward-funcs", "--use-peft"}
 """Options of `trl grpo` that a page may set beside ours."""
 
@@ -139,6 +142,9 @@ def test_ycore_lines_work(page: Path, line: str, tmp_path: Path) -> None:
     if words[1] in ("watch", "report"):
         for run in [word for word in words[2:] if word.startswith("runs/")]:
             write_first_step(tmp_path / run)
+    if words[1] in USES:
+        for run in {word for word in words[2:] if word.startswith("runs/")}:
+            write_trained_run(tmp_path / run)
     if "--replay" in line:
         write_unfinished_run(page, option(line, "--replay"), tmp_path)
         (tmp_path / option(line, "--replay") / "journal").mkdir()
@@ -155,7 +161,7 @@ def test_ycore_lines_work(page: Path, line: str, tmp_path: Path) -> None:
 def dry_run(line: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     """The command in `folder`, without a hub and with empty caches; what would train or measure only plans."""
     words = shlex.split(line, comments=True)[1:]
-    if (words[0] in STARTS or "--gpu" in words) and "--dry-run" not in words:
+    if (words[0] in (*STARTS, "serve") or "--gpu" in words) and "--dry-run" not in words:
         words.append("--dry-run")
     if (model := option(line, "--model")).startswith("runs/"):
         write_stand_in(folder / model)
@@ -166,7 +172,8 @@ def dry_run(line: str, folder: Path) -> "subprocess.CompletedProcess[str]":
         env={**os.environ, "HF_HUB_OFFLINE": "1", **caches},
         capture_output=True,
         text=True,
-        timeout=60,
+        timeout=240 if words[0] in USES else 60,
+        stdin=subprocess.DEVNULL,
         check=False,
     )
 
@@ -191,6 +198,12 @@ def write_first_step(folder: Path) -> None:
     folder.mkdir(parents=True)
     (folder / "run.json").write_text(json.dumps({"config": {"steps": 1, "model": "tiny", "prompts_per_step": 1}}))
     (folder / "metrics.jsonl").write_text(json.dumps({"step": 1, "reward": 0.5, "step_time": 1.0}) + "\n")
+
+
+def write_trained_run(folder: Path) -> None:
+    write_random_model(folder / "model", "llama")
+    config = {"algorithm": "grpo", "model": "tiny", "dataset": "d.jsonl", "rewards": [{"reward": "exact_answer"}]}
+    (folder / "run.json").write_text(json.dumps({"config": config}))
 
 
 def write_stand_in(folder: Path) -> None:

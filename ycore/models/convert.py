@@ -29,10 +29,10 @@ _WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}%s| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 # How byte-pair tokenizers split text, by GGUF's `tokenizer.ggml.pre`; None is the splitting of GPT-2.
-_SPLITTING = {"gpt-2": None, "smollm": None, "llama-bpe": _WORDS % "{1,3}", "qwen2": _WORDS % ""}
+SPLITTING = {"gpt-2": None, "smollm": None, "llama-bpe": _WORDS % "{1,3}", "qwen2": _WORDS % ""}
 
 _TURN_ENDS = ("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>")
-_PROBE = "Is 12 + 345 = 357?  Yes,  it's\n\n  so: `x = y_1`. Ünïcödé 東京!"
+PROBE = "Is 12 + 345 = 357?  Yes,  it's\n\n  so: `x = y_1`. Ünïcödé 東京!"
 
 
 def read_header(path: Path) -> dict[str, Any]:
@@ -59,8 +59,8 @@ def read_header(path: Path) -> dict[str, Any]:
         if not isinstance(value := header.get(key, kind()), kind):
             raise ModelError(f"{path} is a damaged GGUF file ({key} is {value!r:.40}); download or export it again")
     rule = header.get("tokenizer.ggml.pre", "gpt-2")
-    if header.get("tokenizer.ggml.model") == "gpt2" and rule not in _SPLITTING:
-        known = ", ".join(_SPLITTING)  # with another rule, the model would train on other tokens than it knows
+    if header.get("tokenizer.ggml.model") == "gpt2" and rule not in SPLITTING:
+        known = ", ".join(SPLITTING)  # with another rule, the model would train on other tokens than it knows
         raise ModelError(f"{path} splits text by the rule {rule!r}, and the rules known here are {known}; {instead}")
     return header
 
@@ -142,7 +142,7 @@ def _convert_gguf(source: Path, folder: Path) -> None:
     tokenizer.save_pretrained(folder)
     # transformers may load a family's own tokenizer in place of the saved one: its tokens must be the same.
     again = AutoTokenizer.from_pretrained(folder)
-    if again(_PROBE).input_ids != tokenizer(_PROBE).input_ids or again.eos_token_id != tokenizer.eos_token_id:
+    if again(PROBE).input_ids != tokenizer(PROBE).input_ids or again.eos_token_id != tokenizer.eos_token_id:
         raise ModelError(f"{source}: its tokenizer is another one once saved; use the model's own folder")
 
 
@@ -155,9 +155,9 @@ def _tokenizer(source: Path, header: dict[str, Any]) -> Any:
         setattr(tokenizer, name, token)
     tokenizer.clean_up_tokenization_spaces = False
     if header.get("tokenizer.ggml.model") == "gpt2":
-        _set_splitting(tokenizer.backend_tokenizer, header.get("tokenizer.ggml.pre", "gpt-2"))
-    decoded = str(tokenizer.decode(tokenizer(_PROBE, add_special_tokens=False).input_ids))
-    if decoded.strip() != _PROBE:
+        set_splitting(tokenizer.backend_tokenizer, header.get("tokenizer.ggml.pre", "gpt-2"))
+    decoded = str(tokenizer.decode(tokenizer(PROBE, add_special_tokens=False).input_ids))
+    if decoded.strip() != PROBE:
         raise ModelError(f"{source}: its tokenizer does not give text back ({decoded!r}); use the model's own folder")
     return tokenizer
 
@@ -174,10 +174,10 @@ def _special_tokens(header: dict[str, Any]) -> dict[str, str]:
     return chosen
 
 
-def _set_splitting(backend: Any, rule: str) -> None:
+def set_splitting(backend: Any, rule: str) -> None:
     from tokenizers import Regex, decoders, pre_tokenizers
 
-    words = _SPLITTING[rule]
+    words = SPLITTING[rule]
     steps: list[Any] = []
     if rule == "smollm":
         steps.append(pre_tokenizers.Digits(individual_digits=True))

@@ -1,0 +1,164 @@
+"""Commands for a trained model: `ycore chat`, `serve`, `export` and `push`."""
+
+import shlex
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+from ycore_cli import options as o
+
+Name = Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run's folder, or a model; e.g. runs/first.")]
+RunFolderPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder; e.g. runs/first.")]
+Best = Annotated[bool, typer.Option("--best", help="The model that --keep-best kept, not the last one.")]
+MaxTokens = Annotated[int, typer.Option(min=1, help="Longest answer, in tokens; e.g. 256.")]
+Temperature = Annotated[float, typer.Option(min=0, help="0 takes the likeliest token; e.g. 0.7.")]
+Seed = Annotated[int, typer.Option(min=0, help="Fixes the answers; e.g. 0.")]
+Ask = Annotated[list[str] | None, typer.Option("--prompt", help="Say this and end; may be repeated; e.g. 'Hello.'")]
+Against = Annotated[
+    str | None,
+    typer.Option("--against", metavar="MODEL", help="Another run or model, side by side; e.g. runs/b."),
+]
+Host = Annotated[str, typer.Option(help="Address to listen on; the default is this machine only.")]
+Port = Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on; e.g. 8000.")]
+Form = Annotated[Literal["merged", "gguf"], typer.Option("--format", help="A whole model's folder, or one GGUF file.")]
+Target = Annotated[Path | None, typer.Option("--output", help="What to write; a new name in the run's folder.")]
+Repo = Annotated[str, typer.Argument(metavar="REPO", help="Model repository of the hub; e.g. me/sums.")]
+Private = Annotated[bool, typer.Option("--private", help="Make the repository private, if it is made.")]
+Merged = Annotated[bool, typer.Option("--merged", help="Push the whole model, not its adapter.")]
+
+
+def chat(
+    model: Name,
+    against: Against = None,
+    prompt: Ask = None,
+    max_tokens: MaxTokens = 256,
+    temperature: Temperature = 0.7,
+    seed: Seed = 0,
+    best: Best = False,
+) -> None:
+    """Talk to a run's model, or to two side by side. Ctrl-D ends.
+
+    \b
+    ycore chat runs/quickstart --prompt 'What is 3 + 4?' --temperature 0
+    ycore chat runs/quickstart --against smollm2-135m
+    """
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+    from ycore_cli.output import print_line
+
+    from ycore.run.text import printable
+    from ycore.tools.trained import Talker, writing_model
+
+    names = [model] if against is None else [model, against]
+    folders = [writing_model(name, best=best and name == model) for name in names]
+    talkers = [Talker(folder, max_tokens=max_tokens, temperature=temperature, seed=seed) for folder in folders]
+    is_asked = sys.stdin.isatty() and not prompt
+    if is_asked:
+        print_line(f"{' and '.join(names)}; Ctrl-D ends")
+    for text in prompt or _typed(is_asked):
+        answers = [talker.say(text) for talker in talkers]
+        if against is None:
+            print(printable(answers[0].strip()), flush=True)
+            continue
+        table = Table(*names, title=Text(printable(text)), title_justify="left")
+        table.add_row(*(Text(printable(answer.strip())) for answer in answers))
+        Console().print(table)
+
+
+def _typed(is_asked: bool) -> Iterator[str]:
+    """The lines of standard input that are not empty."""
+    while True:
+        try:
+            line = input("> " if is_asked else "")
+        except (EOFError, KeyboardInterrupt):
+            return
+        if line.strip():
+            yield line
+
+
+def serve(
+    model: Name, host: Host = "127.0.0.1", port: Port = 8000, best: Best = False, dry_run: o.DryRun = False
+) -> int:
+    """Serve a run's model with OpenAI's interface, by vLLM.
+
+    \b
+    Adapters are merged first. Clients that reach the port need a key only if VLLM_API_KEY is set.
+
+    \b
+    ycore serve runs/quickstart
+    ycore serve runs/quickstart --port 9000 --dry-run
+    """
+    from ycore_cli.output import print_table
+
+    from ycore.errors import ConfigError
+    from ycore.launch.engines import is_vllm_installed
+    from ycore.tools import trained
+
+    folder = trained.writing_model(model, best=best)
+    name = Path(model).name
+    words, spec = trained.serve_command(folder, name=name, host=host, port=port)
+    print_table([("model", f"{name}, from {folder}"), ("address", f"http://{host}:{port}/v1")])
+    if dry_run:
+        print_table([("command", shlex.join(words))])
+        print("Nothing was started; leave out --dry-run to serve.")
+        return 0
+    if not is_vllm_installed():
+        raise ConfigError("ycore serve needs vLLM; pip install 'ycore[cpu]' or 'ycore[gpu]'")
+    return trained.serve(words, spec)
+
+
+def export(model: Name, form: Form = "merged", output: Target = None, best: Best = False) -> None:
+    """Write a run's model for other programs, with its adapters merged.
+
+    \b
+    ycore export runs/quickstart --format merged --output models/sums
+    ycore export runs/quickstart --format gguf --output models/sums.gguf
+    """
+    from ycore_cli.output import print_table
+
+    from ycore.tools.trained import export as write
+    from ycore.tools.trained import writing_model
+
+    folder = writing_model(model, best=best)
+    inside = Path(model) if (Path(model) / "run.json").is_file() else Path()
+    name = Path(model).stem
+    target = output or inside / {"merged": f"{name}-merged", "gguf": f"{name}.gguf"}[form]
+    write(folder, target, form=form, name=name)
+    print_table([("written", str(target))])
+
+
+def push(
+    run: RunFolderPath,
+    repo: Repo,
+    private: Private = False,
+    merged: Merged = False,
+    best: Best = False,
+    dry_run: o.DryRun = False,
+) -> None:
+    """Push a run's model to the hub, with a card.
+
+    \b
+    The card has the settings, the command, the curve and the evaluation. --dry-run shows it, and needs no network.
+
+    \b
+    ycore push runs/quickstart me/sums --dry-run
+    ycore push runs/quickstart me/sums --private --merged
+    """
+    from ycore_cli.output import print_line, print_table
+
+    from ycore.errors import RunFolderError
+    from ycore.tools import trained
+
+    if not (run / "run.json").is_file():
+        raise RunFolderError(f"{run} holds no run.json, so no run to write a card of; give the folder of a run")
+    with trained.staged(run, best=best, merged=merged, repo=repo) as folder:
+        print_table(trained.sizes(folder))
+        if not dry_run:
+            trained.push(folder, repo=repo, private=private, say=print_line)
+            return
+        for line in (folder / "README.md").read_text(encoding="utf-8").splitlines():
+            print_line(f"| {line}".rstrip())
+    print(f"Nothing was sent; leave out --dry-run to push to {repo}.")

@@ -1,0 +1,117 @@
+"""What is done with a trained model: found by its run, talked to, described, staged, sent, served."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ycore.errors import ModelError, RunError, RunFolderError
+from ycore.models.tiny import write_tiny_model
+from ycore.tools import trained
+
+CONFIG = {
+    "algorithm": "grpo", "model": "smollm2-135m", "dataset": "task:addition", "output": "runs/sums", "steps": 40,
+    "rewards": [{"reward": "exact_answer", "weight": 1.0}], "lora": {"r": 16}, "engine": {"kind": "vllm"},
+}  # fmt: skip
+FIGURES = {"pass@1": 0.75, "pass@1/low": 0.6, "pass@1/high": 0.9, "step": 40}
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Path:
+    folder = tmp_path / "runs" / "sums"
+    write_tiny_model(folder / "model")
+    (folder / "model" / "training_args.bin").write_bytes(b"pickled")
+    told = {"config": CONFIG, "command": ["ycore", "grpo", "--recipe", "quickstart"], "versions": {"trl": "1.16.0"}}
+    (folder / "run.json").write_text(json.dumps(told))
+    ends = {"before": {**FIGURES, "pass@1": 0.25}, "after": FIGURES}
+    (folder / "summary.json").write_text(json.dumps({"held_out": ends, "reward_first": 0.2, "reward_last": 0.8}))
+    (folder / "curve.png").write_bytes(b"png")
+    return folder
+
+
+def test_a_run_stands_for_its_model(run: Path) -> None:
+    assert trained.trained_model(str(run)) == str(run / "model")
+    assert trained.trained_model("smollm2-135m") == "smollm2-135m"
+    with pytest.raises(RunFolderError, match="kept no best model; say --keep-best"):
+        trained.trained_model(str(run), best=True)
+    (run / "best").mkdir()
+    assert trained.trained_model(str(run), best=True) == str(run / "best")
+
+
+def test_a_reward_model_does_not_write(run: Path) -> None:
+    config = run / "model" / "config.json"
+    changed = json.loads(config.read_text()) | {"architectures": ["LlamaForSequenceClassification"]}
+    config.write_text(json.dumps(changed))
+    with pytest.raises(ModelError, match="is a reward model"):
+        trained.writing_model(str(run))
+
+
+def test_the_same_turns_have_the_same_answers(run: Path) -> None:
+    def answers(seed: int) -> list[str]:
+        talker = trained.Talker(run / "model", max_tokens=6, temperature=1.0, seed=seed)
+        return [talker.say("2 + 2"), talker.say("and then?")]
+
+    assert answers(0) == answers(0) != answers(1)
+
+
+def test_a_card_says_what_it_is_and_how_it_was_made(run: Path) -> None:
+    told = trained.card(run, repo="me/sums", has_curve=True)
+    assert told.startswith("---\nbase_model: smollm2-135m\nlibrary_name: transformers\n")
+    for part in ("# sums", "`exact_answer`", "(curve.png)", "grpo --recipe quickstart", "trl 1.16.0", "steps: 40"):
+        assert part in told
+    assert "| pass@1 | 0.250 | 0.750 | 0.600 to 0.900 |" in told
+    assert "runs/sums" not in told and "engine" not in told, "what is only about the machine"
+
+
+def test_a_card_of_a_run_without_held_out_rows_has_its_reward(run: Path) -> None:
+    (run / "summary.json").write_text(json.dumps({"reward_first": 0.2, "reward_last": 0.8}))
+    assert "from 0.200 to 0.800" in trained.card(run, repo="me/sums", has_curve=False)
+
+
+def test_what_is_sent_has_no_pickle_and_the_card(run: Path) -> None:
+    (run / "model" / "README.md").write_text("peft's own")
+    with trained.staged(run, best=False, merged=False, repo="me/sums") as folder:
+        names = dict(trained.sizes(folder))
+        assert {"README.md", "curve.png", "model.safetensors", "tokenizer.json"} <= names.keys()
+        assert "training_args.bin" not in names and "peft's own" not in (folder / "README.md").read_text()
+    assert not folder.exists()
+
+
+def test_a_push_makes_the_repository_and_sends_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Any] = []
+
+    class Api:
+        def create_repo(self, repo: str, **how: Any) -> None:
+            asked.append((repo, how))
+
+        def upload_folder(self, **how: Any) -> str:
+            asked.append(how["folder_path"])
+            return "https://hub/me/sums"
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Api)
+    trained.push(tmp_path, repo="me/sums", private=True, say=asked.append)
+    assert asked == [
+        ("me/sums", {"private": True, "exist_ok": True}), tmp_path, "pushed to https://hub/me/sums"
+    ]  # fmt: skip
+
+    def refused(self: Any, repo: str, **how: Any) -> None:
+        raise ValueError("401: not logged in\nmore")
+
+    monkeypatch.setattr(Api, "create_repo", refused)
+    with pytest.raises(RunError, match="could not push to me/sums: 401: not logged in; log in with"):
+        trained.push(tmp_path, repo="me/sums", private=True, say=asked.append)
+
+
+def test_a_server_listens_where_it_is_told_and_cannot_be_changed(run: Path) -> None:
+    words, spec = trained.serve_command(run / "model", name="sums", host="127.0.0.1", port=9000)
+    line = " ".join(words)
+    assert "--host 127.0.0.1 --port 9000" in line and "--served-model-name sums" in line and "--uds" not in line
+    assert "--max-model-len 512" in line and "worker-extension" not in line and spec.max_model_len == 512
+
+
+def test_an_export_never_writes_over_anything(run: Path, tmp_path: Path) -> None:
+    trained.export(run / "model", tmp_path / "out", form="merged", name="sums")
+    assert (tmp_path / "out" / "model.safetensors").is_file() and not (tmp_path / "out" / "training_args.bin").exists()
+    with pytest.raises(RunFolderError, match="exists; choose another --output"):
+        trained.export(run / "model", tmp_path / "out", form="merged", name="sums")

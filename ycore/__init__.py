@@ -1,3 +1,21 @@
-"""ycore: reinforcement learning for language models from one command. Imports nothing heavy."""
+"""ycore: reinforcement learning for language models, from one command or three lines of Python. Imports nothing heavy.
+
+from ycore import grpo
+run = grpo(model="smollm2-135m", dataset="task:addition?digits=1", reward="exact_answer")
+run.metrics, run.model(), run.report()
+"""
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ycore_cli.from_python import Run, dpo, evaluate, grpo, kto, reward_model, rloo, sft
 
 __version__ = "0.1.0"
+__all__ = ["Run", "dpo", "evaluate", "grpo", "kto", "reward_model", "rloo", "sft"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module 'ycore' has no attribute {name!r}")
+    return getattr(importlib.import_module("ycore_cli.from_python"), name)

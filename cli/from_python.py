@@ -1,0 +1,214 @@
+"""The commands as functions: `from ycore import grpo`. The same settings, checks, processes and folder.
+
+    run = grpo(model="smollm2-135m", dataset="task:addition?digits=1", reward=my_function, steps=40)
+    run.metrics[-1]["ycore/reward"], run.model(), run.report()
+
+Keyword arguments are the keys of a run (docs/options.md), and fields of TRL's config by their own names.
+"""
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+from ycore.errors import ConfigError, RunFolderError
+
+if TYPE_CHECKING:
+    from ycore.config.schema import AnyConfig
+
+Reward = str | Callable[..., Sequence[float | None]] | Mapping[str, Any]
+"""A name as `--reward` takes it, a function in TRL's shape, or a mapping such as `{"reward": f, "weight": 0.5}`."""
+
+Rows = str | Iterable[Mapping[str, Any]]
+"""A dataset's name as `--dataset` takes it, or rows: a list of mappings, or a `datasets.Dataset`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run's folder, and how it ended. `Run(Path("runs/first"))` opens one that is there."""
+
+    folder: Path
+    summary: Mapping[str, Any] = field(default_factory=dict)
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The settings, as run.json has them."""
+        from ycore.run.files import read_json
+        from ycore.run.paths import RunFolder
+
+        return dict(read_json(RunFolder(self.folder).config)["config"])
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """A mapping for each step, by the names in docs/overview.md."""
+        from ycore.run.metrics import read_metrics
+        from ycore.run.paths import RunFolder
+
+        return read_metrics(RunFolder(self.folder).metrics)
+
+    @property
+    def completions(self) -> list[dict[str, Any]]:
+        """Of an evaluation: every completion with its prompt and its rewards."""
+        file = self.folder / "completions.jsonl"
+        if not file.is_file():
+            raise RunFolderError(f"{self.folder} has no completions.jsonl, which only an evaluation writes")
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+    def model(self, *, best: bool = False) -> Any:
+        """The trained model as transformers loads it, with peft's adapter around it where there is one.
+
+        Args:
+            best: the model that `keep_best` kept.
+        """
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+        from ycore.config.algorithms import find_algorithm
+        from ycore.tools.trained import trained_model
+
+        scores = find_algorithm(self.config["algorithm"]).trains_reward_model
+        loader: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+        return loader.from_pretrained(trained_model(str(self.folder), best=best), dtype="auto")
+
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, as transformers loads it."""
+        from transformers import AutoTokenizer
+
+        from ycore.tools.trained import trained_model
+
+        return AutoTokenizer.from_pretrained(trained_model(str(self.folder)))
+
+    def report(self) -> Path:
+        """Write report.html into the folder, and return its path."""
+        from ycore.view.page import make_report, write_report
+        from ycore.view.record import read_run
+
+        return write_report(make_report([read_run(self.folder)]), self.folder / "report.html")[0]
+
+
+def grpo(*, model: str, dataset: Rows, reward: Reward | Sequence[Reward], resume: bool = False, **settings: Any) -> Run:
+    """Train a model on a reward with GRPO; return when it has finished.
+
+    Args:
+        model: a hub id, a folder, a GGUF file, or `smollm2-135m`.
+        dataset: a name, or rows with a prompt column.
+        reward: one or several. A function is called in a worker process: it must be defined in a file or a notebook's
+            cell, at the top, and what it uses from around it must be imported, a function, or plain data.
+        resume: go on with the run in `output`.
+        settings: `steps=100`, `output="runs/first"`, `engine="transformers"`, `learning_rate=1e-5`, ...
+
+    Raises:
+        YcoreError: what the command says in one line.
+    """
+    return _rollouts("grpo", model, dataset, reward, resume, settings)
+
+
+def rloo(*, model: str, dataset: Rows, reward: Reward | Sequence[Reward], resume: bool = False, **settings: Any) -> Run:
+    """Train a model on a reward with RLOO; the arguments are those of `grpo`."""
+    return _rollouts("rloo", model, dataset, reward, resume, settings)
+
+
+def evaluate(*, model: str, dataset: Rows, reward: Reward | Sequence[Reward], **settings: Any) -> Run:
+    """Measure a model: the figures are in `.summary`, the completions in `.completions`.
+
+    The arguments are those of `grpo`, and `num_samples` completions of each prompt.
+    """
+    return _rollouts("eval", model, dataset, reward, False, settings)
+
+
+def sft(*, model: str, dataset: Rows, resume: bool = False, **settings: Any) -> Run:
+    """Fine-tune a model on given answers; see docs/trainers.md for the columns."""
+    return _run("sft", {"model": model, "dataset": dataset, **settings}, resume=resume)
+
+
+def dpo(*, model: str, dataset: Rows, resume: bool = False, **settings: Any) -> Run:
+    """Train a model on pairs of better and worse answers; see docs/trainers.md for the columns."""
+    return _run("dpo", {"model": model, "dataset": dataset, **settings}, resume=resume)
+
+
+def kto(*, model: str, dataset: Rows, resume: bool = False, **settings: Any) -> Run:
+    """Train a model on answers that are labelled good or bad; see docs/trainers.md for the columns."""
+    return _run("kto", {"model": model, "dataset": dataset, **settings}, resume=resume)
+
+
+def reward_model(*, model: str, dataset: Rows, resume: bool = False, **settings: Any) -> Run:
+    """Train a reward model on pairs of better and worse answers; see docs/trainers.md for the columns."""
+    return _run("reward", {"model": model, "dataset": dataset, **settings}, resume=resume)
+
+
+def _rollouts(
+    algorithm: str,
+    model: str,
+    dataset: Rows,
+    reward: Reward | Sequence[Reward],
+    resume: bool,
+    settings: Mapping[str, Any],
+) -> Run:
+    several = isinstance(reward, Sequence) and not isinstance(reward, str)
+    rewards = list(cast("Sequence[Reward]", reward)) if several else [reward]
+    return _run(algorithm, {"model": model, "dataset": dataset, "rewards": rewards, **settings}, resume=resume)
+
+
+def _run(algorithm: str, settings: Mapping[str, Any], *, resume: bool) -> Run:
+    from ycore_cli.checks import checked_plan
+    from ycore_cli.train import run_training
+
+    from ycore.launch.launcher import EVALUATOR, run_worker
+    from ycore.run.claim import Resume
+
+    config = _config(algorithm, dict(settings), resume=resume)
+    how = Resume(step=None, accept_changes=False)
+    plan = checked_plan(config, resume=resume, how=how)
+    if algorithm == "eval":
+        summary = run_worker(EVALUATOR, config)
+    else:
+        steps, world = plan["trl"]["max_steps"], plan["ranks"]["world"]
+        summary = run_training(config, num_steps=steps, world=world, resume=resume, how=how)
+    return Run(Path(config.output), summary)
+
+
+def _config(algorithm: str, settings: dict[str, Any], *, resume: bool) -> "AnyConfig":
+    """The validated config; rows and functions are written beside the run's folder, and stand in it by their files."""
+    from ycore_cli.options import completed, stored_config, unused_folder
+
+    from ycore.config.algorithms import find_algorithm
+    from ycore.config.resolve import resolve
+    from ycore.config.trl_fields import fields_of
+    from ycore.rewards.source_files import as_named
+
+    row = find_algorithm(algorithm)
+    output = Path(settings.get("output") or unused_folder(f"runs/{algorithm}")).expanduser()
+    settings |= {"algorithm": algorithm, "output": str(output)}
+    for key, kind in (("engine", "kind"), ("sandbox", "level")):
+        if isinstance(settings.get(key), str):
+            settings[key] = {kind: settings[key]}
+    for key in ("dataset", "eval_dataset"):
+        if key in settings and not isinstance(settings[key], str | None):
+            settings[key] = str(_write_rows(settings[key], output.with_name(f"{output.name}.{key}.jsonl")))
+    for key in ("rewards", "eval_rewards"):
+        if key in settings:
+            file = output.with_name(f"{output.name}.{key}.py").absolute()
+            settings[key] = as_named(settings[key], file)
+    fields = fields_of(row.trl_config)
+    own = {key: value for key, value in settings.items() if key in row.config.model_fields or key not in fields}
+    trl = {key: value for key, value in settings.items() if key not in own}
+    if trl:
+        own["trl"] = {**own.get("trl", {}), **trl}
+    base = stored_config(str(output)) if resume else {}
+    config: AnyConfig = completed(resolve(recipe=base, options=own))
+    return config
+
+
+def _write_rows(rows: Iterable[Mapping[str, Any]], file: Path) -> Path:
+    """The rows as JSONL; ConfigError for a row that JSON cannot hold."""
+    from ycore.run.files import write_bytes_atomic
+
+    lines = []
+    for number, row in enumerate(rows):
+        try:
+            lines.append(json.dumps(dict(row), ensure_ascii=False))
+        except (TypeError, ValueError) as problem:
+            raise ConfigError(f"row {number} of the dataset is no mapping of plain values: {problem}") from None
+    file.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes_atomic(file, "".join(line + "\n" for line in lines).encode())
+    return file

@@ -1,0 +1,128 @@
+"""Functions as rewards: by their file, by their source and what it uses, or refused by name."""
+
+import functools
+import json
+import math
+import re
+import subprocess
+import sys
+import threading
+import types
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ycore.config.schema import RewardConfig
+from ycore.errors import RewardError
+from ycore.rewards.builtin import length
+from ycore.rewards.loading import load_reward
+from ycore.rewards.source_files import as_named
+
+LOCK = threading.Lock()
+
+SCRIPT = """
+import json as js
+import math
+from re import findall as find
+
+BONUS = {"right": [1.0, 0.5]}
+import threading
+LOCK = threading.Lock()
+
+def digits(text):
+    return find("[0-9]", text)
+
+def score(completions, answer, **columns):
+    return [BONUS["right"][0] * len(digits(text)) + math.floor(0.5) for text in completions]
+
+def locked(completions, **columns):
+    with LOCK:
+        return [js.loads("1") for _ in completions]
+"""
+
+
+def outside(completions: list[str], **columns: Any) -> list[float]:
+    return [float(len(text)) for text in completions]
+
+
+def test_a_function_of_a_module_is_its_file_and_name(tmp_path: Path) -> None:
+    named = as_named([outside, "exact_answer", {"reward": outside, "weight": 0.5}, length], tmp_path / "rewards.py")
+    own = f"{Path(__file__).resolve()}:outside"
+    assert named[:3] == [own, "exact_answer", {"reward": own, "weight": 0.5}]
+    assert named[3].endswith("builtin.py:length") and not (tmp_path / "rewards.py").exists()
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> dict[str, Any]:
+    """The globals of a script, as `python script.py` has them."""
+    file = tmp_path / "script.py"
+    file.write_text(SCRIPT)
+    module = types.ModuleType("__main__")
+    exec(compile(SCRIPT, str(file), "exec"), module.__dict__)
+    return module.__dict__
+
+
+def test_a_function_of_a_script_goes_with_what_it_uses(script: dict[str, Any], tmp_path: Path) -> None:
+    file = tmp_path / "own" / "rewards.py"
+    assert as_named([script["score"]], file) == [f"{file}:score"]
+    function = load_reward(RewardConfig(reward=f"{file}:score"))
+    assert function(completions=["7 and 12", "none"], answer=["", ""]) == [3.0, 0.0]
+    assert "threading" not in file.read_text()
+
+
+def closure() -> Callable[..., Any]:
+    lock = LOCK
+
+    def score(completions: list[str], **columns: Any) -> list[float]:
+        with lock:
+            return [1.0 for _ in completions]
+
+    return score
+
+
+def local() -> Callable[..., Any]:
+    def score(completions: list[str], **columns: Any) -> list[float]:
+        return [1.0 for _ in completions]
+
+    return score
+
+
+class Scores:
+    def __call__(self, completions: list[str]) -> list[float]:
+        return [1.0 for _ in completions]
+
+    def method(self, completions: list[str]) -> list[float]:
+        return [1.0 for _ in completions]
+
+
+@pytest.mark.parametrize(
+    ("reward", "said"),
+    [
+        (closure(), "closure().*score is a closure that holds lock (a lock)"),
+        (local(), "score is not at the top of its module"),
+        (lambda completions: [1.0], "<lambda> is not at the top"),
+        (Scores(), "Scores is a Scores and no plain function"),
+        (Scores().method, "is a method and no plain function"),
+        (functools.partial(outside), "is a partial and no plain function"),
+        (math.floor, "is a builtin_function_or_method and no plain function"),
+    ],
+)
+def test_what_no_worker_can_have_is_refused_by_name(reward: Any, said: str, tmp_path: Path) -> None:
+    with pytest.raises(RewardError) as caught:
+        as_named([reward], tmp_path / "rewards.py")
+    assert all(part in str(caught.value) for part in said.split(".*")) or re.search(said, str(caught.value))
+    assert "give file.py:name" in str(caught.value)
+
+
+def test_a_lock_around_a_scripts_function_is_refused_by_name(script: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match="the reward locked uses LOCK, a lock, which a worker cannot have"):
+        as_named([script["locked"]], tmp_path / "rewards.py")
+
+
+def test_importing_ycore_is_light() -> None:
+    code = "import ycore, sys, json; ycore.grpo; print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    loaded = set(json.loads(done.stdout))
+    assert not loaded & {"torch", "transformers", "trl", "vllm", "datasets", "numpy", "typer"}

@@ -111,7 +111,7 @@ def serve(
 
 
 def export(model: Name, form: Form = "merged", output: Target = None, best: Best = False) -> None:
-    """Write a run's model for other programs, with its adapters merged.
+    """Write a run's model for others, adapters merged.
 
     \b
     ycore export runs/quickstart --format merged --output models/sums

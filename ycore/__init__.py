@@ -6,10 +6,7 @@ run.metrics, run.model(), run.report()
 """
 
 import importlib
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from ycore_cli.from_python import Run, dpo, evaluate, grpo, kto, reward_model, rloo, sft
+from typing import Any
 
 __version__ = "0.1.0"
 __all__ = ["Run", "dpo", "evaluate", "grpo", "kto", "reward_model", "rloo", "sft"]

@@ -1,0 +1,11 @@
+from ycore_cli.from_python import Run as Run
+from ycore_cli.from_python import dpo as dpo
+from ycore_cli.from_python import evaluate as evaluate
+from ycore_cli.from_python import grpo as grpo
+from ycore_cli.from_python import kto as kto
+from ycore_cli.from_python import reward_model as reward_model
+from ycore_cli.from_python import rloo as rloo
+from ycore_cli.from_python import sft as sft
+
+__version__: str
+__all__: list[str]

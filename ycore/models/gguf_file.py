@@ -117,6 +117,8 @@ def _add_tokenizer(writer: Any, tokenizer: Any, folder: Path, *, size: int) -> N
     added = {number: token.special for number, token in tokenizer.added_tokens_decoder.items()}
     kinds = [_UNUSED if n not in words else _NORMAL for n in range(size)]
     for number, is_special in added.items():
+        if number >= size:
+            continue  # the model has no embedding of it, so it is never written
         kinds[number] = _CONTROL if is_special else _USER_DEFINED
     merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in backend["model"]["merges"]]
     writer.add_tokenizer_model("gpt2")
@@ -126,7 +128,7 @@ def _add_tokenizer(writer: Any, tokenizer: Any, folder: Path, *, size: int) -> N
     writer.add_token_merges(merges)
     special = {"bos": writer.add_bos_token_id, "eos": writer.add_eos_token_id, "pad": writer.add_pad_token_id}
     for kind, add in {**special, "unk": writer.add_unk_token_id}.items():
-        if (number := getattr(tokenizer, f"{kind}_token_id")) is not None:
+        if (number := getattr(tokenizer, f"{kind}_token_id")) is not None and number < size:
             add(number)
     ids = tokenizer("a").input_ids
     writer.add_add_bos_token(bool(ids) and ids[0] == tokenizer.bos_token_id)

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.integrations import TensorBoardCallback
+from transformers.integrations import TensorBoardCallback, WandbCallback
 from transformers.trainer_callback import CallbackHandler
 
 from ycore.round.held_out import PREFIX
@@ -65,8 +65,9 @@ class TrackerPage(TrainerCallback):
     def __init__(self, folder: RunFolder, handler: CallbackHandler, *, project: str | None) -> None:
         if project is not None:  # transformers passes `project` on to every tracker but wandb
             os.environ.setdefault("WANDB_PROJECT", project)
-        os.environ.setdefault("WANDB_RUN_ID", folder.run_id)  # kept in the folder: a resumed run goes on with its page
-        os.environ.setdefault("WANDB_RESUME", "allow")
+        if any(isinstance(callback, WandbCallback) for callback in handler.callbacks):
+            os.environ.setdefault("WANDB_RUN_ID", folder.run_id)  # the folder's: a resumed run goes on with its page
+            os.environ.setdefault("WANDB_RESUME", "allow")
         self._folder = folder
         self._handler = handler
         self._events: str | None = None

@@ -13,8 +13,8 @@ from ycore_cli.main import app, run
 from ycore import __version__
 
 COMMANDS = [
-    "grpo", "rloo", "sft", "reward", "dpo", "kto", "resume", "eval", "plan", "preflight", "pipeline", "recipes", "env",
-    "doctor", "report", "selftest", "simulate", "watch", "chat", "serve", "export", "push",
+    "grpo", "rloo", "ppo", "sft", "reward", "dpo", "kto", "resume", "eval", "plan", "preflight", "pipeline", "recipes",
+    "env", "doctor", "report", "selftest", "simulate", "watch", "chat", "serve", "export", "push",
 ]  # fmt: skip
 VISIBLE = {
     "grpo": [

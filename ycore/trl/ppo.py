@@ -27,6 +27,7 @@ class Trainer(TokenRewardTrainer):
     """
 
     config_class = GRPOConfig
+    skips_equal_rewards = False
 
     def __init__(self, *args: Any, critic: CriticSettings, base: Path | None = None, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)

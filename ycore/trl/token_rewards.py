@@ -30,6 +30,8 @@ class TokenRewardTrainer(SeamGRPOTrainer):
         super().__init__(*args, **kwargs)
         self._by_token, self._trust_region = by_token, trust_region
         self._kl_in_reward = kl_in == "reward" and self.beta != 0.0
+        if by_token or self._kl_in_reward:
+            self.skips_equal_rewards = False
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         beta = self.beta

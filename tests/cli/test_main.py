@@ -21,9 +21,9 @@ VISIBLE = {
         "--model", "--dataset", "--reward", "--prompt-column", "--answer-column", "--system-prompt",
         "--trust-remote-code", "--prompts-per-step", "--group-size", "--max-tokens", "--steps", "--lora",
         "--preset", "--advantage", "--divergence", "--engine", "--sandbox", "--dynamic-sampling", "--placement",
-        "--processes",
-        "--accelerate", "--restarts", "--merge", "--wandb-project", "--seed", "--set", "--recipe", "--output",
-        "--eval-dataset", "--eval-split", "--eval-every", "--eval-reward", "--keep-best", "--stop-when",
+        "--processes", "--accelerate", "--restarts", "--merge", "--wandb-project", "--seed", "--set", "--recipe",
+        "--output", "--eval-dataset", "--eval-split", "--eval-every", "--eval-reward", "--keep-best", "--stop-when",
+        "--quantize", "--trust-region", "--tools", "--env", "--actions", "--max-turns",
         "--preflight", "--dry-run", "--resume", "--resume-from", "--accept-changes", "--keep-journal", "--replay",
         "--json",
     ],
@@ -31,8 +31,7 @@ VISIBLE = {
     "eval": [
         "--model", "--dataset", "--reward", "--split", "--prompt-column", "--answer-column", "--system-prompt",
         "--trust-remote-code", "--num-samples", "--limit", "--max-tokens", "--engine", "--sandbox", "--seed", "--set",
-        "--recipe",
-        "--output", "--dry-run", "--json",
+        "--recipe", "--tools", "--env", "--actions", "--max-turns", "--output", "--dry-run", "--json",
     ],
 }  # fmt: skip
 VISIBLE["rloo"] = [option for option in VISIBLE["grpo"] if option not in ("--preset", "--advantage")]

@@ -76,7 +76,7 @@ _ROWS = (
     replace(
         _GRPO,
         name="ppo",
-        summary="Train a model on a reward with PPO: a critic says what each token was worth.",
+        summary="Train a model on a reward with PPO, with a critic.",
         help=(
             "Every field of TRL's GRPOConfig is an option too; the critic's are --set critic.NAME=VALUE.\n"
             "Presets: ppo-n-plus, vapo, bpco, ma-rlhf; see docs/algorithms.md."

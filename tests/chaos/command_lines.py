@@ -43,7 +43,7 @@ def _write_models(root: Path) -> None:
 
 BAD: tuple[tuple[str, str], ...] = (
     # sizes
-    ("--group-size 1", "group_size must be greater than 1; it is 1; a completion is compared"),
+    ("--group-size 1", "group_size must be 2 or more with advantage group"),
     ("--group-size two", "--group-size takes a whole number; it is 'two'; e.g. --group-size 8"),
     ("--steps 0", "steps must be greater than 0; it is 0"),
     ("--max-tokens 512", "the model's context of 512 tokens; it is 512; e.g. --max-tokens 256"),
@@ -85,7 +85,7 @@ BAD: tuple[tuple[str, str], ...] = (
     ("--set engine.count=[1", "is not a YAML value"),
     ("--set rewards.3.weight=1", "there is no element '3'; the list has 1"),
     # recipes
-    ("--recipe quikstart", "no recipe 'quikstart'; did you mean 'quickstart'?"),
+    ("--recipe quikstart", "no recipe 'quikstart'; did you mean 'quickstart'"),
     ("--recipe {place}/brokn.yaml", "no such recipe file: {place}/brokn.yaml; did you mean 'broken.yaml'?"),
     ("--recipe {place}/broken.yaml", "line 3: not YAML"),
     ("--recipe {place}/typo.yaml", "no key group-size; did you mean 'group_size'?"),

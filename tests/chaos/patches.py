@@ -188,9 +188,8 @@ MUTATIONS: tuple[Patch, ...] = (
         (
             Edit(
                 "ycore/round/sampling.py",
-                '    digest = hashlib.blake2b(f"{run_seed}/{position}/{index}".encode(), digest_size=8).digest()\n',
-                '    _DRAWN.append(1)\n    identity = f"{run_seed}/{len(_DRAWN)}"\n'
-                "    digest = hashlib.blake2b(identity.encode(), digest_size=8).digest()\n",
+                '    key = f"{run_seed}/{position}/{index}" + (f"/{turn}" if turn else "")\n',
+                '    _DRAWN.append(1)\n    key = f"{run_seed}/{len(_DRAWN)}"\n',
             ),
             Edit("ycore/round/sampling.py", "WHOLE = Shard()\n", "WHOLE = Shard()\n_DRAWN: list[int] = []\n"),
         ),

@@ -76,7 +76,7 @@ def test_a_sampled_completion_is_printed_as_data(
     result: dict[str, Any] = {"preflight": asdict(measured), **asdict(verdict(measured))}
     result["samples"] = [{"completion": "\x1b[2J[/INST]\x07", "reward": 1.0}]
     monkeypatch.setattr(measure, "_run_preflight", lambda config: result)
-    monkeypatch.setattr("ycore_cli.checks.checked_plan", lambda config: {})
+    monkeypatch.setattr("ycore_cli.checks.checked_plan", lambda config, **more: {})
     measure.fly_first(RunConfig(model="m", dataset="d", rewards=[RewardConfig(reward="length")], output="out"))
     assert r"   1.00  \x1b[2J[/INST]\x07" in capsys.readouterr().err
 

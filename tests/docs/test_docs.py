@@ -342,6 +342,8 @@ def config_keys(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str,
     """Every key by its path, with its default; `PydanticUndefined` where it must be given."""
     for name, field in model.model_fields.items():
         inner = next((part for part in (field.annotation, *get_args(field.annotation)) if is_model(part)), None)
+        if name == "eval_rewards":  # the keys of one are those of `rewards`
+            inner = None
         if name in ("rewards", "lora") or inner is None:
             yield prefix + name, {} if inner and not field.is_required() else field.default
         if inner is not None:

@@ -65,7 +65,13 @@ def servers(
     folder = RunFolder(tmp_path_factory.mktemp("run"))
     slot = cpu_engine(folder, model, max_model_len=256)
     plans = plan_scorers(
-        config_of(model, classifier), folder, [slot], slots=[Slot(slot.cores)], widths=Widths(), fetch=Path
+        config_of(model, classifier),
+        folder,
+        [slot],
+        slots=[Slot(slot.cores)],
+        widths=Widths(),
+        sharing=None,
+        fetch=Path,
     )
     planned = [engine for plan in plans for engine in plan.engines]
     assert [(one.name, one.role) for one in planned] == [("judge-0", "judge"), ("reward-model-0", "reward_model")]

@@ -279,7 +279,7 @@ def rests(output: Path, engine: str) -> list[str]:
 def test_a_run_whose_engines_sleep_learns_the_same(place: Path, placement: str) -> None:
     shown = run_with_devices(place, placement.partition(":")[0], f"placement={placement}")
     awake, asleep = place / "awake", place / placement.partition(":")[0]
-    assert "engines sleep while others use the device" in shown
+    assert "engines sleep while the trainer trains" in shown
     expected, seen = rows(awake), rows(asleep)
     assert [{key: row[key] for key in SAME} for row in seen] == [{key: row[key] for key in SAME} for row in expected]
     assert len({row["loss"] for row in expected}) == 3

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ycore.config.schema import EngineSettings, RewardConfig, RewardSettings, RunConfig, SandboxSettings
+from ycore.config.schema import EngineSettings, RewardConfig, RewardSettings, RunConfig, SandboxSettings, TurnSettings
 from ycore.config.trl_fields import fields_of
 from ycore.errors import RunFolderError
 from ycore.run.claim import (
@@ -281,6 +281,7 @@ def test_what_may_change_is_what_there_is() -> None:
     names = {*RunConfig.model_fields}
     names |= {f"engine.{name}" for name in EngineSettings.model_fields}
     names |= {f"reward_workers.{name}" for name in RewardSettings.model_fields}
+    names |= {f"turns.{name}" for name in TurnSettings.model_fields}
     names |= {f"sandbox.{name}" for name in SandboxSettings.model_fields}
     assert names >= FREE
     assert {*fields_of("GRPOConfig")} >= FREE_OF_TRL

@@ -108,6 +108,11 @@ def rloo(*, model: str, dataset: Rows, reward: Reward | Sequence[Reward], resume
     return _rollouts("rloo", model, dataset, reward, resume, settings)
 
 
+def ppo(*, model: str, dataset: Rows, reward: Reward | Sequence[Reward], resume: bool = False, **settings: Any) -> Run:
+    """Train a model on a reward with PPO and a critic; the arguments are those of `grpo`."""
+    return _rollouts("ppo", model, dataset, reward, resume, settings)
+
+
 def evaluate(*, model: str, dataset: Rows, reward: Reward | Sequence[Reward], **settings: Any) -> Run:
     """Measure a model: the figures are in `.summary`, the completions in `.completions`.
 
@@ -200,8 +205,8 @@ def _config(algorithm: str, settings: dict[str, Any], *, resume: bool) -> "AnyCo
 
 
 def _write_rows(rows: Iterable[Mapping[str, Any]], file: Path) -> Path:
-    """The rows as JSONL; ConfigError for a row that JSON cannot hold."""
-    from ycore.run.files import write_bytes_atomic
+    """The rows as JSONL, in a file that is named by its content too; ConfigError for a row that JSON cannot hold."""
+    from ycore.run.files import named_by_content, write_bytes_atomic
 
     lines = []
     for number, row in enumerate(rows):
@@ -210,5 +215,7 @@ def _write_rows(rows: Iterable[Mapping[str, Any]], file: Path) -> Path:
         except (TypeError, ValueError) as problem:
             raise ConfigError(f"row {number} of the dataset is no mapping of plain values: {problem}") from None
     file.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes_atomic(file, "".join(line + "\n" for line in lines).encode())
+    data = "".join(line + "\n" for line in lines).encode()
+    file = named_by_content(file, data)
+    write_bytes_atomic(file, data)
     return file

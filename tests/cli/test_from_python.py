@@ -64,6 +64,18 @@ def test_rows_lie_beside_the_run(tmp_path: Path) -> None:
     assert Path(config.dataset).parent == tmp_path and config.rewards[0].reward == f"{Path(__file__).resolve()}:letters"
 
 
+def test_a_later_call_leaves_what_an_earlier_one_wrote(tmp_path: Path) -> None:
+    from ycore_cli.from_python import _config
+
+    def rows(prompt: str) -> Path:
+        settings = {"model": "m", "dataset": [{"prompt": prompt}], "rewards": ["length"]}
+        return Path(_config("grpo", settings | {"output": str(tmp_path / "run")}, resume=False).dataset)
+
+    first, second = rows("a"), rows("b")
+    assert rows("a") == first != second
+    assert [json.loads(file.read_text())["prompt"] for file in (first, second)] == ["a", "b"]
+
+
 def test_every_name_of_the_package_has_a_docstring() -> None:
     assert all(getattr(ycore, name).__doc__ for name in ycore.__all__)
     with pytest.raises(AttributeError, match="no attribute 'gpro'"):

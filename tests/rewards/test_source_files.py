@@ -66,7 +66,9 @@ def script(tmp_path: Path) -> dict[str, Any]:
 
 def test_a_function_of_a_script_goes_with_what_it_uses(script: dict[str, Any], tmp_path: Path) -> None:
     file = tmp_path / "own" / "rewards.py"
-    assert as_named([script["score"]], file) == [f"{file}:score"]
+    (named,) = as_named([script["score"]], file)
+    file = Path(named.removesuffix(":score"))
+    assert file.parent == tmp_path / "own" and file.name.startswith("rewards-")
     function = load_reward(RewardConfig(reward=f"{file}:score"))
     assert function(completions=["7 and 12", "none"], answer=["", ""]) == [3.0, 0.0]
     assert "threading" not in file.read_text()

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ycore.errors import RewardError
+from ycore.run.files import named_by_content
 
 _PLAIN = (str, int, float, bool, bytes, type(None))
 _WAY_OUT = "write the function into a file, with what it uses, and give file.py:name"
@@ -21,18 +22,22 @@ def as_named(rewards: Sequence[Any], file: Path) -> list[Any]:
     """Rewards as a config takes them: functions by `file.py:name`, all else as it is.
 
     Args:
-        file: what is written with the functions of a script or a notebook, if there are any.
+        file: what is written with the functions of a script or a notebook, if there are any, in a file that has the
+            beginning of its sha256 in its name too: what an earlier call wrote stays.
 
     Raises:
         RewardError: a function that no worker can have, and why.
     """
     written: dict[str, str] = {}
     named = [_named(reward, file, written) for reward in rewards]
-    if written:
-        file.parent.mkdir(parents=True, exist_ok=True)
-        lines = sorted(written.values(), key=lambda text: not text.startswith(("import ", "from ")))
-        file.write_text('"""Reward functions, as the script had them."""\n\n' + "\n".join(lines), encoding="utf-8")
-    return named
+    if not written:
+        return named
+    lines = sorted(written.values(), key=lambda text: not text.startswith(("import ", "from ")))
+    text = '"""Reward functions, as the script had them."""\n\n' + "\n".join(lines)
+    file = named_by_content(file, text.encode())
+    file.parent.mkdir(parents=True, exist_ok=True)
+    file.write_text(text, encoding="utf-8")
+    return [_named(reward, file, written) for reward in rewards]
 
 
 def _named(reward: Any, file: Path, written: dict[str, str]) -> Any:

@@ -2,7 +2,7 @@
 
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import KW_ONLY, astuple, dataclass, field, fields, replace
+from dataclasses import KW_ONLY, dataclass, field, fields, replace
 
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.rewards.code import (
@@ -16,6 +16,7 @@ from ycore.rewards.code import (
     same_output,
     share_passed,
 )
+from ycore.round.meters import Counts
 from ycore.round.scoring import Scorer, Writing
 from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
@@ -28,7 +29,7 @@ _MOST_AT_ONCE = 16
 
 
 @dataclass
-class CodeMeter:
+class CodeMeter(Counts):
     """All code rewards of a run. Of each program: how it ended, one of these, and the seconds of its tests."""
 
     programs: float = 0
@@ -40,12 +41,6 @@ class CodeMeter:
     memory: float = 0
     infra_errors: float = 0
     seconds: float = 0
-
-    def take(self) -> Sequence[float]:
-        counts: tuple[float, ...] = astuple(self)
-        for one in fields(self):
-            setattr(self, one.name, 0)
-        return counts
 
     def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
         total = CodeMeter(*sums)

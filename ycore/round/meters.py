@@ -96,18 +96,23 @@ class RoundMeter:
 
 
 @dataclass
-class RewardModelMeter:
-    """All reward models of a run. `seconds` are those of the requests, without the wait for a slot."""
-
-    calls: float = 0
-    seconds: float = 0
-    tokens: float = 0
+class Counts:
+    """A meter whose fields are its counts."""
 
     def take(self) -> Sequence[float]:
         counts: tuple[float, ...] = astuple(self)
         for field in fields(self):
             setattr(self, field.name, 0)
         return counts
+
+
+@dataclass
+class RewardModelMeter(Counts):
+    """All reward models of a run. `seconds` are those of the requests, without the wait for a slot."""
+
+    calls: float = 0
+    seconds: float = 0
+    tokens: float = 0
 
     def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
         return RewardModelMeter(*sums).named("reward_model")

@@ -5,12 +5,12 @@ A completion holds a slot only while an engine writes. While tools or an environ
 
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import astuple, dataclass, fields, replace
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from ycore.environments.tool_pool import Answer, Episode, OutOfTime, ToolPool
 from ycore.round.dialogue import Call, Dialogue
-from ycore.round.meters import Meter
+from ycore.round.meters import Counts, Meter
 from ycore.round.sampling import completion_seed
 from ycore.types import Completion, Draw, Message, Prompt, Score, Turn
 
@@ -49,7 +49,7 @@ class OneTurn:
 
 
 @dataclass
-class TurnMeter:
+class TurnMeter(Counts):
     """All completions that were written: their turns and calls, and how they ended. `seconds` are those of answers."""
 
     completions: float = 0
@@ -61,12 +61,6 @@ class TurnMeter:
     ended_turns: float = 0
     ended_length: float = 0
     ended_deadline: float = 0
-
-    def take(self) -> Sequence[float]:
-        counts: tuple[float, ...] = astuple(self)
-        for field in fields(self):
-            setattr(self, field.name, 0)
-        return counts
 
     def count(self, completion: Completion) -> None:
         answers = [turn for turn in completion.turns if not turn.by_policy]

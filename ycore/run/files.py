@@ -34,6 +34,11 @@ def write_json_atomic(path: Path, value: Any) -> None:
     write_bytes_atomic(path, (json.dumps(value, indent=2, allow_nan=False) + "\n").encode())
 
 
+def named_by_content(path: Path, data: bytes) -> Path:
+    """`path` with the beginning of the sha256 of `data` in its name, so that it never takes other data's place."""
+    return path.with_name(f"{path.stem}-{hashlib.sha256(data).hexdigest()[:8]}{path.suffix}")
+
+
 def write_bytes_atomic(path: Path, data: bytes) -> None:
     """Replace `path` by `data`, readable by its owner only, in the same way."""
     partial = path.with_name(f".{path.name}.{os.getpid()}")

@@ -61,7 +61,8 @@ Reward = texts(
     "Built-in name, file.py:function, judge:FILE.yaml or rm:MODEL; may be repeated; e.g. exact_answer.", metavar="NAME"
 )
 Tools = texts(
-    "What the policy may call: file.py:function, or python; may be repeated; see docs/agents.md.", metavar="NAME"
+    "What the policy may call: file.py:function, python or mcp:COMMAND; may be repeated; see docs/agents.md.",
+    metavar="NAME",
 )
 Env = text("What it acts in: file.py:Class, as TRL's environment_factory; see docs/agents.md.", metavar="NAME")
 MaxTurns = number("Turns of the policy in a completion with tools or an environment; e.g. 4.")

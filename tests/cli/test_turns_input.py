@@ -53,6 +53,10 @@ LINE = "grpo --model model --dataset task:addition --max-tokens 32 --output run 
         ("--reward exact_answer --tools acts.py:bare --actions calls", "tool 'bare' cannot be shown to a model"),
         ("--reward exact_answer --tools acts.py:add --tools acts.py:add", "two tools are named 'add'"),
         ("--reward exact_answer --tools acts.py:add", "shows no tool calls to the model; say --actions calls"),
+        (
+            "--reward exact_answer --tools mcp:no-such-program --actions calls",
+            "no MCP server started: 'no-such-program'",
+        ),
         ("--env acts.py:Endless", "has no reset(self, **row)"),
         ("--env acts.py:Game", "has no get_reward, and gives no reward; name one with --reward"),
         ("--reward environment", "is what an environment pays, and the run has none; say --env"),

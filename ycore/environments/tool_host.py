@@ -20,10 +20,12 @@ import random
 import signal
 import sys
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
+from ycore.environments import Refused
+from ycore.environments.mcp_server import PREFIX, McpServer, ServerEnded
 from ycore.sandbox.channel import Channel
 
 PYTHON = "python"
@@ -32,10 +34,6 @@ PYTHON = "python"
 MOST_TEXT = 16_000  # characters of an answer
 _NOT_TOOLS = ("reset", "get_reward")
 _variables: dict[str, Any] = {}
-
-
-class Refused(Exception):
-    """What was given is no tool or no environment; the message says why, in one line."""
 
 
 def python(code: str) -> str:
@@ -61,8 +59,10 @@ class Host:
         self._tools: dict[str, Callable[..., Any]] = {}
         self._runner = asyncio.Runner()
         self._env: Any = None
+        self._servers = [McpServer(name) for name in tools if name.startswith(PREFIX)]
         for name in tools:
-            self._add(python if name == PYTHON else load(name, "tool"), of=name)
+            if not name.startswith(PREFIX):
+                self._add(python if name == PYTHON else load(name, "tool"), of=name)
         if env is not None:
             made = load(env, "environment")
             if not callable(getattr(made, "reset", None)):
@@ -93,10 +93,8 @@ class Host:
         )
 
     def _add(self, tool: Callable[..., Any], *, of: str) -> None:
-        name = tool.__name__
-        if name in self._tools:
-            raise Refused(f"two tools are named {name!r}, one of them {of!r}; rename one: a model calls them by name")
-        self._tools[name] = tool
+        _require_new(tool.__name__, self._tools, of=of)
+        self._tools[tool.__name__] = tool
 
     def _check_reward(self, env: str) -> None:
         get_reward = getattr(self._env, "get_reward", None)
@@ -108,8 +106,14 @@ class Host:
     def describe(self, *, schemas: bool) -> dict[str, Any]:
         """What a run must know of the tools: their JSON schemas as transformers makes them, for the chat template."""
         takes_text = self._takes_text
+        schemas = schemas and not takes_text
+        found = [schema_of(tool) for tool in self._tools.values()] if schemas else []
+        for server in self._servers if schemas else ():
+            for schema in server.schemas:
+                _require_new(schema["function"]["name"], [one["function"]["name"] for one in found], of=server.name)
+                found.append(schema)
         return {
-            "tools": [schema_of(tool) for tool in self._tools.values()] if schemas and not takes_text else [],
+            "tools": found,
             "takes_text": takes_text,
             "pays": callable(getattr(self._env, "get_reward", None)),
         }
@@ -123,9 +127,13 @@ class Host:
             case "step":
                 return self._text_or_none(self._waited(self._env.step(request["text"])), "step")
             case "call":
-                if request["name"] not in self._tools:
-                    raise ValueError(f"Tool {request['name']} not found.")  # TRL's words
-                return str(self._waited(self._tools[request["name"]](**request["arguments"])))[:MOST_TEXT]
+                return str(self._called(request["name"], request["arguments"]))[:MOST_TEXT]
+            case "start_servers":
+                return sum(len(server.tools) for server in self._servers)
+            case "end_servers":
+                for server in self._servers:
+                    server.end()
+                return None
             case "reward":
                 value = self._waited(self._env.get_reward())
                 if isinstance(value, str | bytes):
@@ -135,6 +143,14 @@ class Host:
                 return None if value is None else float(value)
         raise ValueError(f"no operation {request['op']!r}")
 
+    def _called(self, name: str, arguments: Mapping[str, Any]) -> Any:
+        if name in self._tools:
+            return self._waited(self._tools[name](**arguments))
+        for server in self._servers:
+            if name in server.tools:
+                return server.call(name, arguments)
+        raise ValueError(f"Tool {name} not found.")  # TRL's words
+
     def _waited(self, result: Any) -> Any:
         return self._runner.run(_as_coroutine(result)) if inspect.isawaitable(result) else result
 
@@ -142,6 +158,11 @@ class Host:
         if value is not None and not isinstance(value, str):
             raise TypeError(f"{method} returns text or None here, not a {type(value).__name__}")
         return value if value is None else value[:MOST_TEXT]
+
+
+def _require_new(name: str, names: Collection[str], *, of: str) -> None:
+    if name in names:
+        raise Refused(f"two tools are named {name!r}, one of them {of!r}; rename one: a model calls them by name")
 
 
 async def _as_coroutine(result: Any) -> Any:
@@ -220,6 +241,8 @@ def main() -> None:
         owner = os.getpid()
         try:
             answer = {"value": host.answer(request)}
+        except ServerEnded:
+            raise  # what it knew is lost: this process ends, and another takes the calls again
         except BaseException as error:  # noqa: BLE001 (a process boundary: sys.exit in a tool is its failure, not ours)
             traceback.print_exc()
             answer = {"failed": " ".join(str(error).split())[:300] or type(error).__name__}

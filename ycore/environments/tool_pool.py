@@ -10,18 +10,19 @@ import itertools
 import math
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ycore.config.schema import RewardConfig, RewardSettings, RunConfig
+from ycore.environments.mcp_server import PREFIX
 from ycore.environments.tool_host import MOST_TEXT, PYTHON
 from ycore.errors import ConfigError, RewardError
 from ycore.rewards.confinement import Confinement, confinement_of
 from ycore.rewards.replies import CallFailed, object_in, plain_text
-from ycore.rewards.worker_client import Answerer
+from ycore.rewards.worker_client import START_TIMEOUT_S, Answerer
 from ycore.sandbox import Limits, View
 from ycore.sandbox.level import choose, require
 from ycore.sandbox.programs import PROGRAM_LIMITS
@@ -127,10 +128,14 @@ async def _described(config: RunConfig, held: Confinement) -> Description:
 
 def _confinement(config: RunConfig, *, run_folder: Path | None, run_id: str) -> Confinement:
     """That of the person's own tools and environment: held like their rewards."""
-    names = [name for name in (*config.tools, config.env) if name is not None and name != PYTHON]
+    names = [name for name in (*_functions(config), config.env) if name is not None]
     specs = [RewardConfig(reward=name, sandbox=config.turns.sandbox) for name in names]
     settings = RewardSettings(memory_gib=config.turns.memory_gib)
     return confinement_of(specs, settings=settings, sandbox=config.sandbox, run_folder=run_folder, run_id=run_id)
+
+
+def _functions(config: RunConfig) -> list[str]:
+    return [name for name in config.tools if name != PYTHON and not name.startswith(PREFIX)]
 
 
 class ToolPool:
@@ -151,6 +156,11 @@ class ToolPool:
         self._numbers = itertools.count()
 
     @property
+    def has_servers(self) -> bool:
+        """Whether there are MCP servers, which may keep things: a completion has its own."""
+        return any(name.startswith(PREFIX) for name in self.config.tools)
+
+    @property
     def restarts(self) -> int:
         return sum(host.restarts for host in self._all)
 
@@ -166,6 +176,9 @@ class ToolPool:
             try:
                 yield host
             finally:
+                if self.has_servers and host.is_running:
+                    with suppress(CallFailed):
+                        await host.ask("end_servers", deadline_s=self.config.turns.call_s)
                 self._idle.append(host)
 
     @asynccontextmanager
@@ -208,7 +221,7 @@ class Episode:
         self._pool, self._prompt = pool, prompt
         self._key, self._index = f"{pool.config.seed}/{position}", index
         self._stack = AsyncExitStack()
-        self._env: ToolHost | None = None
+        self._own: ToolHost | None = None
         self._interpreter: ToolHost | None = None
         self._done: list[tuple[str, dict[str, Any], int]] = []  # operations that changed the environment, numbered
         self._number = 0
@@ -224,9 +237,9 @@ class Episode:
         """Reset the environment, if there is one; what it says to the policy first, or None."""
         if self._pool.config.env is None:
             return None
-        self._env = await self._stack.enter_async_context(self._pool.own())
+        self._own = await self._stack.enter_async_context(self._pool.own())
         try:
-            said: str | None = await self._timed(self._reset(self._env))
+            said: str | None = await self._timed(self._reset(self._own))
             return said
         except (CallFailed, RewardError) as failure:
             self.lose(f"reset: {failure}")
@@ -253,7 +266,7 @@ class Episode:
 
     async def reward(self) -> Score:
         """What the environment pays for the whole episode."""
-        if self._lost is None and self._env is not None:
+        if self._lost is None and self._own is not None:
             try:
                 value = await self._timed(self._asked("reward", {}))
                 if value is None or (not isinstance(value, str) and math.isfinite(value)):
@@ -279,13 +292,16 @@ class Episode:
     async def _asked(self, op: str, request: dict[str, Any]) -> Any:
         if self._lost is not None:
             raise CallFailed(f"the environment is gone: {self._lost}")
-        if self._env is None:
+        if self._own is None and not self._pool.has_servers:
             async with self._pool.own() as host:
                 await host.ready()
                 return await self._ask(host, op, request)
-        if not self._env.is_running:
-            await self._restore(self._env)
-        value = await self._ask(self._env, op, request)
+        if self._own is None:
+            self._own = await self._stack.enter_async_context(self._pool.own())
+            await self._reset(self._own)
+        if not self._own.is_running:
+            await self._restore(self._own)
+        value = await self._ask(self._own, op, request)
         self._done.append((op, request, self._number))
         return value
 
@@ -311,6 +327,10 @@ class Episode:
 
     async def _reset(self, host: ToolHost) -> str | None:
         await host.ready()
+        if self._pool.has_servers:
+            await host.ask("start_servers", deadline_s=START_TIMEOUT_S)
+        if self._pool.config.env is None:
+            return None
         row = {**self._prompt.columns, "prompt": self._prompt.content}
         ask = partial(host.ask, deadline_s=self._pool.config.turns.call_s)
         observation: str | None = await ask("reset", seed=_seed(self._key), row=plain(row))

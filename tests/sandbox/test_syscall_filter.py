@@ -1,9 +1,10 @@
 """The filter's bytes, read back by a small machine of their own, and the numbers against this system's headers."""
 
 import errno
+import json
 import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import pytest
@@ -13,13 +14,13 @@ from ycore.sandbox.syscall_filter import filter_bytes
 
 ALLOWED, KILLED = 0x7FFF0000, 0x80000000
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
-TABLES: list[Mapping[str, tuple[int | None, int | None]]] = [
-    syscall_filter._ALWAYS,
-    syscall_filter._FILE_ATTRIBUTES,
-    syscall_filter._EXTENDED_ATTRIBUTES,
-    syscall_filter._SHARED_SYSTEM,
-    syscall_filter._SIGNALS,
-    syscall_filter._TRUNCATE,
+REFUSED = json.loads(Path(syscall_filter.__file__).with_name("syscalls.json").read_text())
+ALWAYS: Mapping[str, list[int | None]] = {
+    name: row for group in REFUSED["always"].values() for name, row in group.items()
+}
+TABLES: list[Mapping[str, Sequence[int | None]]] = [
+    ALWAYS,
+    *(table for name, table in REFUSED.items() if name != "always"),
     {"clone": syscall_filter._CLONE, "clone3": syscall_filter._CLONE3, "socket": syscall_filter._SOCKET},
     {"ioctl": syscall_filter._IOCTL, "prlimit64": syscall_filter._PRLIMIT},
 ]
@@ -52,7 +53,7 @@ def test_every_call_of_the_table_is_refused_and_no_other(
     machine: str, column: int, architecture: int, level: Level
 ) -> None:
     program = filter_bytes(level, machine=machine)
-    named = {numbers[column] for numbers in syscall_filter._ALWAYS.values()}
+    named = {numbers[column] for numbers in ALWAYS.values()}
     for number in named - {None}:
         assert number is not None and answer(program, number, architecture=architecture) == refused(errno.EPERM)
     others = {n[column] for table in TABLES for n in table.values()}

@@ -3,66 +3,20 @@
 The filter is a list of refusals: everything that Python and its libraries use stays allowed. What is refused reaches
 for other processes, mounts, namespaces, keys, memory that no limit counts, or parts of the kernel with a long history
 of holes. The architecture is checked first, because the numbers differ.
+
+syscalls.json has the calls with their numbers on x86-64 and on arm64, null where there is none (Linux's
+arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h): those that are refused at any level, and
+those that Landlock does not hold, which reach files and processes of the same user where there is no namespace.
 """
 
 import errno
+import json
 import platform
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 
 from ycore.sandbox import Level
-
-# Every call that is refused at any level: its number on x86-64, and on arm64 (None where it has none). From Linux's
-# arch/x86/entry/syscalls/syscall_64.tbl and include/uapi/asm-generic/unistd.h.
-_ALWAYS: Mapping[str, tuple[int, int | None]] = {
-    # other processes
-    "ptrace": (101, 117), "process_vm_readv": (310, 270), "process_vm_writev": (311, 271), "kcmp": (312, 272),
-    "pidfd_getfd": (438, 438), "process_madvise": (440, 440), "pidfd_send_signal": (424, 424),
-    # namespaces and mounts
-    "unshare": (272, 97), "setns": (308, 268), "mount": (165, 40), "umount2": (166, 39), "pivot_root": (155, 41),
-    "chroot": (161, 51), "open_tree": (428, 428), "open_tree_attr": (467, 467), "move_mount": (429, 429),
-    "fsopen": (430, 430), "fsconfig": (431, 431), "fsmount": (432, 432), "fspick": (433, 433),
-    "mount_setattr": (442, 442),
-    # keys, tracing, queues into the kernel
-    "keyctl": (250, 219), "add_key": (248, 217), "request_key": (249, 218), "bpf": (321, 280),
-    "perf_event_open": (298, 241), "userfaultfd": (323, 282), "fanotify_init": (300, 262),
-    "io_uring_setup": (425, 425), "io_uring_enter": (426, 426), "io_uring_register": (427, 427), "io_setup": (206, 0),
-    # memory that belongs to no process
-    "memfd_create": (319, 279), "memfd_secret": (447, 447), "shmget": (29, 194), "semget": (64, 190),
-    "msgget": (68, 186), "mq_open": (240, 180),
-    # files by number instead of by name, and device nodes
-    "name_to_handle_at": (303, 264), "open_by_handle_at": (304, 265), "mknod": (133, None), "mknodat": (259, 33),
-    # the machine
-    "quotactl": (179, 60), "quotactl_fd": (443, 443), "acct": (163, 89), "syslog": (103, 116),
-    "personality": (135, 92), "reboot": (169, 142), "swapon": (167, 224), "swapoff": (168, 225),
-    "kexec_load": (246, 104), "kexec_file_load": (320, 294), "init_module": (175, 105), "finit_module": (313, 273),
-    "delete_module": (176, 106), "settimeofday": (164, 170), "clock_settime": (227, 112), "clock_adjtime": (305, 266),
-    "adjtimex": (159, 171), "sethostname": (170, 161), "setdomainname": (171, 162), "migrate_pages": (256, 238),
-    "move_pages": (279, 239),
-}  # fmt: skip
-
-# Landlock does not hold these. Where there is no namespace, they reach files and processes of the same user.
-_FILE_ATTRIBUTES: Mapping[str, tuple[int | None, int | None]] = {  # these only seem to work, or shutil.copy fails
-    "chmod": (90, None), "fchmod": (91, 52), "fchmodat": (268, 53), "fchmodat2": (452, 452), "chown": (92, None),
-    "fchown": (93, 55), "lchown": (94, None), "fchownat": (260, 54), "utime": (132, None), "utimes": (235, None),
-    "futimesat": (261, None), "utimensat": (280, 88),
-}  # fmt: skip
-_EXTENDED_ATTRIBUTES: Mapping[str, tuple[int, int]] = {
-    "setxattr": (188, 5), "lsetxattr": (189, 6), "fsetxattr": (190, 7), "getxattr": (191, 8), "lgetxattr": (192, 9),
-    "fgetxattr": (193, 10), "listxattr": (194, 11), "llistxattr": (195, 12), "flistxattr": (196, 13),
-    "removexattr": (197, 14), "lremovexattr": (198, 15), "fremovexattr": (199, 16), "setxattrat": (463, 463),
-    "getxattrat": (464, 464), "listxattrat": (465, 465), "removexattrat": (466, 466),
-}  # fmt: skip
-_SHARED_SYSTEM: Mapping[str, tuple[int | None, int | None]] = {
-    "inotify_init": (253, None), "inotify_init1": (294, 26), "setpriority": (141, 140),
-    "sched_setaffinity": (203, 122), "sched_setscheduler": (144, 119), "sched_setparam": (142, 118),
-    "sched_setattr": (314, 274), "ioprio_set": (251, 30), "pidfd_open": (434, 434),
-}  # fmt: skip
-_TRUNCATE = {"truncate": (76, 45)}  # Landlock knows it from ABI 3 on
-_SIGNALS = {  # Landlock holds them from ABI 6 on; a user of its own holds them on any kernel
-    "kill": (62, 129), "tkill": (200, 130), "tgkill": (234, 131), "rt_sigqueueinfo": (129, 138),
-    "rt_tgsigqueueinfo": (297, 240),
-}  # fmt: skip
 
 _CLONE, _CLONE3, _SOCKET, _IOCTL, _PRLIMIT = (56, 220), (435, 435), (41, 198), (16, 29), (302, 261)
 _NEW_NAMESPACE = 0x7E020080  # every CLONE_NEW* bit that clone takes
@@ -111,16 +65,20 @@ def filter_bytes(
     ]  # fmt: skip
     if machine == "x86_64":
         program += [(_AT_LEAST, 0, 1, _X32), _refuse(errno.ENOSYS)]
-    program += _refusals(_ALWAYS, column, errno.EPERM)
+    calls = json.loads(Path(__file__).with_name("syscalls.json").read_text(encoding="utf-8"))
+    for group in calls["always"].values():
+        program += _refusals(group, column, errno.EPERM)
     program += _refusals({"clone3": _CLONE3}, column, errno.ENOSYS)  # its flags cannot be read; libc then takes clone
     families = [_AF_INET, _AF_INET6]
     if level is Level.LANDLOCK:
         families = [*families, _AF_NETLINK] if network else []
-        program += _refusals(_FILE_ATTRIBUTES, column, 0)
-        program += _refusals(_EXTENDED_ATTRIBUTES, column, errno.EOPNOTSUPP)
-        program += _refusals(_SHARED_SYSTEM, column, errno.EPERM)
-        program += _refusals(_TRUNCATE if landlock_abi < 3 else {}, column, errno.EPERM)
-        program += _refusals(_SIGNALS if landlock_abi < 6 and not own_user else {}, column, errno.EPERM)
+        program += _refusals(calls["file attributes"], column, 0)  # these only seem to work, or shutil.copy fails
+        program += _refusals(calls["extended attributes"], column, errno.EOPNOTSUPP)
+        program += _refusals(calls["shared system"], column, errno.EPERM)
+        if landlock_abi < 3:
+            program += _refusals(calls["truncate"], column, errno.EPERM)
+        if landlock_abi < 6 and not own_user:  # a user of its own holds them on any kernel
+            program += _refusals(calls["signals"], column, errno.EPERM)
     else:
         families += [_AF_UNIX, _AF_NETLINK] if network else [_AF_UNIX]
     program += _checked(_CLONE[column], 0, [(_ANY_BIT, _NEW_NAMESPACE)], refuse_on_match=True)
@@ -131,7 +89,7 @@ def filter_bytes(
     return b"".join(struct.pack("<HBBI", *instruction) for instruction in program)
 
 
-def _refusals(calls: Mapping[str, tuple[int | None, int | None]], column: int, error: int) -> Iterable[Instruction]:
+def _refusals(calls: Mapping[str, Sequence[int | None]], column: int, error: int) -> Iterable[Instruction]:
     """Answer each call with an error at once, because a jump reaches no further than 255 instructions."""
     for numbers in calls.values():
         number = numbers[column]

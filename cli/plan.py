@@ -139,9 +139,9 @@ def whole_number(option: str, text: str) -> int:
 
 def _first_judge(config: "RunConfig") -> tuple[str | None, int | None]:
     """Model and longest answer, in tokens, of the first judge among the rewards."""
-    from ycore.launch.scoring_models import scoring_models
+    from ycore.launch.scoring_models import served_models
 
-    judges = [model for model in scoring_models(config) if model.role == "judge"]
+    judges = [model for model in served_models(config) if model.role == "judge"]
     return (judges[0].name, judges[0].max_new_tokens) if judges else (None, None)
 
 

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 from collections.abc import Coroutine, Iterator
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,8 +15,8 @@ from ycore.engine.vllm_engine import VllmRewardModel
 from ycore.judge.question import Questioner
 from ycore.judge.sources import judge_of
 from ycore.judge.verdict import Reply, Unreadable, read_value
-from ycore.launch.engines import Slot, is_vllm_installed, plan_scorers
-from ycore.launch.widths import Widths
+from ycore.launch.engines import is_vllm_installed, plan_engines
+from ycore.launch.layout import ONE_RANK, Machine, Site
 from ycore.models.tiny import write_tiny_model
 from ycore.round.scorers import reward_model_encoder, special_tokens
 from ycore.run.paths import RunFolder
@@ -58,21 +59,12 @@ def config_of(model: Path, classifier: Path) -> RunConfig:
 
 
 @pytest.fixture(scope="module")
-def servers(
-    model: Path, classifier: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any, cpu_engine: Any
-) -> Iterator[RunFolder]:
+def servers(model: Path, classifier: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any) -> Iterator[RunFolder]:
     """The folder of a run whose judge and reward model answer; its rollout engine is planned and not started."""
     folder = RunFolder(tmp_path_factory.mktemp("run"))
-    slot = cpu_engine(folder, model, max_model_len=256)
-    plans = plan_scorers(
-        config_of(model, classifier),
-        folder,
-        [slot],
-        slots=[Slot(slot.cores)],
-        widths=Widths(),
-        sharing=None,
-        fetch=Path,
-    )
+    site = Site(folder, ONE_RANK, Machine((min(os.sched_getaffinity(0)),), ()))
+    config = config_of(model, classifier)
+    plans = plan_engines(config, site, fetch=Path).served[1:]
     planned = [engine for plan in plans for engine in plan.engines]
     assert [(one.name, one.role) for one in planned] == [("judge-0", "judge"), ("reward-model-0", "reward_model")]
     with serve(folder, planned):

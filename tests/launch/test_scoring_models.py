@@ -8,13 +8,14 @@ from typing import Any
 import pytest
 
 from ycore.config.schema import RewardConfig, RunConfig
-from ycore.engine.commands import EngineSpec, engine_command, engine_environment
+from ycore.engine.commands import engine_command, engine_environment
 from ycore.errors import ConfigError, UserError
 from ycore.judge.sources import with_declarations
-from ycore.launch.engines import EnginePlan, ServedModel, Slot
-from ycore.launch.engines import plan_scorers as plan_on_slots
-from ycore.launch.scoring_models import check_run_placement, check_scorers, scoring_models
-from ycore.launch.widths import Widths
+from ycore.launch import engines
+from ycore.launch.device_memory import RunMemory
+from ycore.launch.engines import EnginePlan, plan_engines
+from ycore.launch.layout import ONE_RANK, Machine, Site
+from ycore.launch.scoring_models import check_run_placement, check_scorers, served_models
 from ycore.models.tiny import write_tiny_model
 from ycore.plan.sharing import Sharing
 from ycore.run.paths import RunFolder
@@ -35,35 +36,17 @@ def judge(name: str, **declared: Any) -> dict[str, Any]:
     return {"reward": f"judge:{name}", "args": {**SCORE, **declared}}
 
 
-def slots(folder: Path, count: int = 2, **engine: Any) -> list[EngineSpec]:
-    common: dict[str, Any] = {
-        "model": folder, "temporary": folder, "run_id": "x", "dtype": "bfloat16", "max_model_len": 512,
-        "max_num_seqs": 64, "seed": 0, **engine,
-    }  # fmt: skip
-    where = [{"cores": (slot,)} if "devices" not in engine else {} for slot in range(count)]
-    return [EngineSpec(name=f"rollout-{n}", socket=folder / str(n), **common, **where[n]) for n in range(count)]
+def planned(
+    config: RunConfig, folder: Path, *, cores: int = 2, fetch: Callable[[str], Path] | None = None
+) -> EnginePlan:
+    """On a CPU, an engine of each model a core."""
+    site = Site(RunFolder(folder), ONE_RANK, Machine(tuple(range(cores)), ()))
+    return plan_engines(config, site, fetch=fetch or (lambda name: folder))
 
 
-def plan_scorers(
-    config: RunConfig,
-    folder: RunFolder,
-    rollouts: list[EngineSpec],
-    *,
-    fetch: Callable[[str], Path],
-    sharing: Sharing | None = None,
-) -> list[ServedModel]:
-    """With one rollout engine a slot."""
-    slots = [Slot(one.cores, one.devices) for one in rollouts]
-    return plan_on_slots(config, folder, rollouts, slots=slots, widths=Widths(), sharing=sharing, fetch=fetch)
-
-
-def rollouts(engines: list[EngineSpec]) -> ServedModel:
-    return ServedModel(tuple(engines))
-
-
-def note(config: RunConfig, engines: list[EngineSpec], folder: Path) -> str:
-    scorers = plan_scorers(config, RunFolder(folder), engines, fetch=lambda name: folder)
-    return EnginePlan("vllm", 512, "vLLM", (rollouts(engines), *scorers)).note
+@pytest.fixture(autouse=True)
+def vllm_is_installed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(engines, "is_vllm_installed", lambda: True)
 
 
 @pytest.fixture
@@ -82,8 +65,9 @@ def test_judges_of_one_model_share_engines_and_addresses_have_none() -> None:
         {"reward": "rm:scalar"},
         judge("e", model="policy"),
     )
-    told = [(one.role, one.name, one.sources, one.max_new_tokens) for one in scoring_models(config)]
+    told = [(one.role, one.name, one.sources, one.max_new_tokens) for one in served_models(config)]
     assert told == [
+        ("rollout", "policy", (), 0),
         ("judge", "policy", (0, 2, 6), 300),
         ("judge", "other", (3,), 256),
         ("reward_model", "scalar", (5,), 0),
@@ -98,8 +82,8 @@ def test_every_slot_has_an_engine_of_every_model_beside_its_rollout_engine(folde
         fetched.append(name)
         return folder
 
-    plans = plan_scorers(config, RunFolder(folder), slots(folder), fetch=fetch)
-    assert fetched == ["policy", "other", "scalar"]
+    plans = planned(config, folder, fetch=fetch).served[1:]
+    assert set(fetched) == {"policy", "other", "scalar"}
     assert [[one.name for one in plan.engines] for plan in plans] == [
         ["judge-0", "judge-1"],
         ["judge-2", "judge-3"],
@@ -109,40 +93,41 @@ def test_every_slot_has_an_engine_of_every_model_beside_its_rollout_engine(folde
     assert [plan.engines[0].max_model_len for plan in plans] == [2048, 300, 2048]
     assert {one.max_num_seqs for plan in plans for one in plan.engines} == {32}
     assert {one.memory_gib for plan in plans for one in plan.engines} == {1}
-    assert plans[0].as_json()["sources"] == [0] and plans[2].as_json()["role"] == "reward_model"
-    assert plan_scorers(config, RunFolder(folder), [], fetch=fetch) == []
+    told = planned(config, folder).as_json()["scorers"]
+    assert told[0]["sources"] == [0] and told[2]["role"] == "reward_model"
 
 
 def test_commands_are_those_of_the_role(folder: Path) -> None:
-    plans = plan_scorers(
-        config_of(judge("a"), {"reward": "rm:scalar"}), RunFolder(folder), slots(folder, 1), fetch=lambda name: folder
-    )
-    engines = [*slots(folder, 1), *(engine for plan in plans for engine in plan.engines)]
-    rollout, one_judge, reward_model = map(engine_command, engines)
+    made = planned(config_of(judge("a"), {"reward": "rm:scalar"}), folder, cores=1)
+    specs = [engine for model in made.served for engine in model.engines]
+    rollout, one_judge, reward_model = map(engine_command, specs)
     assert "ycore.engine.vllm_extension.PolicyWorker" in rollout
     assert "--worker-extension-cls" not in one_judge, "nothing can send a judge other weights"
     assert reward_model[reward_model.index("--runner") + 1] == "pooling"
-    assert engine_environment(engines[1])["VLLM_CPU_KVCACHE_SPACE"] == "1"
+    assert engine_environment(specs[1])["VLLM_CPU_KVCACHE_SPACE"] == "1"
 
 
 @pytest.mark.parametrize("sleeps", [True, False])
-def test_on_a_device_each_scorer_has_the_share_that_was_planned(folder: Path, sleeps: bool) -> None:
-    devices = slots(folder, 1, devices=("0",), sleeps=sleeps, gpu_memory_utilization=0.6)
+def test_on_a_device_each_scorer_has_the_share_that_was_planned(
+    folder: Path, sleeps: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shares = {"rollout": [0.6], "judge": [0.3, 0.2], "reward_model": [0.1]}
+    sharing = Sharing(sleeps, "none", shares, "who sleeps")
+    monkeypatch.setattr(RunMemory, "share", lambda self, models, num_slots: sharing)
     config = config_of(judge("a"), judge("b", model="other"), {"reward": "rm:scalar"})
-    sharing = Sharing(sleeps, "none", {"rollout": [0.6], "judge": [0.3, 0.2], "reward_model": [0.1]}, "who sleeps")
-    plans = plan_scorers(config, RunFolder(folder), devices, fetch=lambda name: folder, sharing=sharing)
-    assert [plan.engines[0].gpu_memory_utilization for plan in plans] == [0.3, 0.2, 0.1]
-    engines = [*devices, *(engine for plan in plans for engine in plan.engines)]
-    assert all(one.sleeps == sleeps and one.devices == ("0",) for one in engines)
-    assert {"--enable-sleep-mode" in engine_command(one) for one in engines} == {sleeps}
-    made = EnginePlan("vllm", 512, "vLLM", (rollouts(devices), *plans), sharing)
-    assert made.note == "vLLM, beside judge-0, judge-1, reward-model-0; who sleeps"
+    site = Site(RunFolder(folder), ONE_RANK, Machine((0,), ("0",)))
+    made = plan_engines(config, site, fetch=lambda name: folder)
+    specs = [engine for model in made.served for engine in model.engines]
+    assert [one.gpu_memory_utilization for one in specs] == [0.6, 0.3, 0.2, 0.1]
+    assert all(one.sleeps == sleeps and one.devices == ("0",) for one in specs)
+    assert {"--enable-sleep-mode" in engine_command(one) for one in specs} == {sleeps}
+    assert made.note.endswith("1 engine on device 0, beside judge-0, judge-1, reward-model-0; who sleeps")
 
 
 def test_a_judged_run_on_a_cpu_says_that_nothing_sleeps(folder: Path) -> None:
     judged, alone = config_of(judge("a")), config_of({"reward": "length"})
-    assert "no engine sleeps" in note(judged, slots(folder, 1), folder)
-    assert note(alone, slots(folder, 1), folder) == EnginePlan("vllm", 512, "vLLM").note == "vLLM"
+    assert "no engine sleeps" in planned(judged, folder, cores=1).note
+    assert planned(alone, folder, cores=1).note == "generating with vLLM: 1 engine on 1 CPU core"
 
 
 @pytest.fixture(scope="module")
@@ -240,11 +225,11 @@ def placed(placement: str) -> RunConfig:
 
 def test_rollouts_alone_need_no_placement() -> None:
     for placement in ("dynamic", "colocated"):
-        check_run_placement(placed(placement), num_slots=2)
+        check_run_placement(placed(placement), served_models(placed(placement)), num_slots=2)
     with pytest.raises(ConfigError, match="leave --placement out"):
-        check_run_placement(placed("split:1:1"), num_slots=2)
+        check_run_placement(placed("split:1:1"), served_models(placed("split:1:1")), num_slots=2)
 
 
 def test_nonsense_is_refused_before_slots_are_known() -> None:
     with pytest.raises(ConfigError, match="must be colocated"):
-        check_run_placement(placed("everywhere"))
+        check_run_placement(placed("everywhere"), [])

@@ -22,12 +22,10 @@ from ycore.errors import ConfigError
 from ycore.judge import sources
 from ycore.judge.sources import with_declarations
 from ycore.launch import layout
-from ycore.launch.device_memory import RunMemory
-from ycore.launch.engines import slots_of
+from ycore.launch.engines import arrange
 from ycore.launch.layout import site_of
 from ycore.launch.machine_checks import check_described, check_run, described
-from ycore.launch.scoring_models import scoring_models
-from ycore.launch.widths import facts_here, run_widths
+from ycore.launch.widths import facts_here
 from ycore.plan import search
 from ycore.plan.devices import DEVICES, GIB, Device
 from ycore.plan.job import Way
@@ -100,12 +98,10 @@ def check_as_launched(line: str, way: Way, made: Plan, monkeypatch: pytest.Monke
     config = read_back(line)
     site = site_of(config)
     check_run(config, site, vllm=True)
-    scorers = scoring_models(config)
-    widths = run_widths(config, machine, scorers, facts_here, RunMemory(config, site, scorers, facts_here))
-    if not fleet.device.on_cpu and len(scorers) <= 1:
-        assert widths.policy == way.tensor_parallel, line
-        assert list(widths.scorers.values()) == [way.judge_tensor_parallel] * len(scorers), line
-    assert (site.layout.world, len(slots_of(config, site, widths.slot))) == (way.ranks, way.slots), line
+    models, slots, _ = arrange(config, site, facts_here)
+    if not fleet.device.on_cpu and len(models) <= 2:
+        assert [one.width for one in models] == [way.tensor_parallel, way.judge_tensor_parallel][: len(models)], line
+    assert (site.layout.world, len(slots)) == (way.ranks, way.slots), line
     assert way.ranks == 1 or site.layout.sharding == way.sharding, line
     batch = derive_batch(config, world_size=site.layout.world, on_cpu=fleet.device.on_cpu)
     assert batch.per_device_train_batch_size == way.micro_batch, line

@@ -1,17 +1,18 @@
 """Who shares the devices of a run, and how: the engines of a slot's models, and the trainer's rank."""
 
 import math
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from ycore.config.batch import derive_batch
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
-from ycore.launch.layout import Machine, Site
-from ycore.launch.scoring_models import ScoringModel
+from ycore.launch.layout import Site
+from ycore.launch.scoring_models import ServedModel
 from ycore.placement.placement import ROLLOUT
 from ycore.plan.job import Way, job_of
-from ycore.plan.memory import NO_TRAINER, Need, TrainerMemory, trainer_memory
+from ycore.plan.memory import NO_TRAINER, Need, TrainerMemory, least_engine, trainer_memory
 from ycore.plan.model_facts import ModelFacts
 from ycore.plan.sharing import Shared, Sharing, room_of, share_device, share_unknown, sharings
 
@@ -25,28 +26,27 @@ MAX_SCORER_SEQS = 32
 _LOGITS = 10  # bytes of a logit where a preflight computes log-probabilities: bfloat16, float32, and their log-softmax
 
 
-def sequences_at_once(config: RunConfig, num_engines: int) -> int:
-    """Of one engine of the policy: all completions of a round run at once, unless the user says how many."""
-    told = config.engine.args.get("max_num_seqs")
-    if isinstance(told, int):
-        return told
-    round_size = config.prompts_per_step * (config.num_samples if config.algorithm == "eval" else config.group_size)
-    return max(1, min(MAX_ROLLOUT_SEQS, math.ceil(round_size / num_engines)))
+def sequences_at_once(config: RunConfig, role: str, *, num_policy: int, num_engines: int, num_machines: int) -> int:
+    """Of one engine. All completions of a round are written at once, unless the user says how many, and scored as fast.
 
-
-def scored_at_once(policy_at_once: int, num_policy_engines: int, num_engines: int) -> int:
-    """Of one of a scorer's engines: what the policy's engines write at once."""
-    return min(math.ceil(policy_at_once * num_policy_engines / num_engines), MAX_SCORER_SEQS)
+    Args:
+        num_policy: engines of the policy on this machine.
+        num_engines: those of the engine's own model.
+    """
+    written = config.engine.args.get("max_num_seqs")
+    if not isinstance(written, int):
+        each = config.num_samples if config.algorithm == "eval" else config.group_size
+        share = math.ceil(config.prompts_per_step * each / (num_policy * num_machines))
+        written = max(1, min(MAX_ROLLOUT_SEQS, share))
+    return written if role == ROLLOUT else min(math.ceil(written * num_policy / num_engines), MAX_SCORER_SEQS)
 
 
 class RunMemory:
-    """The memory of a run on devices. Example: `RunMemory(config, site, scorers, known).share(widths, num_slots=8)`."""
+    """The memory of a run on devices. Example: `RunMemory(config, site, known).share(models, num_slots=8)`."""
 
-    def __init__(self, config: RunConfig, site: Site, scorers: Sequence[ScoringModel], known: FactsOf) -> None:
-        self._config, self._site, self._scorers = config, site, scorers
-        self._models = [(ROLLOUT, config.model), *((one.role, one.name) for one in scorers)]
-        self._facts = [known(name) for _, name in self._models]
-        policy = self._facts[0]
+    def __init__(self, config: RunConfig, site: Site, known: FactsOf) -> None:
+        self._config, self._site, self._known = config, site, known
+        policy = known(config.model)
         self.ways: list[Shared] = [(False, "none")]
         self._trainer = NO_TRAINER
         if policy is not None and config.algorithm != "eval":
@@ -64,39 +64,43 @@ class RunMemory:
         self.ways = sharings(job, way)
         return trainer_memory(job, way)
 
-    def beside(self) -> float:
-        """Bytes of the trainer beside engines that are awake, at least."""
-        sleeps, offload = self.ways[-1]
-        return self._trainer.resting.get(offload, 0.0) if sleeps else self._trainer.peak
+    def has_room(self, model: ServedModel, facts: ModelFacts | None, models: Sequence[ServedModel]) -> bool:
+        """Whether a device has room for an engine of the model, beside those of `models` that are awake with it at
+        least; True where sizes are not known."""
+        machine, engine = self._site.machine, self._config.engine
+        if facts is None or machine.device_bytes is None:
+            return True
+        if engine.gpu_memory_utilization == "auto":
+            sleeps, offload = self.ways[-1]
+            beside = self._trainer.resting.get(offload, 0.0) if sleeps else self._trainer.peak
+            room = room_of(machine.device_bytes, machine.free_bytes) - beside
+        else:
+            room = engine.gpu_memory_utilization * machine.device_bytes
+        sharing = 1
+        if model.role != ROLLOUT:  # the scorers of a role share the device, or all scorers where no engine sleeps
+            all_share = engine.sleep is False or self._config.algorithm == "eval"
+            sharing = sum(one.role == model.role or (all_share and one.role != ROLLOUT) for one in models)
+        return least_engine(self._need(model, facts, num_policy=1, num_engines=1)) <= room / sharing
 
-    def room(self, machine: Machine, *, sharing: int) -> float | None:
-        """Bytes of a device for one engine, where `sharing` engines are awake together at least."""
-        if machine.device_bytes is None:
-            return None
-        told, room = self._config.engine.gpu_memory_utilization, room_of(machine.device_bytes, machine.free_bytes)
-        return (room - self.beside() if told == "auto" else told * machine.device_bytes) / sharing
-
-    def share(self, width_of: Callable[[str, str], int], *, num_slots: int) -> Sharing:
+    def share(self, models: Sequence[ServedModel], *, num_slots: int) -> Sharing:
         """Who sleeps, what leaves the device, and each engine's share; ConfigError where an engine does not fit.
 
         Args:
-            width_of: the devices that an engine of a role and model spans.
+            models: with their widths.
             num_slots: of this machine.
         """
         machine, told = self._site.machine, self._config.engine.gpu_memory_utilization
-        device_bytes, share, roles = (
-            machine.device_bytes,
-            None if told == "auto" else told,
-            [r for r, _ in self._models],
-        )
-        if device_bytes is None or None in self._facts:
-            return share_unknown({role: roles.count(role) for role in roles}, self.ways, share=share)
-        widths = [width_of(*model) for model in self._models]
+        device_bytes, share = machine.device_bytes, None if told == "auto" else told
         needs: dict[str, list[Need]] = {}
-        for role, facts, width, scorer in zip(roles, self._facts, widths, [None, *self._scorers], strict=True):
-            assert facts is not None
-            num_engines = [num_slots * (max(widths) // one) for one in (widths[0], width)]
-            needs.setdefault(role, []).append(self.need(facts, width, scorer, num_engines))
+        num_engines = [num_slots * (max(one.width for one in models) // model.width) for model in models]
+        for model, count in zip(models, num_engines, strict=True):
+            facts = self._known(model.name)
+            if device_bytes is None or facts is None:
+                num_models = Counter(one.role for one in models)
+                return share_unknown(num_models, self.ways, share=share)
+            need = self._need(model, facts, num_policy=num_engines[0], num_engines=count)
+            needs.setdefault(model.role, []).append(need)
+        assert device_bytes is not None
 
         def shared(trainer: TrainerMemory) -> Sharing:
             return share_device(
@@ -110,17 +114,17 @@ class RunMemory:
                 raise
             return replace(shared(NO_TRAINER), has_trainer=False)  # a preflight then computes on the host
 
-    def need(self, facts: ModelFacts, width: int, scorer: ScoringModel | None, num_engines: Sequence[int]) -> Need:
-        """`num_engines` of this machine: the policy's, and this model's."""
+    def _need(self, model: ServedModel, facts: ModelFacts, *, num_policy: int, num_engines: int) -> Need:
+        """Of an engine; the numbers are those of this machine, of the policy's engines and of this model's."""
         config = self._config
-        policies = num_engines[0] * self._site.layout.num_machines
-        at_once, asked, new = sequences_at_once(config, policies), config.engine.max_model_len, config.max_tokens
-        if scorer is not None:
-            at_once = scored_at_once(at_once, *num_engines)
-            asked, new = scorer.max_model_len, new + scorer.max_new_tokens
-        longest = asked or min(facts.context_length or MAX_MODEL_LEN, MAX_MODEL_LEN)
+        at_once = sequences_at_once(
+            config, model.role, num_policy=num_policy, num_engines=num_engines,
+            num_machines=self._site.layout.num_machines,
+        )  # fmt: skip
+        new = config.max_tokens + model.max_new_tokens
+        longest = model.max_model_len or min(facts.context_length or MAX_MODEL_LEN, MAX_MODEL_LEN)
         size = 4 if config.dtype == "float32" else 2
-        return Need(facts, size, width, at_once, min(longest, PROMPT_TOKENS + new), longest)
+        return Need(facts, size, model.width, at_once, min(longest, PROMPT_TOKENS + new), longest)
 
 
 def _of_preflight(policy: ModelFacts, config: RunConfig) -> TrainerMemory:

@@ -21,7 +21,7 @@ from ycore.config.schema import RunConfig
 from ycore.errors import YcoreError
 from ycore.launch.layout import Site
 from ycore.launch.processes import is_stopped
-from ycore.launch.scoring_models import scoring_models
+from ycore.launch.scoring_models import served_models
 from ycore.placement.placement import JUDGE
 from ycore.plan.devices import Device, Fleet, measured_core
 from ycore.plan.job import Way, job_of
@@ -129,7 +129,7 @@ def compared(config: RunConfig, site: Site, metrics: Sequence[Mapping[str, Any]]
     )
     fleet = Fleet(core, max(len(site.machine.cores), way.ranks))
     served = next((scorer for scorer in engines.get("scorers", []) if scorer["role"] == JUDGE), None)
-    declared = next((model for model in scoring_models(config) if model.role == JUDGE), None)
+    declared = next((model for model in served_models(config) if model.role == JUDGE), None)
     judge, judge_tokens = None, None
     if served is not None and declared is not None:
         judge = facts_of(read_json(Path(served["model"]) / "config.json"), name=declared.name)

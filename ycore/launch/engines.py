@@ -13,13 +13,12 @@ from typing import Any, Literal, NamedTuple
 from ycore.config.schema import RunConfig
 from ycore.engine.commands import EngineSpec, kv_cache_gib, split_evenly
 from ycore.errors import ConfigError
-from ycore.launch.device_memory import MAX_MODEL_LEN, PROMPT_TOKENS, RunMemory, scored_at_once, sequences_at_once
+from ycore.launch.device_memory import MAX_MODEL_LEN, PROMPT_TOKENS, FactsOf, RunMemory, sequences_at_once
 from ycore.launch.layout import Site
-from ycore.launch.scoring_models import scoring_models
-from ycore.launch.widths import Widths, facts_here, run_widths
+from ycore.launch.scoring_models import ServedModel, served_models
+from ycore.launch.widths import facts_here, slot_width, with_widths
 from ycore.models.folder import context_length
 from ycore.placement.placement import ROLLOUT
-from ycore.plan.model_facts import ModelFacts
 from ycore.plan.sharing import Sharing
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
@@ -45,28 +44,6 @@ class Slot(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class ServedModel:
-    """One model in one role. `sources` are the positions of the reward sources that it scores for."""
-
-    engines: tuple[EngineSpec, ...]  # slot by slot, as many on each; never empty
-    sources: tuple[int, ...] = ()
-
-    @property
-    def role(self) -> str:
-        return self.engines[0].role
-
-    def as_json(self) -> dict[str, Any]:
-        """A scorer in engines.json."""
-        return {
-            "role": self.role,
-            "sources": list(self.sources),
-            "engines": [engine.name for engine in self.engines],
-            "model": str(self.engines[0].model.resolve()),
-            "max_model_len": self.engines[0].max_model_len,
-        }
-
-
-@dataclass(frozen=True, slots=True)
 class EnginePlan:
     """Where completions come from, and the models to serve: the policy first, none without vLLM."""
 
@@ -83,8 +60,7 @@ class EnginePlan:
 
     @property
     def num_slots(self) -> int:
-        widest = max((model.engines[0].tensor_parallel for model in self.served), default=1)
-        return sum(engine.tensor_parallel for engine in self.engines) // widest
+        return len(self.engines) * self.served[0].width // slot_width(self.served) if self.served else 0
 
     @property
     def sleeps(self) -> bool:
@@ -110,11 +86,21 @@ class EnginePlan:
             "num_slots": self.num_slots,
             "max_model_len": self.max_model_len,
             "max_num_seqs": self.engines[0].max_num_seqs if self.engines else None,
-            "scorers": [model.as_json() for model in self.served[1:]],
+            "scorers": [_as_json(model) for model in self.served[1:]],
             **({"sleeps": True} if self.sleeps else {}),
             **({"offload": self.sharing.offload} if self.sharing is not None and self.sleeps else {}),
             **({"on_host": True} if self.sharing is not None and not self.sharing.has_trainer else {}),
         }
+
+
+def _as_json(scorer: ServedModel) -> dict[str, Any]:
+    return {
+        "role": scorer.role,
+        "sources": list(scorer.sources),
+        "engines": [engine.name for engine in scorer.engines],
+        "model": str(scorer.engines[0].model.resolve()),
+        "max_model_len": scorer.engines[0].max_model_len,
+    }
 
 
 def is_vllm_installed() -> bool:
@@ -136,82 +122,39 @@ def choose_kind(requested: str, *, vllm_installed: bool) -> tuple[Kind, str]:
 
 def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch) -> EnginePlan:
     """Plan every engine of this machine."""
-    model = fetch(config.model)
-    model_config = read_json(model / "config.json")
+    model_config = read_json(fetch(config.model) / "config.json")
     length = model_length(config.engine.max_model_len, model_config, option="engine.max_model_len")
     if config.replay is not None:
         return EnginePlan("replay", length, f"reading the rounds of {config.replay} from its journal: no generation")
     kind, how = choose_kind(config.engine.kind, vllm_installed=is_vllm_installed())
     if kind == "transformers":
         return EnginePlan(kind, length, how)
-    scorers = scoring_models(config)
-
-    def known(name: str) -> ModelFacts | None:
-        return facts_here(str(fetch(name)), name=name)
-
-    memory = RunMemory(config, site, scorers, known)
-    widths = run_widths(config, site.machine, scorers, known, memory)
-    slots = slots_of(config, site, widths.slot)
-    sharing = memory.share(widths.of, num_slots=len(slots)) if site.machine.devices else None
-    parts = [part for slot in slots for part in slot.parts(widths.slot // widths.policy)]
-    spec = EngineSpec(
-        name="",
-        model=model,
-        socket=Path(),
-        temporary=site.folder.temporary,
-        run_id=site.folder.run_id,
-        dtype="float32" if config.dtype == "float32" else "bfloat16",
-        max_model_len=length,
-        max_num_seqs=sequences_at_once(config, len(parts) * site.layout.num_machines),
-        seed=config.seed,
-        devices=parts[0].devices,
-        tensor_parallel=widths.policy,
-        gpu_memory_utilization=0.0 if sharing is None else sharing.shares[ROLLOUT][0],
-        sleeps=sharing is not None and sharing.sleeps,
-        trust_remote_code=config.trust_remote_code,
-        has_neighbours=bool(scorers),
-        variables=tuple(config.engine.environment),
-        arguments=tuple(config.engine.args.items()),
-    )
-    spec = replace(spec, memory_gib=config.engine.memory_gib or _memory_gib(spec, model_config, config.max_tokens))
-    rollouts = _on(parts, spec, ROLLOUT, site.folder)
-    served = plan_scorers(config, site.folder, rollouts, slots=slots, widths=widths, sharing=sharing, fetch=fetch)
-    where = f"{how}: {_describe(parts, widths.policy)}"
-    return EnginePlan(kind, length, where, (ServedModel(rollouts), *served), sharing)
-
-
-def plan_scorers(
-    config: RunConfig,
-    folder: RunFolder,
-    rollouts: Sequence[EngineSpec],
-    *,
-    slots: Sequence[Slot],
-    widths: Widths,
-    sharing: Sharing | None,
-    fetch: Fetch,
-) -> list[ServedModel]:
-    """Engines of every scoring model on every slot, beside its rollout engines."""
-    planned: list[ServedModel] = []
-    models = scoring_models(config) if rollouts else []
+    models, slots, sharing = arrange(config, site, lambda name: facts_here(str(fetch(name)), name=name))
+    width, served = slot_width(models), list[ServedModel]()
     for model in models:
-        path = fetch(model.name)
-        model_config = read_json(path / "config.json")
-        parts = [part for slot in slots for part in slot.parts(widths.slot // widths.of(model.role, model.name))]
-        earlier = [one for one in planned if one.role == model.role]
-        spec = replace(
-            rollouts[0],
-            model=path,
-            max_model_len=model_length(model.max_model_len, model_config, option=f"max_model_len of {model.name}"),
-            max_num_seqs=scored_at_once(rollouts[0].max_num_seqs, len(rollouts), len(parts)),
-            tensor_parallel=widths.of(model.role, model.name),
-            gpu_memory_utilization=0.0 if sharing is None else sharing.shares[model.role][len(earlier)],
-            has_neighbours=True,
-            arguments=(),
-        )
-        spec = replace(spec, memory_gib=_memory_gib(spec, model_config, config.max_tokens + model.max_new_tokens))
+        earlier = [one for one in served if one.role == model.role]
+        parts = [part for slot in slots for part in slot.parts(width // model.width)]
+        num_policy = len(slots) * (width // models[0].width)
+        spec = _spec(model, config, site, fetch(model.name), num_policy=num_policy, num_engines=len(parts))
+        if sharing is not None:
+            share = sharing.shares[model.role][len(earlier)]
+            spec = replace(spec, gpu_memory_utilization=share, sleeps=sharing.sleeps)
+        spec = replace(spec, has_neighbours=len(models) > 1)
         first = sum(len(one.engines) for one in earlier)
-        planned.append(ServedModel(_on(parts, spec, model.role, folder, first=first), model.sources))
-    return planned
+        served.append(replace(model, engines=_on(parts, spec, site.folder, first=first)))
+    return EnginePlan(kind, length, f"{how}: {_describe(served[0].engines)}", tuple(served), sharing)
+
+
+def arrange(config: RunConfig, site: Site, known: FactsOf) -> tuple[list[ServedModel], list[Slot], Sharing | None]:
+    """The models with their widths, the slots, and how a slot's engines share its devices, where it has some.
+
+    Raises:
+        ConfigError: the machine has no room for them.
+    """
+    memory = RunMemory(config, site, known)
+    models = with_widths(served_models(config), config, site.machine, known, memory)
+    slots = slots_of(config, site, slot_width(models))
+    return models, slots, memory.share(models, num_slots=len(slots)) if site.machine.devices else None
 
 
 def model_length(requested: int | None, model_config: Mapping[str, Any], *, option: str) -> int:
@@ -224,13 +167,40 @@ def model_length(requested: int | None, model_config: Mapping[str, Any], *, opti
     return requested
 
 
-def _on(
-    parts: Sequence[Slot], spec: EngineSpec, role: str, folder: RunFolder, *, first: int = 0
-) -> tuple[EngineSpec, ...]:
+def _spec(
+    model: ServedModel, config: RunConfig, site: Site, folder: Path, *, num_policy: int, num_engines: int
+) -> EngineSpec:
+    """What all engines of a model have in common; the numbers of engines are those of this machine."""
+    settings, is_policy = read_json(folder / "config.json"), model.role == ROLLOUT
+    spec = EngineSpec(
+        name="",
+        model=folder,
+        socket=Path(),
+        temporary=site.folder.temporary,
+        run_id=site.folder.run_id,
+        dtype="float32" if config.dtype == "float32" else "bfloat16",
+        max_model_len=model_length(model.max_model_len, settings, option=model.option("max_model_len")),
+        max_num_seqs=sequences_at_once(
+            config, model.role, num_policy=num_policy, num_engines=num_engines, num_machines=site.layout.num_machines
+        ),
+        seed=config.seed,
+        tensor_parallel=model.width,
+        trust_remote_code=config.trust_remote_code,
+        role=model.role,
+        variables=tuple(config.engine.environment),
+        arguments=tuple(config.engine.args.items()) if is_policy else (),
+    )
+    if site.machine.devices:  # there, vLLM sizes its cache by itself
+        return spec
+    told = config.engine.memory_gib if is_policy else None
+    return replace(spec, memory_gib=told or _cache_gib(spec, settings, config.max_tokens + model.max_new_tokens))
+
+
+def _on(parts: Sequence[Slot], spec: EngineSpec, folder: RunFolder, *, first: int) -> tuple[EngineSpec, ...]:
     """One engine of a model on every part of a slot, named after its role: `judge-2`, `judge-3`."""
-    names = [f"{role.replace('_', '-')}-{number}" for number in range(first, first + len(parts))]
+    names = [f"{spec.role.replace('_', '-')}-{number}" for number in range(first, first + len(parts))]
     return tuple(
-        replace(spec, role=role, name=name, socket=folder.socket(name), cores=part.cores, devices=part.devices)
+        replace(spec, name=name, socket=folder.socket(name), cores=part.cores, devices=part.devices)
         for name, part in zip(names, parts, strict=True)
     )
 
@@ -253,25 +223,23 @@ def slots_of(config: RunConfig, site: Site, width: int = 1) -> list[Slot]:
     return [Slot(cores) for cores in machine.split_cores(number)]
 
 
-def _memory_gib(engine: EngineSpec, model_config: Mapping[str, Any], new_tokens: int) -> int:
-    """KV cache of one engine on a CPU, in GiB; on a device vLLM sizes it by itself."""
-    if not engine.on_cpu:
-        return 1
-    num_bytes = 4 if engine.dtype == "float32" else 2
+def _cache_gib(engine: EngineSpec, model_config: Mapping[str, Any], new_tokens: int) -> int:
+    """KV cache of one engine on a CPU, in GiB."""
     tokens = engine.max_num_seqs * min(engine.max_model_len, PROMPT_TOKENS + new_tokens)
     return kv_cache_gib(
         model_config,
         max(tokens, engine.max_model_len),
-        bytes_per_value=num_bytes,
+        bytes_per_value=4 if engine.dtype == "float32" else 2,
         tensor_parallel=engine.tensor_parallel,
     )
 
 
-def _describe(parts: Sequence[Slot], width: int) -> str:
-    engines = "1 engine" if len(parts) == 1 else f"{len(parts)} engines"
-    over = f", tensor parallel over {width}" if width > 1 else ""
-    if parts[0].cores is None:
-        devices = [device for part in parts for device in part.devices]
-        return f"{engines} on device{'s' if len(devices) > 1 else ''} {', '.join(devices)}{over}"
-    num_cores = len(parts[0].cores)
-    return f"{engines} on {num_cores} CPU core{'s' if num_cores > 1 else ''}{' each' if len(parts) > 1 else ''}{over}"
+def _describe(engines: Sequence[EngineSpec]) -> str:
+    count, first = len(engines), engines[0]
+    said = "1 engine" if count == 1 else f"{count} engines"
+    over = f", tensor parallel over {first.tensor_parallel}" if first.tensor_parallel > 1 else ""
+    if first.cores is None:
+        devices = [device for engine in engines for device in engine.devices]
+        return f"{said} on device{'s' if len(devices) > 1 else ''} {', '.join(devices)}{over}"
+    num_cores = len(first.cores)
+    return f"{said} on {num_cores} CPU core{'s' if num_cores > 1 else ''}{' each' if count > 1 else ''}{over}"

@@ -13,10 +13,10 @@ from ycore.config.schema import RunConfig
 from ycore.engine.arguments import check_arguments
 from ycore.errors import ConfigError
 from ycore.launch import engines
-from ycore.launch.device_memory import FactsOf, RunMemory
+from ycore.launch.device_memory import FactsOf
 from ycore.launch.layout import Machine, Site, check_deepspeed, layout_of
-from ycore.launch.scoring_models import ScoringModel, check_run_placement, scoring_models
-from ycore.launch.widths import Widths, facts_here, run_widths, served_models
+from ycore.launch.scoring_models import ServedModel, check_run_placement, served_models
+from ycore.launch.widths import facts_here, slot_width
 from ycore.placement.placement import REWARD_MODEL
 from ycore.plan.devices import GIB, Fleet
 from ycore.plan.memory import engine_weights
@@ -38,7 +38,7 @@ def check_run(
     if config.algorithm != "eval":
         derive_batch(config, world_size=site.layout.world, on_cpu=not site.machine.devices)
     if config.replay is not None:
-        check_run_placement(config)
+        check_run_placement(config, served_models(config))
         return None
     is_installed = engines.is_vllm_installed() if vllm is None else vllm
     kind, _ = engines.choose_kind(config.engine.kind, vllm_installed=is_installed)
@@ -48,19 +48,16 @@ def check_run(
                 "transformers generates with the trainer's own weights, which no rank has whole under zero3 or fsdp2; "
                 "install vLLM (pip install 'ycore[cpu]' or 'ycore[gpu]'), or take --accelerate zero2"
             )
-        check_run_placement(config)
+        check_run_placement(config, served_models(config))
         return None
-    scorers = scoring_models(config)
     check_arguments(config.engine.args)
-    memory = RunMemory(config, site, scorers, known)
-    widths = run_widths(config, site.machine, scorers, known, memory)
-    num_slots = len(engines.slots_of(config, site, widths.slot))
-    check_run_placement(config, num_slots=num_slots, models=scorers)
+    models, slots, sharing = engines.arrange(config, site, known)
+    check_run_placement(config, models, num_slots=len(slots))
     if not site.machine.devices:
-        _check_host(config, site.machine, num_slots, scorers, widths, known)
+        _check_host(config, site.machine, len(slots), models, known)
     if config.algorithm != "eval" and config.sync_weights:
         _check_shared_memory(config, site.machine, known)
-    return memory.share(widths.of, num_slots=num_slots) if site.machine.devices else None
+    return sharing
 
 
 def check_described(config: RunConfig, fleet: Fleet, *, known: FactsOf = facts_here) -> None:
@@ -94,19 +91,13 @@ def _value_bytes(config: RunConfig) -> int:
 
 
 def _check_host(
-    config: RunConfig,
-    machine: Machine,
-    num_slots: int,
-    scorers: Sequence[ScoringModel],
-    widths: Widths,
-    known: FactsOf,
+    config: RunConfig, machine: Machine, num_slots: int, models: Sequence[ServedModel], known: FactsOf
 ) -> None:
     """On a CPU the engines of all roles and slots stay up."""
-    sizes = [(role, name, known(name)) for role, name, _ in served_models(config, scorers)]
     weights = {
-        f"{role} {name}": _weights(role, facts, config) * (widths.slot // widths.of(role, name))
-        for role, name, facts in sizes
-        if facts
+        f"{model.role} {model.name}": _weights(model.role, facts, config) * (slot_width(models) // model.width)
+        for model in models
+        if (facts := known(model.name))
     }
     total = sum(weights.values())
     if machine.host_bytes is None or num_slots * total <= machine.host_bytes:

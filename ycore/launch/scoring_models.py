@@ -1,4 +1,4 @@
-"""The judges and reward models of a run: which models need engines, and whether each can score the run."""
+"""The models that a run serves, the policy, judges and reward models, and whether each can score the run."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ycore.config.schema import RunConfig, Width
+from ycore.engine.commands import EngineSpec
 from ycore.errors import ConfigError, ModelError, RewardError
 from ycore.judge.declaration import POLICY_BASE, Judge
 from ycore.judge.sources import (
@@ -23,34 +24,47 @@ from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT, check_placem
 
 
 @dataclass(frozen=True, slots=True)
-class ScoringModel:
-    """A model that scores, and the positions of the reward sources that it serves."""
+class ServedModel:
+    """A model with engines on every slot: the policy, or one that scores for the reward sources at these positions.
+
+    `width` and `engines` follow from the machine (`widths`, `engines`).
+    """
 
     role: str
     name: str
-    sources: tuple[int, ...]
-    max_model_len: int | None  # tokens; None is the model's own context
-    max_new_tokens: int
+    sources: tuple[int, ...] = ()
+    max_model_len: int | None = None  # tokens; None is the model's own context
+    max_new_tokens: int = 0  # what a scorer writes after the policy's completion
     tensor_parallel: Width = "auto"
+    width: int = 1  # devices that one of its engines spans
+    engines: tuple[EngineSpec, ...] = ()  # slot by slot, as many on each
+
+    def option(self, key: str) -> str:
+        """What messages call a setting of its engines."""
+        return f"engine.{key}" if self.role == ROLLOUT else f"{key} of {self.name}"
 
 
-def scoring_models(config: RunConfig) -> list[ScoringModel]:
-    """Every model that scores this run in an engine of ycore's.
+def served_models(config: RunConfig) -> list[ServedModel]:
+    """The policy, then every model that scores this run in an engine of ycore's.
 
     Judges that use the same model share its engines. A judge with a `base_url` needs none.
     """
-    models: dict[tuple[str, str], ScoringModel] = {}
+    engine = config.engine
+    policy = ServedModel(
+        ROLLOUT, config.model, max_model_len=engine.max_model_len, tensor_parallel=engine.tensor_parallel
+    )
+    models: dict[tuple[str, str], ServedModel] = {(ROLLOUT, config.model): policy}
     for source, spec in enumerate(config.rewards):
         if is_judge(spec):
             judge = judge_of(spec)
             if judge.base_url is not None:
                 continue
             lengths = judge.max_model_len, judge.max_tokens
-            model = ScoringModel(JUDGE, _model_name(judge, config), (source,), *lengths, judge.tensor_parallel)
+            model = ServedModel(JUDGE, _model_name(judge, config), (source,), *lengths, judge.tensor_parallel)
         elif is_reward_model(spec):
             declared = reward_model_of(spec)
             lengths = declared.max_model_len, 0
-            model = ScoringModel(REWARD_MODEL, declared.model, (source,), *lengths, declared.tensor_parallel)
+            model = ServedModel(REWARD_MODEL, declared.model, (source,), *lengths, declared.tensor_parallel)
         else:
             continue
         key = (model.role, model.name)
@@ -58,15 +72,10 @@ def scoring_models(config: RunConfig) -> list[ScoringModel]:
     return list(models.values())
 
 
-def check_run_placement(
-    config: RunConfig, *, num_slots: int | None = None, models: Sequence[ScoringModel] | None = None
-) -> None:
-    """ConfigError where the run's roles cannot be placed so on `num_slots`, None where these are not known yet.
-
-    `models`: the run's scoring models, where they have been read already.
-    """
-    roles = in_order([ROLLOUT, *(model.role for model in (scoring_models(config) if models is None else models))])
+def check_run_placement(config: RunConfig, models: Sequence[ServedModel], *, num_slots: int | None = None) -> None:
+    """ConfigError where the models' roles cannot be placed so on `num_slots`, None where these are not known yet."""
     placement = parse_placement(config.placement)
+    roles = in_order([model.role for model in models])
     check_placement(placement, roles=roles, num_slots=sum(placement.shares) if num_slots is None else num_slots)
 
 
@@ -99,7 +108,7 @@ def _model_name(judge: Judge, config: RunConfig) -> str:
     return config.model if judge.model == POLICY_BASE else judge.model
 
 
-def _merge(one: ScoringModel, other: ScoringModel) -> ScoringModel:
+def _merge(one: ServedModel, other: ServedModel) -> ServedModel:
     lengths = [one.max_model_len, other.max_model_len]
     widths = [width for width in (one.tensor_parallel, other.tensor_parallel) if width != "auto"]
     return replace(

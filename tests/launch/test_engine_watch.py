@@ -18,7 +18,7 @@ from ycore.engine.sleeping import asleep_file, mark_asleep
 from ycore.errors import EngineError
 from ycore.launch import engine_watch
 from ycore.launch.engine_watch import EngineWatch, LiveEngine, start_engines, turns
-from ycore.launch.guardian import kill_run
+from ycore.launch.guardian import RunWatch
 from ycore.placement.learning import DROP, KEEP
 from ycore.run.paths import RunFolder
 
@@ -73,7 +73,7 @@ def folder(tmp_path: Path) -> Iterator[RunFolder]:
     folder = RunFolder(tmp_path)
     folder.logs.mkdir()
     yield folder
-    kill_run(folder.run_id, grace_s=0)
+    RunWatch(folder.run_id).kill(grace_s=0)
 
 
 def start_all(folder: RunFolder, planned: list[EngineSpec], say: Callable[[str], None] = print) -> list[LiveEngine]:

@@ -15,14 +15,14 @@ import pytest
 
 from tests.chaos.early_kills import MAKER
 from ycore.errors import RunError
-from ycore.launch.guardian import RunWatch, guarded, kill_run, remove_leftovers
+from ycore.launch.guardian import RunWatch, guarded, remove_leftovers
 from ycore.launch.ownership import groups_of
 from ycore.launch.processes import ManagedProcess
 from ycore.launch.segments import SHARED_MEMORY, born_at
 from ycore.run.claim import Claim
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
-from ycore.sandbox import Level, Limits, View
+from ycore.sandbox import Confinement, Level
 from ycore.sandbox.confine import launch_of
 
 WITHIN_S = 20.0
@@ -193,7 +193,7 @@ def marked(tmp_path: Path) -> Iterator[RunFolder]:
     marked = RunFolder(tmp_path / "run")
     marked.sockets.mkdir(parents=True)
     yield marked
-    kill_run(marked.run_id, grace_s=0)
+    RunWatch(marked.run_id).kill(grace_s=0)
     remove_leftovers(marked)
 
 
@@ -206,13 +206,13 @@ def test_marked_processes_end_and_others_live(marked: RunFolder) -> None:
     ours = [start(marked, "import time; time.sleep(600)") for _ in range(3)]
     other = subprocess.Popen(["sleep", "600"], env={**os.environ, RUN_MARKER: "another"})
     try:
-        assert kill_run(marked.run_id) == 3
+        assert RunWatch(marked.run_id).kill() == 3
         assert [process.wait(WITHIN_S) for process in ours] == [-signal.SIGTERM] * 3
         assert other.poll() is None
     finally:
         other.kill()
         other.wait()
-    assert kill_run(marked.run_id) == 0
+    assert RunWatch(marked.run_id).kill() == 0
 
 
 def test_what_ignores_sigterm_or_is_stopped_is_killed(marked: RunFolder, tmp_path: Path) -> None:
@@ -223,7 +223,7 @@ def test_what_ignores_sigterm_or_is_stopped_is_killed(marked: RunFolder, tmp_pat
     pid_in(tmp_path / "pid")
     stopped = start(marked, "import time; time.sleep(600)")
     stopped.send_signal(signal.SIGSTOP)
-    assert kill_run(marked.run_id, grace_s=0.3) == 2
+    assert RunWatch(marked.run_id).kill(grace_s=0.3) == 2
     assert deaf.wait(WITHIN_S) == -signal.SIGKILL
     assert stopped.wait(WITHIN_S) == -signal.SIGKILL
 
@@ -232,7 +232,7 @@ def test_the_kept_process_lives(marked: RunFolder) -> None:
     kept = start(marked, "import time; time.sleep(600)")
     assert RunWatch(marked.run_id, keep=[kept.pid]).kill() == 0
     assert kept.poll() is None
-    assert kill_run(marked.run_id) == 1
+    assert RunWatch(marked.run_id).kill() == 1
     kept.wait(WITHIN_S)
 
 
@@ -247,7 +247,7 @@ time.sleep(float(sys.argv[2]))
 def test_a_descendant_that_cleared_its_environment_is_found(marked: RunFolder, tmp_path: Path) -> None:
     parent = start(marked, DAEMON, str(tmp_path / "pid"), "600")
     hidden = psutil.Process(pid_in(tmp_path / "pid"))
-    assert kill_run(marked.run_id) == 2
+    assert RunWatch(marked.run_id).kill() == 2
     parent.wait(WITHIN_S)
     wait_for(lambda: not hidden.is_running() or hidden.status() == psutil.STATUS_ZOMBIE)
 
@@ -407,8 +407,8 @@ def test_whose_shared_memory_is_known_when_it_is_made_and_not_at_a_look(folder: 
 def test_sockets_scratch_and_shared_memory_folder_are_removed(marked: RunFolder) -> None:
     marked.socket("rollout-0").touch()
     marked.shared_memory.mkdir()
-    confined = launch_of("json", level=Level.NONE, view=View(), limits=Limits(), run_id=marked.run_id)
-    others = launch_of("json", level=Level.NONE, view=View(), limits=Limits(), run_id="another")
+    confined = launch_of("json", [], Confinement(Level.NONE, marked.run_id))
+    others = launch_of("json", [], Confinement(Level.NONE, "another"))
     assert confined.scratch is not None and others.scratch is not None
     remove_leftovers(marked)
     remove_leftovers(marked)

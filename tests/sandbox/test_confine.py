@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from ycore.sandbox import Level, Limits, View, confine, drop_rights
+from ycore.sandbox import Confinement, Level, Limits, View, confine, drop_rights
 from ycore.sandbox.confine import closed_path, confined_environment, launch_of
 from ycore.sandbox.drop_rights import CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_SETGID, CAP_SETUID
 from ycore.sandbox.level import tried
@@ -141,7 +141,7 @@ def test_where_nothing_confines_root_keeps_the_right_to_read_at_most(tmp_path: P
     control = json.loads(plain.stdout)
     assert control["uid"] == 0 and all(control[name] for name in ("root", "signal", "look", "write"))
     at_once = ["-n1", "-r1", source]
-    launch = launch_of("timeit", at_once, level=Level.NONE, view=View(), limits=Limits(), run_id="x")
+    launch = launch_of("timeit", at_once, Confinement(Level.NONE, "x"))
     done = subprocess.run(launch.command, env=launch.environment, cwd=launch.working, capture_output=True, timeout=60)
     launch.clear()
     assert done.returncode == 0, done.stderr
@@ -155,7 +155,7 @@ def test_where_nothing_confines_root_keeps_the_right_to_read_at_most(tmp_path: P
 def test_a_launch_runs_a_module_and_removes_its_scratch(level: Level) -> None:
     if (reason := tried(level)) is not None:
         pytest.skip(reason)
-    launch = launch_of("timeit", ["-n1", "-r1", "print(6*7)"], level=level, view=View(), limits=Limits(), run_id="x")
+    launch = launch_of("timeit", ["-n1", "-r1", "print(6*7)"], Confinement(level, "x"))
     done = subprocess.run(launch.command, env=launch.environment, cwd=launch.working, capture_output=True, timeout=60)
     assert done.returncode == 0 and done.stdout.startswith(b"42\n"), done.stderr
     launch.clear()

@@ -20,10 +20,10 @@ from ycore.config.schema import RewardConfig, RewardSettings, RunConfig
 from ycore.environments.mcp_server import PREFIX
 from ycore.environments.tool_host import MOST_TEXT, PYTHON
 from ycore.errors import ConfigError, RewardError
-from ycore.rewards.confinement import Confinement, confinement_of
+from ycore.rewards.confinement import confinement_of
 from ycore.rewards.replies import CallFailed, object_in, plain_text
 from ycore.rewards.worker_client import START_TIMEOUT_S, Answerer
-from ycore.sandbox import Limits, View
+from ycore.sandbox import Confinement, Limits, View
 from ycore.sandbox.level import choose, require
 from ycore.sandbox.programs import PROGRAM_LIMITS
 from ycore.types import Prompt, Score

@@ -150,11 +150,6 @@ def _kill(process: psutil.Process, *, tracker_too: bool) -> None:
             process.kill()
 
 
-def kill_run(run_id: str, *, grace_s: float = 3.0) -> int:
-    """End every process of a run; returns how many there were."""
-    return RunWatch(run_id).kill(grace_s=grace_s)
-
-
 def clear_run(watch: RunWatch, folder: RunFolder, record: RunRecord) -> None:
     """End the run's processes, and remove its cgroup, sockets, temporary files and shared memory."""
     watch.kill()

@@ -9,11 +9,10 @@ import os
 from collections import deque
 from collections.abc import Collection, Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
-from ycore.sandbox import GIB, Level, Limits, View
+from ycore.sandbox import GIB, Confinement, Limits, View
 from ycore.sandbox.level import choose
 from ycore.sandbox.namespaces import SCRATCH, python_paths
 
@@ -22,17 +21,6 @@ _MOST_HIDDEN = 1_000  # a command line of bwrap takes 9000 words
 _HARMLESS = frozenset({".gitignore", ".gitattributes", ".gitkeep", ".python-version", ".editorconfig"})
 _NEVER_WHOLE = (Path("/"), SCRATCH, Path("/home"), Path("/var/tmp"), Path("/dev/shm"), Path("/dev"), Path("/etc"))
 """Folders of which a reward sees the Python files that lie beside it, and nothing else."""
-
-
-@dataclass(frozen=True, slots=True)
-class Confinement:
-    """How a worker is held: the level and limits, what it may see, and the run whose mark it carries."""
-
-    level: Level
-    view: View
-    limits: Limits
-    run_id: str
-    own_user: bool = True  # at the level `none`, root becomes another user all the same
 
 
 def confinement_of(
@@ -45,8 +33,8 @@ def confinement_of(
 ) -> Confinement:
     """How a worker of these rewards is held. ConfigError where the level that was asked for cannot be had here."""
     limits = Limits(memory=int(settings.memory_gib * GIB))
-    level = choose(sandbox.level).level
-    return Confinement(level, view_of(specs, run_folder=run_folder), limits, run_id, own_user=sandbox.level != "none")
+    view, level = view_of(specs, run_folder=run_folder), choose(sandbox.level).level
+    return Confinement(level, run_id, view, limits, own_user=sandbox.level != "none")
 
 
 def view_of(specs: Sequence[RewardConfig], *, run_folder: Path | None) -> View:

@@ -16,10 +16,11 @@ from typing import Any, Generic, TypeVar
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
 from ycore.errors import RewardError
 from ycore.rewards.builtin import REFERENCE, is_reference, reference_of
-from ycore.rewards.confinement import Confinement, confinement_of
+from ycore.rewards.confinement import confinement_of
 from ycore.rewards.loading import Inputs, inputs_of, load_reward, require_columns
 from ycore.rewards.replies import BYTES_A_VALUE, MOST_BYTES, START_BYTES, CallFailed, inputs_in, plain_text, scores_in
 from ycore.rewards.worker_process import WorkerProcess
+from ycore.sandbox import Confinement
 from ycore.types import Score
 
 START_TIMEOUT_S = 120.0

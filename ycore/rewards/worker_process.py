@@ -12,8 +12,8 @@ from asyncio.subprocess import PIPE, Process
 from collections.abc import Callable
 from contextlib import suppress
 
-from ycore.rewards.confinement import Confinement
 from ycore.run.process_tree import kill_tree
+from ycore.sandbox import Confinement
 from ycore.sandbox.confine import Launch, PipeReader, launch_of
 from ycore.sandbox.watch import Watch
 
@@ -71,16 +71,7 @@ class WorkerProcess:
         output, to_output = os.pipe()
         launch = None
         try:
-            launch = launch_of(
-                module,
-                [str(to_answers.fileno())],
-                level=held.level,
-                view=held.view,
-                limits=held.limits,
-                run_id=held.run_id,
-                name=name,
-                own_user=held.own_user,
-            )
+            launch = launch_of(module, [str(to_answers.fileno())], held, name=name)
             process = await asyncio.create_subprocess_exec(
                 *launch.command,
                 stdin=PIPE,

@@ -35,19 +35,9 @@ def kill_tree(leader: int, *, also: Iterable[psutil.Process] = (), wait_s: float
     others = [*descendants(leader), *also]
     with suppress(ProcessLookupError):
         os.killpg(leader, signal.SIGKILL)
-    _kill(others)
+    for process in others:
+        with suppress(psutil.Error):
+            process.kill()
     deadline = time.monotonic() + wait_s
     while time.monotonic() < deadline and any(is_alive(process) for process in others):
         time.sleep(0.02)
-
-
-def kill_descendants(pid: int) -> None:
-    """Send SIGKILL to everything below `pid`, which itself goes on; twice, for what was being started meanwhile."""
-    for _ in range(2):
-        _kill(descendants(pid))
-
-
-def _kill(processes: Iterable[psutil.Process]) -> None:
-    for process in processes:
-        with suppress(psutil.Error):
-            process.kill()

@@ -50,3 +50,14 @@ class View:
     network: bool = False
     devices: bool = False  # GPUs, with the parts of /proc and /sys that their drivers read
     working: Path | None = None  # where it starts; None is the scratch folder
+
+
+@dataclass(frozen=True, slots=True)
+class Confinement:
+    """How a process is held, what it may see, and the run whose mark it carries, so that it is found."""
+
+    level: Level
+    run_id: str
+    view: View = View()
+    limits: Limits = Limits()
+    own_user: bool = True  # whether root becomes a user of the process' own also at the level `none`

@@ -22,7 +22,7 @@ from typing import Any
 from ycore.errors import RunError
 from ycore.run.process_tree import kill_tree
 from ycore.run.reports import RUN_MARKER
-from ycore.sandbox import MIB, Level, Limits, View
+from ycore.sandbox import MIB, Confinement, Level, Limits, View
 from ycore.sandbox.drop_rights import CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, Steps, capabilities, missing_rights
 from ycore.sandbox.landlock import LEAST_ABI, abi, rules_of
 from ycore.sandbox.namespaces import SCRATCH, bwrap_command, find_bwrap, python_paths
@@ -99,38 +99,27 @@ class PipeReader:
         return bool(data)
 
 
-def launch_of(
-    module: str,
-    arguments: Sequence[str] = (),
-    *,
-    level: Level,
-    view: View,
-    limits: Limits,
-    run_id: str,
-    name: str = "",
-    own_user: bool = True,
-) -> Launch:
+def launch_of(module: str, arguments: Sequence[str], held: Confinement, *, name: str = "") -> Launch:
     """How to start `python -m module arguments...` confined.
 
     Args:
-        run_id: marks the environment, so that the run's processes are found.
         name: tells one confined process of a run from another; where ycore is root, each is another user.
-        own_user: whether root becomes a user of the process' own also at the level `none`.
 
     Raises:
         RunError: the level's tool is missing; choosing the level finds this out first.
     """
+    view, limits, run_id = held.view, held.limits, held.run_id
     uid = None
-    if os.geteuid() == 0 and (level is not Level.NONE or own_user):
+    if os.geteuid() == 0 and (held.level is not Level.NONE or held.own_user):
         uid = FIRST_UID + zlib.crc32(f"{run_id} {os.getpid()} {name}".encode()) % NUM_UIDS
-    if level is Level.NAMESPACES:
-        return _in_namespaces(module, arguments, view, limits, run_id, uid)
+    if held.level is Level.NAMESPACES:
+        return _in_namespaces(module, arguments, held, uid)
     scratch = Path(tempfile.mkdtemp(prefix=f"ycore-{run_id}-scratch-"))  # the guardian knows it by this name
     environment = confined_environment(view, run_id=run_id, scratch=scratch)
     python = [sys.executable, "-P", "-m"]
     if uid is not None:
         os.chown(scratch, uid, uid)
-    if level is Level.LANDLOCK:
+    if held.level is Level.LANDLOCK:
         keep = None if uid is None or closed_path(view.read) is None else _reading_right()
         rules = rules_of(view, limits, scratch=scratch, python=python_paths(), uid=uid, keep=keep)
         stage = ["ycore.sandbox.landlock", json.dumps(asdict(rules))]
@@ -141,13 +130,11 @@ def launch_of(
     return Launch([*python, *stage, module, *arguments], environment, view.working or scratch, scratch, words)
 
 
-def _in_namespaces(
-    module: str, arguments: Sequence[str], view: View, limits: Limits, run_id: str, uid: int | None
-) -> Launch:
+def _in_namespaces(module: str, arguments: Sequence[str], held: Confinement, uid: int | None) -> Launch:
     bwrap = find_bwrap()
     if bwrap is None:
         raise RunError("no bwrap is installed; install the package bubblewrap, or --sandbox landlock")
-    python = python_paths()
+    view, limits, python = held.view, held.limits, python_paths()
     closed = uid is not None and closed_path((*python, *_interpreter(), *view.read), roots=(*python, *view.read))
     steps = Steps(
         tmpfs={str(SCRATCH): (limits.scratch, limits.files), "/dev/shm": (_SHARED_MEMORY, limits.files)},
@@ -158,7 +145,7 @@ def _in_namespaces(
     )
     program = [sys.executable, "-P", "-m", "ycore.sandbox.drop_rights", json.dumps(steps), module, *arguments]
     command = bwrap_command(program, view, bwrap=bwrap, as_root=uid is not None, python=python)
-    environment = confined_environment(view, run_id=run_id, scratch=SCRATCH)
+    environment = confined_environment(view, run_id=held.run_id, scratch=SCRATCH)
     return Launch(command, environment, None, None, "confined in namespaces of its own")
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from subprocess import DEVNULL, PIPE, Popen
 
 from ycore.errors import ConfigError, YcoreError
-from ycore.sandbox import MIB, Level, Limits, View, canaries, landlock
+from ycore.sandbox import MIB, Confinement, Level, Limits, canaries, landlock
 from ycore.sandbox.canaries import HONEST, MEMORY, PROCESSES, Attempts
 from ycore.sandbox.confine import launch_of
 from ycore.sandbox.namespaces import find_bwrap
@@ -149,15 +149,8 @@ def self_test(level: Level) -> str | None:
         os.environ[_VARIABLE] = word
         launch = None
         try:
-            launch = launch_of(
-                "ycore.sandbox.canaries",
-                [json.dumps(this)],
-                level=level,
-                view=View(),
-                limits=_LIMITS,
-                run_id="self-test",
-                name=word,
-            )
+            held = Confinement(level, "self-test", limits=_LIMITS)
+            launch = launch_of("ycore.sandbox.canaries", [json.dumps(this)], held, name=word)
             plain = [sys.executable, "-I", "-S", canaries.__file__, json.dumps(this)]
             at = {**os.environ, "TMPDIR": str(folder)}
             streams = {"stdin": DEVNULL, "stdout": PIPE, "stderr": PIPE}

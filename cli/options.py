@@ -64,7 +64,7 @@ Tools = texts(
     "What the policy may call: file.py:function, python or mcp:COMMAND; may be repeated; see docs/agents.md.",
     metavar="NAME",
 )
-Env = text("What it acts in: file.py:Class, as TRL's environment_factory; see docs/agents.md.", metavar="NAME")
+Env = text("What it acts in: file.py:Class, textarena:ID or gym:NAME; see docs/agents.md.", metavar="NAME")
 MaxTurns = number("Turns of the policy in a completion with tools or an environment; e.g. 4.")
 Actions = text("How it calls tools: template (of its chat template) or calls (in its text).", metavar="HOW")
 PromptColumn = text("Column that holds the prompt; e.g. question.")

@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from ycore.environments import Refused
+from ycore.environments.games import GAMES, named
 from ycore.environments.mcp_server import PREFIX, McpServer, ServerEnded
 from ycore.sandbox.channel import Channel
 
@@ -64,13 +65,15 @@ class Host:
             if not name.startswith(PREFIX):
                 self._add(python if name == PYTHON else load(name, "tool"), of=name)
         if env is not None:
-            made = load(env, "environment")
+            made = named(env) if env.partition(":")[0] in GAMES else load(env, "environment")
             if not callable(getattr(made, "reset", None)):
                 raise Refused(f"environment {env!r} has no reset(self, **row), which begins an episode; define it")
             if not (inspect.isclass(made) and inspect.isfunction(getattr(made, "reset", None))):
                 raise Refused(f"environment {env!r} must be a class; it is a {type(made).__name__}")
             try:
                 self._env = made()
+            except Refused:
+                raise
             except BaseException as error:
                 raise Refused(f"environment {env!r}: {made.__name__}() raised {one_line(error)}") from error
             self._check_reward(env)

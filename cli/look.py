@@ -1,6 +1,6 @@
-"""Commands about runs and this machine: `ycore watch`, `report`, `recipes`, `env`, `doctor` and `selftest`."""
+"""Commands about runs and this machine: `watch`, `report`, `reproduce`, `recipes`, `env`, `doctor` and `selftest`."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -21,6 +21,11 @@ JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; e.g. card.json.")
 ]
 Output = Annotated[Path | None, typer.Option(help="Keep both runs in this folder; else they are removed at the end.")]
+Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe's name, or a YAML file.")]
+Seeds = Annotated[int, typer.Option(min=1, help="Runs, with the seeds 0, 1, ...; e.g. 3.")]
+Band = Annotated[Path | None, typer.Option("--band", help="The band to compare with; that of the recipe if not given.")]
+WriteBand = Annotated[Path | None, typer.Option("--write-band", help="Make a band of these runs; e.g. band.json.")]
+Runs = Annotated[Path | None, typer.Option("--output", help="Folder of the runs; e.g. runs/reproduce-quickstart.")]
 
 
 def watch(
@@ -144,13 +149,16 @@ def recipes(json: o.Json = False) -> None:
     from ycore_cli.output import print_json, print_table
 
     from ycore.config.recipe_files import list_recipes
+    from ycore.tools.reproduce import stored_band
 
-    entries = list_recipes()
+    entries = [(entry, stored_band(entry.name)) for entry in list_recipes()]
     if json:
-        print_json({"recipes": [{"name": entry.name, "description": entry.description} for entry in entries]})
+        rows = [{"name": entry.name, "description": entry.description, "band": band} for entry, band in entries]
+        print_json({"recipes": rows})
         return
-    print_table((entry.line, entry.description) for entry in entries)
+    print_table((entry.line, entry.description + (" [band]" if band else "")) for entry, band in entries)
     print("Run one with `ycore` before its line; a path to your own YAML file works too.")
+    print("[band]: several seeds are on record, and `ycore reproduce` compares with them; the others have none.")
 
 
 def selftest(
@@ -199,3 +207,100 @@ def _print_checks(report: Mapping[str, Any], *, json: bool) -> None:
         mend = f"  -> {check['mend']}" if check["mend"] else ""
         rows.append((check["name"], f"{'ok ' if check['ok'] else '-- '} {check['value']}{mend}"))
     print_table(rows)
+
+
+def reproduce(
+    recipe: Recipe,
+    seeds: Seeds = 3,
+    output: Runs = None,
+    band: Band = None,
+    write_band: WriteBand = None,
+    set_: o.Set = None,
+    dry_run: o.DryRun = False,
+    json: o.Json = False,
+) -> int:
+    """Run a recipe with several seeds; compare with its band.
+
+    \b
+    A band is where one more run falls with 95 %, from at least three seeds. Runs that are finished in
+    --output are not run again. Exit status 1 where a run is outside.
+
+    \b
+    ycore reproduce quickstart --seeds 3
+    ycore reproduce quickstart --seeds 3 --write-band band.json
+    """
+    from ycore_cli.output import stdout_for_json
+
+    from ycore.errors import ConfigError
+    from ycore.tools.reproduce import MIN_SEEDS
+
+    name = Path(recipe).stem
+    root = output or Path("runs") / f"reproduce-{name}"
+    if write_band is not None and seeds < MIN_SEEDS:
+        raise ConfigError(f"a band needs {MIN_SEEDS} seeds or more; it is --seeds {seeds}")
+    with stdout_for_json(json):
+        for seed in range(seeds):
+            _run_seed(recipe, seed, root / f"seed-{seed}", sets=set_ or (), dry_run=dry_run)
+    if dry_run:
+        print(f"{seeds} runs of {recipe} in {root}. Nothing was started; leave out --dry-run to run them.")
+        return 0
+    return _compare(name, root, seeds, sets=set_ or (), band=band, write_band=write_band, json=json)
+
+
+def _run_seed(recipe: str, seed: int, root: Path, *, sets: Sequence[str], dry_run: bool) -> None:
+    """Run the recipe with this seed, or the rest of it, unless it is finished; RunFolderError for another run there."""
+    from ycore_cli.checks import checked_plan
+    from ycore_cli.train import run_training
+
+    from ycore.config.recipe_files import load_recipe
+    from ycore.config.resolve import resolve
+    from ycore.errors import ConfigError
+    from ycore.run.claim import AS_IT_WAS, changes, is_finished
+    from ycore.run.paths import RunFolder
+
+    folder, base = RunFolder(root), load_recipe(recipe)
+    if "stages" in base:
+        raise ConfigError(
+            f"{recipe} has several stages; `ycore pipeline {recipe}` runs them, and reproduce takes recipes of one"
+        )
+    config = o.completed(resolve(recipe=base, sets=sets, options={"seed": seed, "output": str(root)}))
+    if is_finished(folder) and not changes(folder, config):
+        return
+    resume = folder.config.is_file()
+    plan = checked_plan(config, resume=resume, how=AS_IT_WAS)
+    if not dry_run:
+        run_training(
+            config, num_steps=plan["trl"]["max_steps"], world=plan["ranks"]["world"], resume=resume, how=AS_IT_WAS
+        )
+
+
+def _compare(
+    name: str, root: Path, seeds: int, *, sets: Sequence[str], band: Path | None, write_band: Path | None, json: bool
+) -> int:
+    """Write the page of all runs and the band, and say which runs are inside the band that is known."""
+    from ycore_cli.output import print_json, print_table
+
+    from ycore.run.claim import installed_versions
+    from ycore.run.files import read_json, write_json_atomic
+    from ycore.run.metrics import read_metrics
+    from ycore.tools import reproduce as tool
+    from ycore.view.page import make_report, write_report
+    from ycore.view.record import read_run
+
+    known = tool.stored_band(name) if band is None else read_json(band)
+    rows = {seed: read_metrics(root / f"seed-{seed}" / "metrics.jsonl") for seed in range(seeds)}
+    about = {"recipe": name, "sets": list(sets), "machine": tool.machine(), "versions": installed_versions()}
+    if write_band is not None:
+        write_json_atomic(write_band, tool.band_of(rows, **about))
+    verdicts = [] if known is None else [tool.judge(known, seed, own) for seed, own in rows.items()]
+    page = write_report(make_report([read_run(root / f"seed-{seed}") for seed in rows]), root / "report.html")[0]
+    finals = {str(seed): tool.final_of(own) for seed, own in rows.items()}
+    result = {**about, "finals": finals, "verdicts": [one.as_json() for one in verdicts], "page": str(page)}
+    write_json_atomic(root / "reproduce.json", result)
+    if json:
+        print_json(result)
+    else:
+        print_table([(f"seed {seed}", f"final reward {final:.3f}") for seed, final in finals.items()])
+        print_table([("", one.in_words) for one in verdicts] or [("band", "none is stored for this recipe")])
+        print_table([("page", str(page))])
+    return int(any(not one.is_inside for one in verdicts))

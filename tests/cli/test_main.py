@@ -14,7 +14,7 @@ from ycore import __version__
 
 COMMANDS = [
     "grpo", "rloo", "ppo", "sft", "reward", "dpo", "kto", "resume", "eval", "plan", "preflight", "pipeline", "recipes",
-    "env", "doctor", "report", "selftest", "simulate", "watch", "chat", "serve", "export", "push",
+    "env", "doctor", "report", "selftest", "simulate", "watch", "chat", "serve", "export", "push", "reproduce",
 ]  # fmt: skip
 VISIBLE = {
     "grpo": [

@@ -37,7 +37,10 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ENTRY = "from ycore_cli.main import main; main()"
 TO_WRITE = ("jsonl", "csv", "python", "yaml")
-STARTS = ("grpo", "rloo", "ppo", "sft", "reward", "dpo", "kto", "eval", "preflight", "pipeline", "resume", "selftest")
+STARTS = (
+    "grpo", "rloo", "ppo", "sft", "reward", "dpo", "kto", "eval", "preflight", "pipeline", "resume", "selftest",
+    "reproduce",
+)  # fmt: skip
 """The commands that start something, unless it is a dry run."""
 USES = ("chat", "serve", "export", "push")
 """The commands for a trained model."""

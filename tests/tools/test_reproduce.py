@@ -1,0 +1,83 @@
+"""The band of several seeds, and whether another run is inside it."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ycore.errors import ConfigError
+from ycore.models.tiny import write_tiny_model
+from ycore.tools.reproduce import band_of, curve_of, final_of, interval, judge
+
+
+def run(seed: int, *, gain: float = 0.8, steps: int = 40) -> list[dict[str, Any]]:
+    chance = random.Random(seed)
+    return [{"step": n + 1, "ycore/reward": gain * n / steps + chance.gauss(0, 0.05)} for n in range(steps)]
+
+
+def test_a_prediction_interval_by_hand() -> None:
+    low, high = interval([1.0, 2.0, 3.0])
+    assert (low, high) == pytest.approx((2 - 4.303 * (1 + 1 / 3) ** 0.5, 2 + 4.303 * (1 + 1 / 3) ** 0.5), rel=1e-3)
+    assert interval([1.0, 1.0, 1.0]) == pytest.approx((0.98, 1.02)), "one that ends with 0.99 has reproduced it"
+    with pytest.raises(ConfigError, match="3 seeds or more; there are 2"):
+        interval([1.0, 2.0])
+
+
+def test_curves_are_trailing_means() -> None:
+    rows = [{"step": n, "ycore/reward": float(n)} for n in range(1, 13)]
+    assert curve_of(rows)[:2] == [1.0, 1.5] and curve_of(rows)[-1] == 10.0 and final_of(rows) == 7.5
+    assert curve_of([{"step": 0, "ycore/eval/reward": 1.0}, *rows]) == curve_of(rows)
+
+
+def test_runs_of_the_same_recipe_are_inside_and_others_are_not() -> None:
+    band = band_of({seed: run(seed) for seed in range(5)}, machine="a test")
+    inside = [judge(band, seed, run(seed)).is_inside for seed in range(100, 200)]
+    assert sum(inside) >= 85
+    assert not any(judge(band, seed, run(seed, gain=0.3)).is_inside for seed in range(100, 110))
+    assert not judge(band, 7, run(7, steps=20)).is_inside, "a run that ended early has not reproduced the recipe"
+    assert band["machine"] == "a test" and len(band["steps"]) == 40 and len(band["finals"]) == 5
+
+
+RECIPE = """algorithm: dpo
+model: model
+dataset: pairs.jsonl
+steps: 3
+dtype: float32
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_recipe_is_run_once_a_seed_and_compared(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "model")
+    pairs = [{"prompt": f"{n} + 1?", "chosen": str(n + 1), "rejected": "no"} for n in range(20)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    (tmp_path / "mine.yaml").write_text(RECIPE)
+    status, said = reproduce(tmp_path, "mine.yaml --write-band band.json --json")
+    result = json.loads(said)
+    assert status == 0 and sorted(result["finals"]) == ["0", "1", "2"] and result["verdicts"] == []
+    band = json.loads((tmp_path / "band.json").read_text())
+    assert band["metric"] == "rewards/accuracies" and len(band["steps"]) == 3 and band["versions"]["trl"]
+    status, said = reproduce(tmp_path, "mine.yaml --band band.json")  # all three are finished: nothing is run again
+    assert status == 0 and said.count("is inside the band") == 3 and "step 1/3" not in said
+    band |= {"final": [2.0, 3.0]}
+    (tmp_path / "other.json").write_text(json.dumps(band))
+    status, said = reproduce(tmp_path, "mine.yaml --band other.json")
+    assert status == 1 and said.count("is OUTSIDE the band") == 3
+    status, said = reproduce(tmp_path, "mine.yaml --set lora.r=4")
+    assert status == 2 and "another run" in said and "lora.r" in said
+
+
+def reproduce(folder: Path, words: str) -> tuple[int, str]:
+    command = [sys.executable, "-c", "from ycore_cli.main import main; main()", "reproduce", *words.split()]
+    command += ["--output", "again"]
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    return done.returncode, done.stdout + ("" if "--json" in words else done.stderr)

@@ -1,0 +1,115 @@
+"""Run a recipe with several seeds, and lay its curves over the band of the runs that are on record.
+
+A band is data: for each step the interval in which one more run falls with 95 %, from the runs of at least three seeds
+(Student's t; a prediction interval, so it is wider than that of the mean). It names the machine, versions and command.
+"""
+
+import math
+import platform
+import statistics
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from ycore.errors import ConfigError
+from ycore.launch.layout import this_machine
+from ycore.run.files import read_json
+from ycore.run.metrics import REWARD, Row, number
+from ycore.view.record import half_width
+
+MIN_SEEDS = 3
+_WINDOW = 5  # steps of a trailing mean; one step's reward says little
+_METRICS = (*REWARD, "rewards/accuracies", "accuracy", "mean_token_accuracy")  # the first that a run has is its curve
+_LAST = 10  # steps whose mean is the run's final value
+_NO_DIFFERENCE = 0.02
+_SHARE_INSIDE = 0.8  # of a run's steps
+
+
+def metric_of(rows: Sequence[Row]) -> str:
+    """What a run is compared by: its reward, or its accuracy where it learns from examples."""
+    return next((name for name in _METRICS if any(number(row, name) is not None for row in rows)), REWARD[0])
+
+
+def curve_of(rows: Sequence[Row]) -> list[float]:
+    """The metric of each step as a trailing mean."""
+    values = _values(rows)
+    return [statistics.fmean(values[max(0, at + 1 - _WINDOW) : at + 1]) for at in range(len(values))]
+
+
+def final_of(rows: Sequence[Row]) -> float:
+    """The mean of the metric over the last steps; NaN of a run without steps."""
+    values = _values(rows)
+    return statistics.fmean(values[-_LAST:]) if values else math.nan
+
+
+def _values(rows: Sequence[Row]) -> list[float]:
+    metric = metric_of(rows)
+    return [value for row in rows if (value := number(row, metric)) is not None]
+
+
+def interval(values: Sequence[float]) -> tuple[float, float]:
+    """Where one more value falls with 95 %: mean +- t * s * sqrt(1 + 1/n), and no less than 2 % of the largest value.
+
+    Seeds that all solve a task end equal, which does not say that the next one ends so to the digit.
+    """
+    half = half_width(values)
+    if half is None:
+        raise ConfigError(f"a band needs the runs of {MIN_SEEDS} seeds or more; there are {len(values)}")
+    middle, reach = (
+        statistics.fmean(values),
+        max(half * math.sqrt(len(values) + 1), _NO_DIFFERENCE * max(map(abs, values))),
+    )
+    return middle - reach, middle + reach
+
+
+def band_of(runs: Mapping[int, Sequence[Row]], **about: Any) -> dict[str, Any]:
+    """The band of finished runs by seed, as JSON values; `about` says where and how they were made."""
+    curves = [curve_of(rows) for rows in runs.values()]
+    steps = min(map(len, curves), default=0)
+    finals = {str(seed): round(final_of(rows), 4) for seed, rows in runs.items()}
+    ends = [[round(end, 4) for end in interval([curve[step] for curve in curves])] for step in range(steps)]
+    final = [round(end, 4) for end in interval([*finals.values()])]
+    return {**about, "metric": metric_of(next(iter(runs.values()))), "finals": finals, "final": final, "steps": ends}
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Of one run against a band."""
+
+    seed: int
+    final: float
+    share_inside: float
+    is_inside: bool
+
+    @property
+    def in_words(self) -> str:
+        where = "inside" if self.is_inside else "OUTSIDE"
+        return f"seed {self.seed} is {where} the band: {self.share_inside:.0%} of its steps, final {self.final:.3f}"
+
+    def as_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def judge(band: Mapping[str, Any], seed: int, rows: Sequence[Row]) -> Verdict:
+    """Inside: the final value is in its interval, and four of five steps are in theirs."""
+    curve, final = curve_of(rows), final_of(rows)
+    inside = [low <= value <= high for value, (low, high) in zip(curve, band["steps"], strict=False)]
+    share, (low, high) = sum(inside) / max(1, len(inside)), band["final"]
+    is_whole = len(curve) >= len(band["steps"])
+    return Verdict(seed, final, share, is_whole and low <= final <= high and share >= _SHARE_INSIDE)
+
+
+def machine() -> str:
+    """This machine in words: its devices, or its processor and cores."""
+    here = this_machine()
+    if here.devices:
+        return f"{len(here.devices)} devices of {(here.device_bytes or 0) / 2**30:.0f} GiB"
+    return f"{platform.machine()}, {len(here.cores)} cores"
+
+
+def stored_band(recipe: str) -> dict[str, Any] | None:
+    """The band that ycore brings for a recipe; None where none was measured."""
+    file = Path(str(files("ycore_recipes"))) / "bands" / f"{recipe}.json"
+    return dict(read_json(file)) if file.is_file() else None

@@ -49,7 +49,7 @@ async def measure(engines: Sequence[SeededEngine], prompt_tokens: int, depths: S
         few = await _seconds(engines, depth, _FEW, prompt_tokens)
         many = await _seconds(engines, depth, _MANY, prompt_tokens)
         steps.append((many - few) / (_MANY - _FEW))
-        reads.append((few - _FEW * steps[-1]) / depth)
+        reads.append((few - (_FEW - 1) * steps[-1]) / depth)  # reading gives the first token
     return Measured(_steps(depths, steps), max(0.0, statistics.median(reads)))
 
 

@@ -1,10 +1,13 @@
 """What is learned of a role's requests."""
 
 import random
+from dataclasses import astuple
 
 import pytest
 
+from ycore.placement.allocator import Allocator
 from ycore.placement.load import Load, Speed, Sums, as_late_as, as_numbers, faded, from_numbers
+from ycore.placement.placement import SlotPool
 
 ROLES = ("rollout", "judge")
 
@@ -40,6 +43,47 @@ def test_one_depth_alone_is_no_evidence_of_free_batching() -> None:
     load = sums.load()
     assert load is not None
     assert load.speed.base == pytest.approx(0) and load.speed.step_s(8) == pytest.approx(0.2)
+
+
+BURST = [1.1, 1.1, 2.2, 2.2, 3.3, 3.3, 4.5, 4.5, 5.6, 5.6, 6.8, 6.8, 7.9, 7.9, 9.0, 9.0, 10.1, 10.1, 11.2, 11.2]
+BURST += [12.4, 12.4, 13.5, 13.5]
+"""Seconds of verdicts that were asked for at one moment, of a judge that reads 720 tokens, on a CPU core."""
+
+
+def test_requests_that_wait_for_each_other_show_that_more_in_flight_gain_nothing() -> None:
+    sums = Sums(rounds=1.0)
+    for served, seconds in enumerate(BURST, 1):
+        sums.observe(seconds=seconds, depth=len(BURST) - served / 2, size=1.0, served=served)
+    load = sums.load()
+    assert load is not None
+    assert load.speed.base == pytest.approx(0) and load.speed.each == pytest.approx(0.38, abs=0.05)
+    assert load.depth(2, 256, moves=True) == 3, "the others wait, and any slot can take them"
+
+
+def test_an_engine_tells_how_many_it_served_meanwhile() -> None:
+    allocator = Allocator(SlotPool(1))
+    for request in range(3):
+        allocator.ask(request, "rollout")
+    allocator.decide(0.0)
+    for request in range(3):
+        allocator.ended(request, 2.0 + request, size=1.0)
+    squared, with_step_s = allocator.numbers()[-5:-3]
+    assert (squared, with_step_s) == (1 + 4 + 9, 1 * 2.0 + 2 * 3.0 + 3 * 4.0)
+
+
+def test_completions_of_one_moment_are_no_queue() -> None:
+    """They are written side by side: the short ones end first, and a token took as long for all."""
+    sums = Sums(rounds=1.0)
+    for served in range(1, 33):
+        sums.observe(seconds=0.05 * 10 * served, depth=32 - served / 2, size=10.0 * served, served=served)
+    load = sums.load()
+    assert load is not None and load.speed.base == pytest.approx(0.05)
+
+
+def test_sums_of_an_older_state_are_read() -> None:
+    old = observed(0.012, 0.0004)
+    load = faded(Sums(*astuple(old)[:-3]), old).load()
+    assert load is not None and load.speed.base == pytest.approx(0.012)
 
 
 def test_sums_of_two_controllers_say_what_one_with_all_would() -> None:

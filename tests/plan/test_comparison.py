@@ -60,6 +60,29 @@ def test_where_no_split_fits_dynamic_learns_to_go_in_phases() -> None:
     assert dynamic < 1.02 * colocated
 
 
+def test_where_a_judge_reads_long_prompts_one_after_another_dynamic_learns_to_share_them() -> None:
+    """The second load of docs/placement.md, with speeds of engines on two cores and published swaps."""
+    work = Workload(Lengths(48, 0.8, 384), {JUDGE: 1.0}, group_size=4, teach_share=0.7, seed=1)
+    speeds = {ROLLOUT: Speed(0.019, 0.0015), JUDGE: Speed(0.016, 0.0033)}
+    machine = Machine(speeds, {ROLLOUT: 1.92, JUDGE: 1.44}, {ROLLOUT: 0.02, JUDGE: 0.57})
+    results = [
+        simulate(
+            parse_placement(words),
+            SlotPool(2, ROLES, dict.fromkeys(ROLES, 256), exclusive=True, swap_s=1.68),
+            machine,
+            lambda number: work.group_at,
+            Demand(12, dynamic=True),
+            num_rounds=6,
+            warm_up=2,
+            position_of=lambda number: 1000 * number,
+        )
+        for words in ("dynamic", "split:1:1", "colocated")
+    ]
+    dynamic, split, colocated = (result.seconds for result in results)
+    assert dynamic < 0.8 * split and dynamic < colocated, (dynamic, split, colocated)
+    assert results[0].swaps > 0, "slots move within a round"
+
+
 def test_where_verdicts_are_short_and_all_engines_stay_up_dynamic_learns_to_share_the_slots() -> None:
     work = Workload(Lengths(96, 0.8, 512), {JUDGE: 1.0}, teach_share=0.7, seed=1)
     speed = Speed(0.04, 0.002)

@@ -44,18 +44,28 @@ def test_a_slot_batches_as_its_engine_does() -> None:
 
 def test_while_a_prompt_is_read_the_others_wait() -> None:
     slot = VirtualSlot({ROLLOUT: SPEED}, {ROLLOUT: 0.5})
-    slot.start(0, ROLLOUT, 100, 0.0)
+    slot.start(0, ROLLOUT, 101, 0.0)  # the reading gives the first token
     assert slot.next_end() == (pytest.approx(0.5 + 100 * 0.011), 0, ROLLOUT)
-    slot.start(1, ROLLOUT, 10, 0.5 + 0.55)  # half of the first is written
+    slot.start(1, ROLLOUT, 11, 0.5 + 0.55)  # half of the first is written
     assert slot.next_end() == (pytest.approx(1.05 + 0.5 + 10 * 0.012), 1, ROLLOUT)
     slot.end(ROLLOUT, 1.67)
     assert slot.next_end() == (pytest.approx(1.67 + 40 * 0.011), 0, ROLLOUT)
 
 
+def test_prompts_are_read_one_after_the_other() -> None:
+    slot = VirtualSlot({JUDGE: SPEED}, {JUDGE: 0.5})
+    for request in range(3):
+        slot.start(request, JUDGE, 1, 0.2)
+    for request in range(3):
+        assert slot.next_end() == (pytest.approx(0.2 + 0.5 * (request + 1)), request, JUDGE)
+        slot.end(JUDGE, 0.2 + 0.5 * (request + 1))
+    assert slot.next_end() is None
+
+
 def test_one_engine_reads_while_the_other_writes() -> None:
     slot = VirtualSlot({ROLLOUT: SPEED, JUDGE: SPEED}, {JUDGE: 0.22})
     slot.start(0, ROLLOUT, 20, 0.0)
-    slot.start(1, JUDGE, 1, 0.0)
+    slot.start(1, JUDGE, 2, 0.0)
     assert slot.next_end() == (pytest.approx(20 * 0.011 * 2), 0, ROLLOUT), "half a slot each"
     slot.end(ROLLOUT, 0.44)
     assert slot.next_end() == (pytest.approx(0.44 + 0.011), 1, JUDGE), "it has read meanwhile"

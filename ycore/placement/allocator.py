@@ -110,11 +110,11 @@ class Allocator:
     def ended(self, request: int, now: float, *, size: float = 1.0) -> None:
         """Remove a request that has its answer. `size`: tokens of the answer; 1 where they are not counted."""
         running = self._running.pop(request)
-        seconds, depth = self._leave(running, now).since(running.before)
+        seconds, depth, served = self._leave(running, now).since(running.before)
         self._has_verdict |= running.role != ROLLOUT
         self._has_news = True
         if seconds > 0:
-            self._sums[running.role].observe(seconds=seconds, depth=depth, size=max(size, 1.0))
+            self._sums[running.role].observe(seconds=seconds, depth=depth, size=max(size, 1.0), served=served)
 
     def swapped(self, slot: int, now: float) -> None:
         """A `Swap` of this slot is done: its new role can serve requests."""

@@ -14,6 +14,7 @@ MEMORY = 0.7  # weight that earlier rounds keep when a new one is added: about t
 _GOOD_DEPTH = 4.0  # in units of base / each: there an engine reaches four fifths of its highest throughput
 _FULL_DEPTH = 20.0  # there it reaches 95 %
 _LEAST_HELD = 0.25  # of a slot's share of a round's requests: a speed that was measured at one depth may be wrong
+_SERIAL = 0.25  # of the line's squared error: with less, the number served explains the seconds, and not the line
 _HIGH = 16  # a sum of 16th powers is nearly the 16th power of the largest, so sums alone give the longest size
 
 
@@ -84,9 +85,15 @@ class Sums:
     times_late: float = 0.0
     late_at: float = 0.0
     rounds: float = 0.0
+    step_s_squared: float = 0.0
+    served_squared: float = 0.0
+    served_step_s: float = 0.0
 
-    def observe(self, *, seconds: float, depth: float, size: float) -> None:
-        """Add a finished request: its engine's own seconds, the mean number in flight there, and its tokens."""
+    def observe(self, *, seconds: float, depth: float, size: float, served: float = 1.0) -> None:
+        """Add a finished request: its engine's own seconds, the mean number in flight there, and its tokens.
+
+        `served`: requests that left the engine in this time, with this one.
+        """
         step_s = seconds / size
         self.num += 1
         self.size += size
@@ -97,6 +104,9 @@ class Sums:
         self.depth_squared += size * depth * depth
         self.step_s += size * step_s
         self.depth_step_s += size * depth * step_s
+        self.step_s_squared += size * step_s * step_s
+        self.served_squared += served * served / size
+        self.served_step_s += served * step_s
 
     def observe_late(self, at: float, *, is_first: bool) -> None:
         """Add a late request, started with a share `at` of the verdicts in. `is_first`: the first at this moment."""
@@ -109,22 +119,37 @@ class Sums:
         if self.num < 0.5 or self.rounds <= 0:
             return None
         mean = self.size / self.num
+        return Load(
+            num_requests=self.num / self.rounds,
+            size=mean,
+            deviation=math.sqrt(max(0.0, self.size_squared / self.num - mean * mean)),
+            longest=self.size_high ** (1 / _HIGH),
+            speed=self._speed(),
+            num_late=self.late / self.rounds,
+            num_times_late=self.times_late / self.rounds,
+            late_at=self.late_at / self.times_late if self.times_late else 0.5,
+        )
+
+    def _speed(self) -> Speed:
+        """The line; all slope where requests have waited for each other instead.
+
+        An engine reads long prompts one after the other. So of requests that come together the first is fast and the
+        last is slow, at one depth, and the line is flat: more in flight would seem to gain all, but they gain nothing.
+        There the seconds follow from the number of requests that were served meanwhile, and hardly from the line.
+        """
         depth, step_s = self.depth / self.size, self.step_s / self.size
         spread = self.depth_squared / self.size - depth * depth
         covariance = self.depth_step_s / self.size - depth * step_s
         # Requests that all ran at one depth do not show the slope: then assume that the step is all slope.
         each = covariance / spread if spread > 0.01 * depth * depth else step_s / depth
         each = min(max(each, 0.0), step_s / depth)
-        return Load(
-            num_requests=self.num / self.rounds,
-            size=mean,
-            deviation=math.sqrt(max(0.0, self.size_squared / self.num - mean * mean)),
-            longest=self.size_high ** (1 / _HIGH),
-            speed=Speed(step_s - each * depth, each),
-            num_late=self.late / self.rounds,
-            num_times_late=self.times_late / self.rounds,
-            late_at=self.late_at / self.times_late if self.times_late else 0.5,
-        )
+        # The squared errors of both, a token. Sums of an older state lack what the second one needs.
+        line = self.step_s_squared / self.size - step_s * step_s - each * (2 * covariance - each * spread)
+        served = self.served_step_s**2 / self.served_squared if self.served_squared else 0.0
+        waited = (self.step_s_squared - served) / self.size
+        if waited < _SERIAL * line:
+            return Speed(0.0, step_s / depth)
+        return Speed(step_s - each * depth, each)
 
 
 def as_numbers(sums: Mapping[str, Sums], roles: Sequence[str]) -> list[float]:
@@ -173,16 +198,20 @@ class Usage:
 
 
 class Reading(NamedTuple):
-    """An engine's totals: its share of the slot's seconds, its steps, and its requests in flight summed over them."""
+    """An engine's totals: its share of the slot's seconds, its steps, its requests in flight summed over them, and how
+    many have left it."""
 
     seconds: float
     steps: float
     depth: float
+    served: int
 
-    def since(self, before: "Reading") -> tuple[float, float]:
-        """The engine's own seconds since `before`, and the mean number in flight, however long the steps were."""
+    def since(self, before: "Reading") -> tuple[float, float, int]:
+        """The engine's own seconds since `before`, the mean number in flight, however long the steps were, and how many
+        were served."""
         steps = self.steps - before.steps
-        return self.seconds - before.seconds, (self.depth - before.depth) / steps if steps > 0 else 1.0
+        depth = (self.depth - before.depth) / steps if steps > 0 else 1.0
+        return self.seconds - before.seconds, depth, self.served - before.served
 
 
 class SlotClock:
@@ -194,7 +223,7 @@ class SlotClock:
         self.busy_s = self.swap_s = 0.0
         self.swap_began: float | None = None
         self._speeds = speeds
-        self._totals = dict.fromkeys(speeds, Reading(0.0, 0.0, 0.0))
+        self._totals = dict.fromkeys(speeds, Reading(0.0, 0.0, 0.0, 0))
         self._since = since
 
     def advance(self, now: float) -> None:
@@ -206,11 +235,15 @@ class SlotClock:
         for role in at_work:
             seconds, depth, before = passed / len(at_work), self.in_flight_of[role], self._totals[role]
             steps = seconds / self._speeds[role].step_s(depth)
-            self._totals[role] = Reading(before.seconds + seconds, before.steps + steps, before.depth + depth * steps)
+            self._totals[role] = before._replace(
+                seconds=before.seconds + seconds, steps=before.steps + steps, depth=before.depth + depth * steps
+            )
 
     def change(self, role: str, by: int, now: float) -> Reading:
         """Count a request more (`by` 1) or less (-1); the totals of its engine at this moment."""
         self.advance(now)
         self.in_flight += by
         self.in_flight_of[role] += by
+        if by < 0:
+            self._totals[role] = self._totals[role]._replace(served=self._totals[role].served - by)
         return self._totals[role]

@@ -176,5 +176,5 @@ def _met(requests: Sequence[Request], speeds: Mapping[str, Speed]) -> _Met:
         if is_begin:
             begun[index] = clock.change(one.role, 1, when)
         else:
-            met[index] = clock.change(one.role, -1, when).since(begun[index])
+            met[index] = clock.change(one.role, -1, when).since(begun[index])[:2]
     return met

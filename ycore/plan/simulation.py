@@ -7,6 +7,7 @@ import heapq
 import itertools
 import math
 import random
+from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
 from typing import NamedTuple
@@ -61,13 +62,52 @@ class Workload:
         return SimulatedGroup(completions, teaches=source.random() < self.teach_share)
 
 
+_ROUNDING_S = 1e-9
+
+
 @dataclass(slots=True)
 class _Engine:
     speed: Speed
     reading_s: float
     tokens: float = 0.0
-    to_read_s: float = 0.0
+    reading: deque[tuple[float, int]] = field(default_factory=deque)  # (size, request), the first is being read
+    read_s: float = 0.0  # of the first
     ends: list[tuple[float, int]] = field(default_factory=list)  # a heap of (tokens at its end, request)
+
+    @property
+    def step_s(self) -> float:
+        return self.speed.step_s(len(self.ends) + len(self.reading))
+
+    def start(self, request: int, size: float) -> None:
+        if self.reading_s:
+            self.reading.append((size, request))
+        else:
+            heapq.heappush(self.ends, (self.tokens + size, request))
+
+    def next_end(self) -> tuple[float, int]:
+        """(its own seconds from now, request)."""
+        tokens, request = self.ends[0] if self.ends else (math.inf, -1)
+        if tokens <= self.tokens:
+            return 0.0, request
+        seconds = -self.read_s
+        for size, reads in self.reading:
+            seconds += self.reading_s
+            if size <= 1:
+                return seconds, reads
+            tokens, request = min((tokens, request), (self.tokens + size - 1, reads))
+        return max(seconds, 0.0) + (tokens - self.tokens) * self.step_s, request
+
+    def work(self, seconds: float) -> None:
+        """Prompts are read one after the other, and the reading of one writes its first token."""
+        while self.reading and self.read_s + seconds >= self.reading_s - _ROUNDING_S:
+            seconds = max(0.0, seconds - (self.reading_s - self.read_s))
+            size, request = self.reading.popleft()
+            self.read_s = 0.0
+            heapq.heappush(self.ends, (self.tokens + max(0.0, size - 1), request))
+        if self.reading:
+            self.read_s += seconds
+        else:
+            self.tokens += seconds / self.step_s
 
 
 class VirtualSlot:
@@ -79,37 +119,28 @@ class VirtualSlot:
 
     def start(self, request: int, role: str, size: float, now: float) -> None:
         self._advance(now)
-        engine = self._engines[role]
-        engine.to_read_s += engine.reading_s
-        heapq.heappush(engine.ends, (engine.tokens + size, request))
+        self._engines[role].start(request, size)
 
     def end(self, role: str, now: float) -> None:
         """Remove the request that `next_end` named."""
         self._advance(now)
         engine = self._engines[role]
         engine.tokens, _ = heapq.heappop(engine.ends)  # exactly there, whatever the rounding
-        engine.to_read_s = 0.0
 
     def next_end(self) -> tuple[float, int, str] | None:
         """(time, request, role) of the request that ends first if no other starts."""
-        busy, ends = self._busy(), []
-        for role, engine in busy.items():
-            tokens, request = engine.ends[0]
-            step_s = engine.speed.step_s(len(engine.ends)) * len(busy)
-            seconds = engine.to_read_s * len(busy) + (tokens - engine.tokens) * step_s
-            ends.append((self._now + seconds, request, role))
-        return min(ends, default=None)
+        busy = self._busy()
+        ends = [(*engine.next_end(), role) for role, engine in busy.items()]
+        return min(((self._now + seconds * len(busy), request, role) for seconds, request, role in ends), default=None)
 
     def _advance(self, now: float) -> None:
         passed, self._now = now - self._now, now
         busy = self._busy() if passed else {}
         for engine in busy.values():
-            read = min(engine.to_read_s, passed / len(busy))
-            engine.to_read_s -= read
-            engine.tokens += (passed - read * len(busy)) / (engine.speed.step_s(len(engine.ends)) * len(busy))
+            engine.work(passed / len(busy))
 
     def _busy(self) -> dict[str, _Engine]:
-        return {role: engine for role, engine in self._engines.items() if engine.ends}
+        return {role: engine for role, engine in self._engines.items() if engine.ends or engine.reading}
 
 
 def of_engines(one: Speed, count: int) -> Speed:
@@ -124,7 +155,7 @@ class Machine:
     speeds: Mapping[str, Speed]
     swap_s: Mapping[str, float]  # a sleep and the wake after it; a swap costs half of each of its two roles
     reading_s: Mapping[str, float] = field(default_factory=dict)
-    """Of one prompt, while the engine's other requests wait; nothing where sizes and speeds include it."""
+    """Of one prompt and for its first token, while the engine's other requests wait; nothing where sizes include it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -113,6 +113,22 @@ def ppo(*, model: str, dataset: Rows, reward: Reward | Sequence[Reward], resume:
     return _rollouts("ppo", model, dataset, reward, resume, settings)
 
 
+def distill(
+    *,
+    model: str,
+    teacher: str,
+    dataset: Rows,
+    reward: Reward | Sequence[Reward] = (),
+    resume: bool = False,
+    **settings: Any,
+) -> Run:
+    """Train a model towards the probabilities that `teacher`, a model or a run's folder, gives to what it writes.
+
+    The other arguments are those of `grpo`; `reward` may be left out.
+    """
+    return _rollouts("distill", model, dataset, reward, resume, {"teacher": teacher, **settings})
+
+
 def evaluate(*, model: str, dataset: Rows, reward: Reward | Sequence[Reward], **settings: Any) -> Run:
     """Measure a model: the figures are in `.summary`, the completions in `.completions`.
 

@@ -60,6 +60,7 @@ Dataset = text(
 Reward = texts(
     "Built-in name, file.py:function, judge:FILE.yaml or rm:MODEL; may be repeated; e.g. exact_answer.", metavar="NAME"
 )
+Teacher = text("Whose probabilities the policy learns: hub id, folder or run; e.g. runs/quickstart.", metavar="MODEL")
 Tools = texts(
     "What the policy may call: file.py:function, python or mcp:COMMAND; may be repeated; see docs/agents.md.",
     metavar="NAME",
@@ -145,7 +146,7 @@ StageResume = switch("Skip what is finished, go on with what was begun.", "--res
 _TEXTS = (
     "model", "dataset", "output", "merge", "quantize", "system_prompt", "prompt_column", "answer_column",
     "trust_remote_code", "split", "accelerate", "preset", "advantage", "divergence", "trust_region", "placement",
-    "keep_journal", "replay", "eval_dataset", "eval_split", "env", "keep_best", "stop_when",
+    "keep_journal", "replay", "teacher", "eval_dataset", "eval_split", "env", "keep_best", "stop_when",
 )  # fmt: skip
 _NUMBERS = (
     "prompts_per_step", "group_size", "max_tokens", "steps", "seed", "num_samples", "limit", "processes", "restarts",

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 
 _ROLLOUTS = {
-    "dataset": o.Dataset, "reward": o.Reward, "tools": o.Tools, "env": o.Env, "max_turns": o.MaxTurns,
-    "actions": o.Actions, "prompt_column": o.PromptColumn, "answer_column": o.AnswerColumn,
+    "dataset": o.Dataset, "teacher": o.Teacher, "reward": o.Reward, "tools": o.Tools, "env": o.Env,
+    "max_turns": o.MaxTurns, "actions": o.Actions, "prompt_column": o.PromptColumn, "answer_column": o.AnswerColumn,
     "system_prompt": o.SystemPrompt, "prompts_per_step": o.PromptsPerStep, "group_size": o.GroupSize,
     "max_tokens": o.MaxTokens, "engine": o.EngineKind, "sandbox": o.Sandbox, "dynamic_sampling": o.DynamicSampling,
     "placement": o.Placement, "preset": o.Preset, "advantage": o.Advantage, "divergence": o.Divergence,
@@ -60,6 +60,7 @@ def training_command(algorithm: Algorithm) -> Callable[..., None]:
     own = _ROLLOUTS if algorithm.learns_from == "rollouts" else _EXAMPLES
     hidden = ["advantage"] if algorithm.preset or algorithm.settings.get("critic") is not None else []
     hidden += ["preset"] if algorithm.preset else []
+    hidden += ["teacher"] if algorithm.name != "distill" else []
     declared = {name: option for name, option in ({"model": o.Model} | own | _TRAINING).items() if name not in hidden}
     examples = "\n".join(f"ycore {algorithm.name} {example}" for example in algorithm.examples)
     command.__doc__ = f"{algorithm.summary}\n\n\b\n{algorithm.help}\n\n\b\n{examples}"

@@ -1,4 +1,5 @@
 from ycore_cli.from_python import Run as Run
+from ycore_cli.from_python import distill as distill
 from ycore_cli.from_python import dpo as dpo
 from ycore_cli.from_python import evaluate as evaluate
 from ycore_cli.from_python import grpo as grpo

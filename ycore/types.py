@@ -38,10 +38,14 @@ class Draw:
 
 @dataclass(frozen=True, slots=True)
 class Score:
-    """One reward source's answer for one completion; `value` None means masked, and `problem` says why."""
+    """One reward source's answer for one completion; `value` None means masked, and `problem` says why.
+
+    `logprobs` are a teacher's, of every token of the completion.
+    """
 
     value: float | None
     problem: str | None = None
+    logprobs: tuple[float, ...] | None = None
 
 
 def said(message: Mapping[str, Any]) -> str:

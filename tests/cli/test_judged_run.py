@@ -68,3 +68,32 @@ def write_classifier(model: Path, folder: Path) -> None:
         torch.manual_seed(1)
         LlamaForSequenceClassification.from_pretrained(model, num_labels=1).save_pretrained(folder)
     AutoTokenizer.from_pretrained(model).save_pretrained(folder)
+
+
+def test_a_run_whose_teacher_is_the_policy_learns_nothing(tmp_path: Path) -> None:
+    """Another teacher, which is only measured, shows that the probabilities are compared."""
+    write_tiny_model(tmp_path / "model")
+    write_tiny_model(tmp_path / "other", seed=1)
+    line = (
+        "distill --model model --dataset task:addition?digits=1 --steps 2 --prompts-per-step 2 "
+        "--group-size 2 --max-tokens 8 --full --set dtype=float32 --set engine.count=1 --output out --json --set"
+    )
+    command = [sys.executable, "-c", "from ycore_cli.main import main; main()", *line.split()]
+    command.append("rewards=['teacher:model', {reward: 'teacher:other', weight: 0}]")
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
+    done = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    out = tmp_path / "out"
+    scorers = json.loads((out / "engines.json").read_text())["scorers"]
+    assert [(one["role"], one["sources"], one["engines"]) for one in scorers] == [
+        ("teacher", [0], ["teacher-0"]),
+        ("teacher", [1], ["teacher-1"]),
+    ]
+    rows = [json.loads(row) for row in (out / "metrics.jsonl").read_text().splitlines()]
+    assert len(rows) == 2
+    for row in rows:
+        assert row["ycore/teacher/calls"] == 8 and row["ycore/masked"] == 0
+        assert abs(row["rewards/model/mean"]) < 1e-4 and row["grad_norm"] < 1e-3
+        assert abs(row["rewards/other/mean"]) > 0.01

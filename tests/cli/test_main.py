@@ -13,8 +13,9 @@ from ycore_cli.main import app, run
 from ycore import __version__
 
 COMMANDS = [
-    "grpo", "rloo", "ppo", "sft", "reward", "dpo", "kto", "resume", "eval", "plan", "preflight", "pipeline", "recipes",
-    "env", "doctor", "report", "selftest", "simulate", "watch", "chat", "serve", "export", "push", "reproduce",
+    "grpo", "rloo", "ppo", "distill", "sft", "reward", "dpo", "kto", "resume", "eval", "plan", "preflight", "pipeline",
+    "recipes", "env", "doctor", "report", "selftest", "simulate", "watch", "chat", "serve", "export", "push",
+    "reproduce",
 ]  # fmt: skip
 VISIBLE = {
     "grpo": [

@@ -12,6 +12,9 @@ from ycore.errors import ConfigError
 BASE = {"model": "m", "dataset": "d", "rewards": ["exact_answer"]}
 
 
+DISTILL = {"algorithm": "distill", "teacher": "t"}
+
+
 def config(**options: Any) -> RunConfig:
     return resolve(recipe=BASE, options=options)  # type: ignore[return-value]
 
@@ -27,6 +30,20 @@ def test_ppo_has_a_critic_and_the_kl_in_the_reward() -> None:
     over = config(algorithm="ppo", preset="vapo", critic={"alpha": 0.4}, trl={"loss_type": "grpo"})
     assert over.critic is not None and (over.critic.alpha, over.critic.warmup_steps) == (0.4, 50)
     assert over.trl["loss_type"] == "grpo" and over.trl["epsilon_high"] == 0.28
+
+
+def test_a_teacher_is_the_first_of_the_rewards() -> None:
+    found = config(**DISTILL)
+    assert [one.reward for one in found.rewards] == ["teacher:t", "exact_answer"] and teaches_alone(found)
+    assert resolve(recipe=found.model_dump(mode="json")) == found, "a resumed run is the same run"
+    weighted = {**found.model_dump(mode="json"), "rewards": [{"reward": "teacher:t", "weight": 0.5}, "length"]}
+    again = resolve(recipe=weighted, options={"teacher": "t"})
+    other = resolve(recipe=weighted, options={"teacher": "u"})
+    assert isinstance(again, RunConfig) and isinstance(other, RunConfig)
+    assert [(one.reward, one.weight) for one in again.rewards] == [("teacher:t", 0.5), ("length", 1)]
+    assert [(one.reward, one.weight) for one in other.rewards] == [("teacher:u", 1), ("length", 1)]
+    alone = resolve(options={"model": "m", "dataset": "d", "group_size": 1, **DISTILL})
+    assert isinstance(alone, RunConfig) and [one.reward for one in alone.rewards] == ["teacher:t"]
 
 
 def test_where_every_scored_completion_teaches() -> None:
@@ -52,6 +69,16 @@ def test_where_every_scored_completion_teaches() -> None:
         ({"algorithm": "ppo", "critic": {"range": [1, 0]}}, "the lowest and the highest value; it is 1, 0"),
         ({"algorithm": "ppo", "critic": {"range": [0, 1], "init": "runs/rm"}}, "give one of the two"),
         ({"algorithm": "ppo", "critic": {"lamda": 1}}, "no key critic.lamda; did you mean"),
+        ({"algorithm": "distill"}, "ycore distill needs a teacher; say --teacher MODEL"),
+        ({"teacher": "t"}, "a teacher is of ycore distill, and this is grpo; take ycore distill"),
+        ({**DISTILL, "critic": {}}, "critic is of ycore ppo, and this is distill; leave critic out"),
+        ({**DISTILL, "advantage": "reinforce++"}, "compares rewards within groups, which --advantage reinforce++"),
+        ({**DISTILL, "group_size": 1}, "group_size must be 2 or more with exact_answer, which is compared"),
+        ({**DISTILL, "trl": {"temperature": 0.7}}, "those at temperature 1, and temperature is 0.7; leave temperature"),
+        ({**DISTILL, "trl": {"top_k": 20}}, "and top_k is 20; leave top_k out"),
+        ({**DISTILL, "trl": {"scale_rewards": "group"}}, "leave scale_rewards out, and say --advantage"),
+        ({**DISTILL, "trl": {"loss_type": "vespo"}}, "takes one advantage a completion, and ycore distill has one a"),
+        ({**DISTILL, "kl_in": "reward", "trl": {"beta": 0.1}}, "kl_in=reward needs advantages by token"),
         ({"kl_in": "reward", "trl": {"beta": 0.1}}, "kl_in=reward needs advantages by token"),
         ({"advantage": "reinforce++", "preset": "gspo"}, "--advantage reinforce++ has an advantage for each token"),
         ({"advantage": "reinforce++", "loss_from": "gmpo"}, "the loss gmpo takes one advantage a completion"),

@@ -38,9 +38,9 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ENTRY = "from ycore_cli.main import main; main()"
 TO_WRITE = ("jsonl", "csv", "python", "yaml")
 STARTS = (
-    "grpo", "rloo", "ppo", "sft", "reward", "dpo", "kto", "eval", "preflight", "pipeline", "resume", "selftest",
-    "reproduce",
-)  # fmt: skip
+    *("grpo", "rloo", "ppo", "distill", "sft", "reward", "dpo", "kto"),
+    *("eval", "preflight", "pipeline", "resume", "selftest", "reproduce"),
+)
 """The commands that start something, unless it is a dry run."""
 USES = ("chat", "serve", "export", "push")
 """The commands for a trained model."""
@@ -144,6 +144,8 @@ def test_ycore_lines_work(page: Path, line: str, tmp_path: Path) -> None:
     words = shlex.split(line, comments=True)
     if "--resume" in line or words[1] == "resume":
         write_unfinished_run(page, words[2] if words[1] == "resume" else option(line, "--output"), tmp_path)
+    if words[1] == "distill":
+        write_stand_in(tmp_path / "runs" / "quickstart")
     if words[1] in ("watch", "report"):
         for run in [word for word in words[2:] if word.startswith("runs/")]:
             write_first_step(tmp_path / run)

@@ -233,3 +233,47 @@ def test_rollouts_alone_need_no_placement() -> None:
 def test_nonsense_is_refused_before_slots_are_known() -> None:
     with pytest.raises(ConfigError, match="must be colocated"):
         check_run_placement(placed("everywhere"), [])
+
+
+def test_a_teacher_has_an_engine_of_its_own_role_on_every_slot(folder: Path) -> None:
+    config = config_of({"reward": f"teacher:{folder}"}, {"reward": "length"}, algorithm="distill")
+    _, served = planned(config, folder).served
+    assert [one.name for one in served.engines] == ["teacher-0", "teacher-1"] and served.sources == (0,)
+    words = engine_command(served.engines[0])
+    assert words[words.index("--logprobs-mode") + 1] == "raw_logprobs"
+    assert words[words.index("--served-model-name") + 1] == "teacher"
+
+
+def test_a_run_folder_stands_for_the_model_that_it_trained(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("{}")
+    _, model = served_models(config_of({"reward": f"teacher:{tmp_path}"}))
+    assert model.name == str(tmp_path / "model")
+
+
+def test_a_teacher_with_another_tokenizer_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    policy, teacher = (write_tiny_model(tmp_path / name) for name in ("policy", "teacher"))
+    config = config_of({"reward": f"teacher:{teacher}"}, model=str(policy))
+    assert check_scorers(config, [], engine="vllm") == [
+        f"teacher {teacher}: found in {teacher}, the probability of each token"
+    ]
+    written = json.loads((teacher / "tokenizer.json").read_text())
+    vocab = written["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (teacher / "tokenizer.json").write_text(json.dumps(written))
+    message = f"teacher {teacher} has another tokenizer than the policy: 'a' is {vocab['b']} in the policy's and"
+    with pytest.raises(ConfigError, match=message):
+        check_scorers(config, [], engine="vllm")
+    with pytest.raises(ConfigError, match="take a teacher of the same family"):
+        planned(config, tmp_path, fetch=Path)
+
+
+@pytest.mark.parametrize(
+    ("spec", "message"),
+    [
+        ({"reward": "teacher:"}, "teacher: needs a model's name: --teacher MODEL"),
+        ({"reward": "teacher:t", "args": {"were": {}}}, "teacher t: no key were; did you mean 'where'"),
+    ],
+)
+def test_a_teacher_that_cannot_be_read(spec: dict[str, Any], message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        with_declarations(config_of(spec))

@@ -19,7 +19,11 @@ from ycore.types import Completion, Draw, Group, Prompt, Score, Turn
 def group(position: int) -> Group:
     completion = Completion((5, 6), (-0.1 - 1e-17, -2.0 / 3.0), "ok ü", "stop", 3)
     prompt = Prompt(position, [{"role": "user", "content": "hi"}], {"answer": "4", "numbers": [1, 2.5]})
-    return Group(Draw(position, prompt, (1, 2)), (completion,), ((Score(1 / 3), Score(None, "raised ValueError: x")),))
+    return Group(
+        Draw(position, prompt, (1, 2)),
+        (completion,),
+        ((Score(1 / 3, logprobs=(-0.1, -1 / 3)), Score(None, "raised ValueError: x")),),
+    )
 
 
 class Echo:

@@ -13,19 +13,19 @@ from ycore.engine.judge_engine import Refused
 from ycore.errors import EngineError
 from ycore.judge.declaration import Judge
 from ycore.judge.question import Question, Questioner
-from ycore.judge.sources import RewardModel, judge_of
+from ycore.judge.sources import RewardModel, Teacher, judge_of
 from ycore.judge.verdict import Reply
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import SlotPool
 from ycore.round.judge_scorer import JudgeScorer
-from ycore.round.meters import JudgeMeter, RewardModelMeter, WorkerMeter, collect
+from ycore.round.meters import JudgeMeter, RewardModelMeter, TeacherMeter, WorkerMeter, collect
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, completion_seed
-from ycore.round.scorers import RewardModelScorer
+from ycore.round.scorers import RewardModelScorer, TeacherScorer
 from ycore.round.scoring import Scorer, Scoring, Writing
 from ycore.round.slots import Slots
 from ycore.round.step import Controller
-from ycore.types import Completion, Draw, Prompt, Score
+from ycore.types import Completion, Draw, Prompt, Score, Turn
 
 T = TypeVar("T")
 
@@ -359,3 +359,39 @@ def test_a_reward_model_scores_each_completion() -> None:
     assert values(rows) == [0.5, -2.0, 2.0, None, None]
     assert rows[4][0].problem == "reward model rm: longer than its context"
     assert meter.calls == 4 and meter.tokens == 5
+
+
+def test_a_teacher_scores_the_tokens_of_its_own_rows() -> None:
+    class Scripted:
+        async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+            asked.append((list(context_ids), list(target_ids)))
+            return tuple(-1.0 - 0.5 * place for place in range(len(target_ids)))
+
+    asked: list[Any] = []
+    ours, theirs = (Turn(by_policy=by_policy, num_tokens=1, messages=()) for by_policy in (True, False))
+    completions = [
+        Completion((5, 6), (-2.0, -1.0), "", "stop", 0),
+        Completion((5, 6, 7), (-2.0, 0.0, -2.5), "", "stop", 0, (ours, theirs, ours)),  # an environment's token
+        Completion((5, 6, 7, 8), (-1.0,) * 4, "", "stop", 0),
+    ]
+    meter = TeacherMeter()
+
+    def scored(columns: dict[str, Any]) -> list[Score]:
+        scorer = TeacherScorer(
+            "t", Teacher(model="x", where={"subject": "sums"}), [Scripted()], max_model_len=7, meter=meter
+        )
+
+        async def work() -> list[list[Score]]:
+            tasks = [asyncio.create_task(asyncio.sleep(0, one)) for one in completions]
+            draw = Draw(0, Prompt(0, "q", columns), (9, 8, 7))
+            return await scorer.score(Writing(draw, tasks, 0, Slots(1)))
+
+        return [row[0] for row in asyncio.run(work())]
+
+    first, second, third = scored({"subject": "sums"})
+    assert asked == [([9, 8, 7], [5, 6]), ([9, 8, 7], [5, 6, 7])]
+    assert first == Score(pytest.approx((1.0 - 0.5) / 2), logprobs=(-1.0, -1.5))
+    assert second == Score(pytest.approx((1.0 + 0.5) / 2), logprobs=(-1.0, -1.5, -2.0))
+    assert third == Score(None, problem="teacher t: longer than its context")
+    assert (meter.calls, meter.tokens) == (2, 11)
+    assert scored({"subject": "verse"}) == [Score(None)] * 3 and len(asked) == 2

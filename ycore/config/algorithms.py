@@ -86,6 +86,22 @@ _ROWS = (
         # TRL's own advantages are replaced, and its deviation of a group of one would not exist.
         settings={"critic": {}, "kl_in": "reward", "trl": {"loss_type": "dapo", "scale_rewards": "none"}},
     ),
+    replace(
+        _GRPO,
+        name="distill",
+        summary="Train a model towards a teacher's probabilities.",
+        help=(
+            "The policy writes, and the teacher says how likely each token is (on-policy distillation). Rewards\n"
+            "are added where given. Every field of TRL's GRPOConfig is an option too; see docs/algorithms.md."
+        ),
+        examples=(
+            "--recipe distill-quickstart --teacher runs/quickstart",
+            "--model smollm2-135m --teacher HuggingFaceTB/SmolLM2-1.7B-Instruct --dataset prompts.jsonl",
+        ),
+        module="ycore.trl.distill",
+        lora_learning_rate=1e-4,  # as in Thinking Machines' on-policy distillation
+        settings={"trl": {"loss_type": "dapo", "scale_rewards": "none"}},
+    ),
     Algorithm(
         name="sft",
         summary="Fine-tune a model on given answers.",

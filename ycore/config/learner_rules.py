@@ -9,6 +9,9 @@ BY_TOKEN = "reinforce++"
 ALONE = (BY_TOKEN, "remax")
 """Advantages that do not compare a completion with others of its group."""
 
+TEACHER = "teacher:"
+"""How the name of a source begins that is a teacher."""
+
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo")
 _SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
 
@@ -16,10 +19,10 @@ _SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
 def teaches_alone(config: RunConfig) -> bool:
     """Whether every scored completion teaches, also in a group whose rewards are all equal.
 
-    A critic's baseline is not the group's mean, so dynamic sampling then has nothing to replace but prompts that no
-    reward could score. The same holds for groups of one.
+    A critic's baseline is not the group's mean, and a teacher needs no group, so dynamic sampling then has nothing to
+    replace but prompts that no reward could score. The same holds for groups of one.
     """
-    return config.critic is not None or config.group_size == 1
+    return config.critic is not None or config.group_size == 1 or config.algorithm == "distill"
 
 
 def check_learner(config: RunConfig) -> None:
@@ -30,10 +33,14 @@ def check_learner(config: RunConfig) -> None:
         _check_ppo(config)
     elif config.algorithm == "eval":
         return
+    elif config.algorithm == "distill":
+        _check_distill(config)
     elif config.critic is not None:
         raise ConfigError(
             f"critic is of ycore ppo, and this is {config.algorithm}; take ycore ppo, or leave critic out"
         )
+    elif any(reward.reward.startswith(TEACHER) for reward in config.rewards):
+        raise ConfigError(f"a teacher is of ycore distill, and this is {config.algorithm}; take ycore distill")
     elif config.group_size == 1 and config.advantage not in ALONE:
         raise ConfigError(
             f"group_size must be 2 or more with advantage {config.advantage}, which compares a completion with the "
@@ -41,7 +48,7 @@ def check_learner(config: RunConfig) -> None:
         )
     if config.kl_in == "reward":
         _check_kl_in_reward(config)
-    if config.critic is not None or config.advantage == BY_TOKEN:
+    if config.critic is not None or config.advantage == BY_TOKEN or config.algorithm == "distill":
         _check_token_advantages(config)
     loss = config.trl.get("loss_type", "dapo") if config.loss_from == "grpo" else config.loss_from
     if config.trust_region != "clip" and (loss not in _CLIPPED or config.divergence != "reverse-kl"):
@@ -65,7 +72,8 @@ def _check_kl_in_reward(config: RunConfig) -> None:
 
 
 def _check_token_advantages(config: RunConfig) -> None:
-    trl, name = config.trl, "ycore ppo" if config.critic is not None else f"--advantage {config.advantage}"
+    by_command = config.algorithm in ("ppo", "distill")
+    trl, name = config.trl, f"ycore {config.algorithm}" if by_command else f"--advantage {config.advantage}"
     loss = config.loss_from if config.loss_from != "grpo" else trl.get("loss_type")
     if loss in ("gmpo", "vespo", "luspo"):
         raise ConfigError(f"the loss {loss} takes one advantage a completion, and {name} has one a token; take dapo")
@@ -96,3 +104,30 @@ def _check_ppo(config: RunConfig) -> None:
         raise ConfigError(f"critic.range is the lowest and the highest value; it is {low:g}, {high:g}; e.g. [0, 1]")
     if config.critic.range is not None and config.critic.init is not None:
         raise ConfigError("critic.init brings a head without bounds, and critic.range sets some; give one of the two")
+
+
+_SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}
+"""Fields of TRL's, and their values where the policy samples from its own distribution."""
+
+
+def _check_distill(config: RunConfig) -> None:
+    others = [reward for reward in config.rewards if not reward.reward.startswith(TEACHER) and reward.weight]
+    if not any(reward.reward.startswith(TEACHER) for reward in config.rewards):
+        raise ConfigError("ycore distill needs a teacher; say --teacher MODEL, a folder, a hub id or a run's folder")
+    if config.critic is not None:
+        raise ConfigError("critic is of ycore ppo, and this is distill; leave critic out")
+    if config.advantage == BY_TOKEN:
+        raise ConfigError(f"ycore distill compares rewards within groups, which --advantage {BY_TOKEN} does not")
+    if config.group_size == 1 and others and config.advantage not in ALONE:
+        raise ConfigError(
+            f"group_size must be 2 or more with {others[0].reward}, which is compared within its group; it is 1; "
+            "e.g. --group-size 4, or leave --reward out"
+        )
+    for name, value in _SAMPLING.items():
+        given = config.trl.get(name, value)
+        if given != value and not (name in ("top_k", "min_p") and not given):
+            raise ConfigError(
+                f"a teacher's probabilities are those at temperature 1, and {name} is {given}; leave {name} out"
+            )
+    if config.trl.get("scale_rewards", "none") not in ("none", False):
+        raise ConfigError("ycore distill computes advantages itself; leave scale_rewards out, and say --advantage")

@@ -50,6 +50,8 @@ def resolve(
     merged: dict[str, Any] = {}
     for layer in layers:
         merged = merge(merged, _normalised(layer, algorithm))
+    if algorithm.learns_from == "rollouts":
+        _add_teacher(merged)
     if merged.get("env") is not None and not merged.get("rewards"):
         merged["rewards"] = [{"reward": "environment"}]
     _add_preset_rewards(merged)
@@ -70,6 +72,17 @@ def require_rollouts(config: AnyConfig) -> RunConfig:
 
 def _topmost(key: str, layers: Sequence[Mapping[str, Any]]) -> Any:
     return next((layer[key] for layer in reversed(layers) if layer.get(key) is not None), None)
+
+
+def _add_teacher(merged: dict[str, Any]) -> None:
+    """`teacher` is short for the reward `teacher:MODEL`, first of all; it replaces another teacher."""
+    name, rewards = merged.pop("teacher", None), merged.get("rewards") or []
+    if name is None or not isinstance(rewards, list):
+        return
+    named = [(one.get("reward"), one) for one in rewards if isinstance(one, Mapping)]
+    same = [one for reward, one in named if reward == f"teacher:{name}"]
+    others = [one for reward, one in named if not str(reward).startswith("teacher:")]
+    merged["rewards"] = [*(same or [{"reward": f"teacher:{name}"}]), *others]
 
 
 def _add_preset_rewards(merged: dict[str, Any]) -> None:

@@ -22,7 +22,7 @@ from typing import Any, Literal, TypeVar
 from ycore.engine.arguments import words_of
 from ycore.errors import ConfigError
 from ycore.models.hub import cache_dir
-from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT
+from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT, TEACHER
 from ycore.run.reports import RUN_MARKER
 from ycore.run.secrets import is_secret, redact_text
 
@@ -53,6 +53,7 @@ _ROLE_OPTIONS: dict[str, dict[str, str]] = {
     JUDGE: {"--logprobs-mode": "raw_logprobs"},
     # `classify` keeps the classifier's head and the model's own pooling.
     REWARD_MODEL: {"--runner": "pooling", "--convert": "classify"},
+    TEACHER: {"--logprobs-mode": "raw_logprobs"},
 }
 
 
@@ -76,7 +77,7 @@ class EngineSpec:
     gpu_memory_utilization: float = 0.0  # share of each device
     sleeps: bool = False  # with vLLM's sleep mode; on a device only
     trust_remote_code: bool = False
-    role: str = ROLLOUT  # or `judge`, `reward_model`
+    role: str = ROLLOUT  # or another of `placement.ROLES`
     has_neighbours: bool = False  # engines of other roles use the same cores or device
     arguments: tuple[tuple[str, Any], ...] = ()  # of vLLM, by name, beside those that ycore sets
     variables: tuple[str, ...] = ()  # of the environment, that the user lets it have beside the usual ones

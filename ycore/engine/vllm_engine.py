@@ -1,4 +1,4 @@
-"""Clients of vLLM servers over token ids: the policy as an `Engine`, and a reward model."""
+"""Clients of vLLM servers over token ids: the policy as an `Engine`, a reward model, and a teacher."""
 
 import asyncio
 import fcntl
@@ -15,7 +15,7 @@ from ycore.engine.server import Server
 from ycore.engine.sleeping import SleepingEngine, reload_from_disk
 from ycore.engine.weight_proof import check_read_back, read_manifest
 from ycore.errors import EngineError, SyncError
-from ycore.placement.placement import REWARD_MODEL, ROLLOUT
+from ycore.placement.placement import REWARD_MODEL, ROLLOUT, TEACHER
 from ycore.types import Completion
 
 _WEIGHT_INFO = "/weight_info"
@@ -81,11 +81,7 @@ class VllmEngine(Server):
         )
 
     async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
-        prompt = [*context_ids, *target_ids]
-        request = {"model": ROLLOUT, "prompt": prompt, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-        answer = await self.request("POST", "/v1/completions", request)
-        by_place = answer["choices"][0]["prompt_logprobs"][len(context_ids) :]
-        return tuple(found[str(token)]["logprob"] for found, token in zip(by_place, target_ids, strict=True))
+        return await _logprobs_of(self, ROLLOUT, context_ids, target_ids)
 
     async def load_weights(self, folder: Path, version: int) -> None:
         read_manifest(folder, version=version)
@@ -156,6 +152,22 @@ async def locked(file: Path) -> AsyncIterator[None]:
         yield
     finally:
         os.close(descriptor)
+
+
+async def _logprobs_of(
+    server: Server, role: str, context_ids: Sequence[int], target_ids: Sequence[int]
+) -> tuple[float, ...]:
+    """Of each target token after those before it, at temperature 1 whatever the sampling."""
+    prompt = [*context_ids, *target_ids]
+    request = {"model": role, "prompt": prompt, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+    answer = await server.request("POST", "/v1/completions", request)
+    by_place = answer["choices"][0]["prompt_logprobs"][len(context_ids) :]
+    return tuple(found[str(token)]["logprob"] for found, token in zip(by_place, target_ids, strict=True))
+
+
+class VllmTeacher(Server):
+    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+        return await _logprobs_of(self, TEACHER, context_ids, target_ids)
 
 
 class VllmRewardModel(Server):

@@ -1,21 +1,23 @@
-"""Rewards that a model scores: from the name `judge:quality.yaml` or `rm:MODEL` to the declaration.
+"""Rewards that a model scores: from `judge:quality.yaml`, `rm:MODEL` or `teacher:MODEL` to the declaration.
 
 A run carries the whole declaration in the reward's `args`, so `run.json` holds it and a resumed run needs no file.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
 from typing import Annotated, Any, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
+from ycore.config.learner_rules import TEACHER
 from ycore.config.problems import declared_error
 from ycore.config.recipe_files import SUFFIXES, parse_yaml, read_yaml_file
 from ycore.config.schema import Positive, RewardConfig, RunConfig, Strict, Width
 from ycore.errors import RewardError, nearest
 from ycore.judge.declaration import Judge
 from ycore.rewards.builtin import is_code, is_environment
+from ycore.run.paths import RunFolder
 
 JUDGE_PREFIX, REWARD_MODEL_PREFIX = "judge:", "rm:"
 _Declared = TypeVar("_Declared", bound=Strict)
@@ -42,6 +44,19 @@ class RewardModel(Strict):
         return value if self.clip is None else min(max(value, self.clip[0]), self.clip[1])
 
 
+class Teacher(Strict):
+    """A model of which the policy learns the probabilities of its own tokens: `teacher:MODEL`, with these as `args`."""
+
+    model: str  # a hub id, a folder, or the folder of a run
+    # Only for rows with these values in these columns, e.g. `{subject: algebra}`; so each row may have its own teacher.
+    where: Mapping[str, str] = Field(default_factory=dict)
+    max_model_len: Positive | None = None  # as a reward model's
+    tensor_parallel: Width = "auto"
+
+    def teaches(self, columns: Mapping[str, Any]) -> bool:
+        return all(str(columns.get(name)) == value for name, value in self.where.items())
+
+
 def is_judge(spec: RewardConfig) -> bool:
     return spec.reward.startswith(JUDGE_PREFIX)
 
@@ -50,9 +65,18 @@ def is_reward_model(spec: RewardConfig) -> bool:
     return spec.reward.startswith(REWARD_MODEL_PREFIX)
 
 
+def is_teacher(spec: RewardConfig) -> bool:
+    return spec.reward.startswith(TEACHER)
+
+
+def teachers_of(specs: Sequence[RewardConfig]) -> list[int]:
+    """Which of the sources are teachers."""
+    return [source for source, spec in enumerate(specs) if is_teacher(spec)]
+
+
 def is_rule(spec: RewardConfig) -> bool:
     """Whether the reward is a plain function, for the worker processes."""
-    return not any(kind(spec) for kind in (is_judge, is_reward_model, is_code, is_environment))
+    return not any(kind(spec) for kind in (is_judge, is_reward_model, is_teacher, is_code, is_environment))
 
 
 def with_declarations(config: RunConfig) -> RunConfig:
@@ -61,6 +85,8 @@ def with_declarations(config: RunConfig) -> RunConfig:
     for spec in config.rewards:
         if is_reward_model(spec):
             reward_model_of(spec)  # only checked: its `args` are all there is
+        elif is_teacher(spec):
+            teacher_of(spec)
         elif is_judge(spec):
             name = spec.reward.removeprefix(JUDGE_PREFIX)
             name = Path(name).stem if name.endswith(SUFFIXES) else name
@@ -82,6 +108,16 @@ def reward_model_of(spec: RewardConfig) -> RewardModel:
     if not name:
         raise RewardError("rm: needs a model's name: --reward rm:MODEL, a hub id or a folder")
     return _validated(RewardModel, {"model": name, **spec.args}, what=f"reward model {name}")
+
+
+def teacher_of(spec: RewardConfig) -> Teacher:
+    """The declaration of a `teacher:` source; RewardError. The folder of a run stands for the model that it trained."""
+    name = spec.reward.removeprefix(TEACHER)
+    if not name:
+        raise RewardError("teacher: needs a model's name: --teacher MODEL, a hub id, a folder, or the folder of a run")
+    run = RunFolder(Path(name).expanduser())
+    model = str(run.model) if run.config.is_file() else name
+    return _validated(Teacher, {"model": model, **spec.args}, what=f"teacher {name}")
 
 
 def require_columns(name: str, judge: Judge, columns: Iterable[str]) -> None:

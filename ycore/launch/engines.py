@@ -1,7 +1,7 @@
 """Plan a run's engines: which kind, how many, and on which cores or devices.
 
-Rollouts, judges and reward models are served alike. Every slot (some devices, or a share of the cores) has a rollout
-engine, and beside it one engine of each model that scores; several, where one does not span the whole slot.
+Rollouts, judges, reward models and teachers are served alike. Every slot (some devices, or a share of the cores) has a
+rollout engine, and beside it one engine of each model that scores; several, where one does not span the whole slot.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -15,10 +15,10 @@ from ycore.engine.commands import EngineSpec, kv_cache_gib, split_evenly
 from ycore.errors import ConfigError
 from ycore.launch.device_memory import MAX_MODEL_LEN, PROMPT_TOKENS, FactsOf, RunMemory, sequences_at_once
 from ycore.launch.layout import Site
-from ycore.launch.scoring_models import ServedModel, served_models
+from ycore.launch.scoring_models import ServedModel, check_same_tokens, served_models
 from ycore.launch.widths import facts_here, slot_width, with_widths
 from ycore.models.folder import context_length
-from ycore.placement.placement import ROLLOUT
+from ycore.placement.placement import ROLLOUT, TEACHER
 from ycore.plan.sharing import Sharing
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
@@ -132,6 +132,8 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch) -> EnginePlan:
     models, slots, sharing = arrange(config, site, lambda name: facts_here(str(fetch(name)), name=name))
     width, served = slot_width(models), list[ServedModel]()
     for model in models:
+        if model.role == TEACHER:
+            check_same_tokens(fetch(config.model), fetch(model.name), name=model.name)
         earlier = [one for one in served if one.role == model.role]
         parts = [part for slot in slots for part in slot.parts(width // model.width)]
         num_policy = len(slots) * (width // models[0].width)

@@ -1,4 +1,4 @@
-"""The models that a run serves, the policy, judges and reward models, and whether each can score the run."""
+"""The models that a run serves, the policy, judges, reward models and teachers, and whether each can score the run."""
 
 import os
 from collections.abc import Mapping, Sequence
@@ -15,12 +15,23 @@ from ycore.judge.sources import (
     JUDGE_PREFIX,
     is_judge,
     is_reward_model,
+    is_teacher,
     judge_of,
     require_columns,
     reward_model_of,
+    teacher_of,
 )
+from ycore.models.folder import read_json
 from ycore.models.names import ModelPlan, resolve_model
-from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT, check_placement, in_order, parse_placement
+from ycore.placement.placement import (
+    JUDGE,
+    REWARD_MODEL,
+    ROLLOUT,
+    TEACHER,
+    check_placement,
+    in_order,
+    parse_placement,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +72,10 @@ def served_models(config: RunConfig) -> list[ServedModel]:
                 continue
             lengths = judge.max_model_len, judge.max_tokens
             model = ServedModel(JUDGE, _model_name(judge, config), (source,), *lengths, judge.tensor_parallel)
-        elif is_reward_model(spec):
-            declared = reward_model_of(spec)
-            lengths = declared.max_model_len, 0
-            model = ServedModel(REWARD_MODEL, declared.model, (source,), *lengths, declared.tensor_parallel)
+        elif is_reward_model(spec) or is_teacher(spec):
+            role = REWARD_MODEL if is_reward_model(spec) else TEACHER
+            declared = reward_model_of(spec) if role == REWARD_MODEL else teacher_of(spec)
+            model = ServedModel(role, declared.model, (source,), declared.max_model_len, 0, declared.tensor_parallel)
         else:
             continue
         key = (model.role, model.name)
@@ -80,7 +91,7 @@ def check_run_placement(config: RunConfig, models: Sequence[ServedModel], *, num
 
 
 def check_scorers(config: RunConfig, columns: Sequence[str], *, engine: str) -> list[str]:
-    """Describe each judge and reward model in a line; nothing is started or loaded.
+    """Describe each judge, reward model and teacher in a line; nothing is started or loaded.
 
     Args:
         columns: of the dataset.
@@ -101,6 +112,13 @@ def check_scorers(config: RunConfig, columns: Sequence[str], *, engine: str) -> 
             if plan.config is not None:
                 _check_classifier(model, plan.config)
             lines.append(f"reward model {model}: {plan.note}, one number a completion")
+        elif is_teacher(spec):
+            model = teacher_of(spec).model
+            plan = _served(f"teacher {model}", model, config, engine, "install vLLM")
+            policy = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
+            if plan.ready and plan.folder is not None and policy.ready and policy.folder is not None:
+                check_same_tokens(policy.folder, plan.folder, name=model)
+            lines.append(f"teacher {model}: {plan.note}, the probability of each token")
     return lines
 
 
@@ -173,3 +191,26 @@ def _check_classifier(name: str, model_config: Mapping[str, Any]) -> None:
                 f"vLLM has no {architecture}, so it cannot serve rm:{name}; take a classifier on a decoder that vLLM "
                 "has (Llama, Qwen2, Qwen3, Gemma, ...), or score with a function that loads it: --reward FILE.py:NAME"
             )
+
+
+def check_same_tokens(policy: Path, teacher: Path, *, name: str) -> None:
+    """ConfigError where the two tokenizers give a token other ids: a teacher is asked for the policy's ids."""
+    ours, theirs = _token_ids(policy), _token_ids(teacher)
+    if ours is None or theirs is None or ours == theirs:
+        return
+    token = min((token for token, _ in ours.items() ^ theirs.items()), key=lambda one: ours.get(one, len(ours)))
+    raise ConfigError(
+        f"teacher {name} has another tokenizer than the policy: {token!r} is {ours.get(token, 'no token')} in the "
+        f"policy's and {theirs.get(token, 'no token')} in the teacher's; take a teacher of the same family of models"
+    )
+
+
+def _token_ids(folder: Path) -> Mapping[str, int] | None:
+    """Of a tokenizer.json: every token's id; None where the folder has none of its own."""
+    written = read_json(folder / "tokenizer.json")
+    vocab = written.get("model", {}).get("vocab")
+    if isinstance(vocab, list):  # of Unigram: pairs of a token and its score
+        vocab = {piece[0]: place for place, piece in enumerate(vocab)}
+    if vocab is None:
+        return None
+    return {**vocab, **{one["content"]: one["id"] for one in written.get("added_tokens") or ()}}

@@ -6,9 +6,9 @@ from typing import Literal, get_args
 
 from ycore.errors import ConfigError, nearest
 
-ROLLOUT, JUDGE, REWARD_MODEL = "rollout", "judge", "reward_model"
+ROLLOUT, JUDGE, REWARD_MODEL, TEACHER = "rollout", "judge", "reward_model", "teacher"
 
-ROLES = (ROLLOUT, JUDGE, REWARD_MODEL)  # in the order in which a split gives their slots
+ROLES = (ROLLOUT, JUDGE, REWARD_MODEL, TEACHER)  # in the order in which a split gives their slots
 Division = Mapping[str, int]  # slots per role; which slots does not matter, since all are alike
 Kind = Literal["colocated", "split", "dynamic"]
 _RULE = "placement must be colocated, dynamic, or split with slots for each role, e.g. split:3:1"

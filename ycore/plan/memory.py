@@ -183,7 +183,7 @@ def gpu_phases(
         "sync": {"trainer": resting + trainer.gather, **idle},  # weights are written before an engine wakes
         "generate": working("rollout"),
     }
-    names = {"judge": "judge", "reward_model": "score"}
+    names = {"judge": "judge", "reward_model": "score", "teacher": "teach"}
     return phases | {name: working(role) for role, name in names.items() if role in engines}
 
 

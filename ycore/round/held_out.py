@@ -159,7 +159,7 @@ def check_evaluation(config: RunConfig) -> None:
             f"--keep-best takes a figure of the evaluation ({', '.join(known)}); it is {config.keep_best!r}{near}"
         )
     for spec in config.eval_rewards:
-        if spec.reward.startswith(("judge:", "rm:")) and spec not in config.rewards:
+        if spec.reward.startswith(("judge:", "rm:", "teacher:")) and spec not in config.rewards:
             raise ConfigError(
                 f"eval_rewards has {spec.reward}, and only models of the run's own rewards are served; "
                 "give it as a reward too, with weight 0 if it is not to train"

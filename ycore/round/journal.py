@@ -180,9 +180,14 @@ def group_from_json(value: Mapping[str, Any]) -> Group:
     return Group(
         draw=Draw(draw["position"], Prompt(**draw["prompt"]), tuple(draw["token_ids"])),
         completions=tuple(_completion(one) for one in value["completions"]),
-        scores_GR=tuple(tuple(Score(**score) for score in row) for row in value["scores_GR"]),
-        greedy_scores_R=None if greedy is None else tuple(Score(**score) for score in greedy),
+        scores_GR=tuple(tuple(_score(score) for score in row) for row in value["scores_GR"]),
+        greedy_scores_R=None if greedy is None else tuple(_score(score) for score in greedy),
     )
+
+
+def _score(value: Mapping[str, Any]) -> Score:
+    logprobs = value.get("logprobs")  # absent from journals of early versions
+    return Score(value["value"], value["problem"], None if logprobs is None else tuple(logprobs))
 
 
 def finished_to_json(item: Finished) -> dict[str, Any]:
@@ -200,6 +205,6 @@ def _completion(value: Mapping[str, Any]) -> Completion:
         "token_ids": tuple(value["token_ids"]),
         "logprobs": None if logprobs is None else tuple(logprobs),
         "turns": tuple(Turn(**{**turn, "messages": tuple(turn["messages"])}) for turn in turns),
-        "earned": None if earned is None else Score(**earned),
+        "earned": None if earned is None else _score(earned),
     }
     return Completion(**{**value, **nested})

@@ -114,6 +114,9 @@ class RewardModelMeter(Counts):
     seconds: float = 0
     tokens: float = 0
 
+    def count(self, *, seconds: float, tokens: int) -> None:
+        self.calls, self.seconds, self.tokens = self.calls + 1, self.seconds + seconds, self.tokens + tokens
+
     def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
         return RewardModelMeter(*sums).named("reward_model")
 
@@ -121,6 +124,14 @@ class RewardModelMeter(Counts):
         latency_s = self.seconds / max(1, self.calls)
         counts = {"calls": self.calls, "latency_s": latency_s, "tokens": self.tokens}
         return {f"ycore/{kind}/{name}": value for name, value in counts.items()}
+
+
+@dataclass
+class TeacherMeter(RewardModelMeter):
+    """All teachers of a run."""
+
+    def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
+        return TeacherMeter(*sums).named("teacher")
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""Judges, reward models and reference answers as scorers, and the scoring of a run built from its config."""
+"""Judges, reward models, teachers and reference answers as scorers, and the scoring of a run built from its config."""
 
 import math
 import time
@@ -13,10 +13,20 @@ from ycore.config.schema import RewardConfig, RunConfig
 from ycore.engine import Engine
 from ycore.engine.judge_engine import JudgeEngine, RemoteJudge, VllmJudge
 from ycore.engine.server import Server, restart_timeout_s
-from ycore.engine.vllm_engine import VllmRewardModel
+from ycore.engine.vllm_engine import VllmRewardModel, VllmTeacher
 from ycore.judge.question import Questioner, break_special_tokens
-from ycore.judge.sources import RewardModel, is_judge, is_reward_model, is_rule, judge_of, reward_model_of
-from ycore.placement.placement import REWARD_MODEL, ROLLOUT
+from ycore.judge.sources import (
+    RewardModel,
+    Teacher,
+    is_judge,
+    is_reward_model,
+    is_rule,
+    is_teacher,
+    judge_of,
+    reward_model_of,
+    teacher_of,
+)
+from ycore.placement.placement import REWARD_MODEL, ROLLOUT, TEACHER
 from ycore.rewards.answers import gold_of, without_thinking
 from ycore.rewards.builtin import (
     Reference,
@@ -31,7 +41,7 @@ from ycore.rewards.loading import reward_names
 from ycore.rewards.pool import RewardPool
 from ycore.round.code_scorer import CodeMeter, code_scorer
 from ycore.round.judge_scorer import JudgeScorer
-from ycore.round.meters import JudgeMeter, Meter, RewardModelMeter, WorkerMeter
+from ycore.round.meters import JudgeMeter, Meter, RewardModelMeter, TeacherMeter, WorkerMeter
 from ycore.round.scoring import RuleScorer, Scorer, Scoring, TextOf, Writing, plain_text
 from ycore.round.tasks import together
 from ycore.run.paths import RunFolder
@@ -70,15 +80,10 @@ def build_scoring(
     """
     names, models = reward_names(config.rewards), {source: one for one in started for source in one.sources}
     rules = [source for source, spec in enumerate(config.rewards) if is_rule(spec) and not is_reference(spec)]
-    judges, reward_models, code = JudgeMeter(), RewardModelMeter(), CodeMeter()
+    judges, reward_models, teachers, code = JudgeMeter(), RewardModelMeter(), TeacherMeter(), CodeMeter()
     scorers: list[tuple[Sequence[int], Scorer]] = []
-    meters: list[Meter] = []
-    if any(is_judge(spec) for spec in config.rewards):
-        meters.append(judges)
-    if any(is_reward_model(spec) for spec in config.rewards):
-        meters.append(reward_models)
-    if any(is_code(spec) for spec in config.rewards):
-        meters.append(code)
+    kinds = ((is_judge, judges), (is_reward_model, reward_models), (is_teacher, teachers), (is_code, code))
+    meters: list[Meter] = [meter for kind, meter in kinds if any(map(kind, config.rewards))]
     if rules:
         pool = _pool_of(config, folder, [config.rewards[source] for source in rules])
         scorers.append((rules, RuleScorer(pool)))
@@ -109,6 +114,11 @@ def build_scoring(
                 meter=reward_models,
                 text_of=text_of(spec),
             )
+        elif is_teacher(spec):
+            assert model is not None, "the launcher starts every teacher"
+            servers = scorer_servers(config, folder, model, VllmTeacher)
+            longest = model.max_model_len
+            one = TeacherScorer(names[source], teacher_of(spec), servers, max_model_len=longest, meter=teachers)
         elif is_reference(spec) and policy is not None:
             one = ReferenceScorer(reference_of(spec), policy)
         elif is_environment(spec):
@@ -212,15 +222,45 @@ class RewardModelScorer(Scorer):
             started = time.perf_counter()
             logit = await slot.pick(self.engines).logit(token_ids)
             slot.num_tokens = len(token_ids)
-        self.meter.calls += 1
-        self.meter.seconds += time.perf_counter() - started
-        self.meter.tokens += len(token_ids)
+        self.meter.count(seconds=time.perf_counter() - started, tokens=len(token_ids))
         if not math.isfinite(logit):
             return self._masked("its answer is no finite number")
         return Score(self.reward_model.reward(logit))
 
     def _masked(self, why: str) -> Score:
         return Score(None, problem=f"reward model {self.name}: {why}")
+
+
+@dataclass(eq=False)
+class TeacherScorer(Scorer):
+    """A teacher's log-probabilities of each completion. Its value is the mean of log p_teacher - log p_policy over the
+    policy's tokens: minus the estimate k1 of the reverse KL of a token, in nats. `engines` are slot by slot."""
+
+    name: str
+    teacher: Teacher
+    engines: Sequence[VllmTeacher]
+    _: KW_ONLY
+    max_model_len: int
+    meter: TeacherMeter
+
+    async def score_one(self, writing: Writing, index: int) -> Score:
+        completion, context = await writing.tasks_G[index], writing.draw.token_ids
+        own, num_tokens = completion.logprobs, len(context) + len(completion.token_ids)
+        if not self.teacher.teaches(writing.draw.prompt.columns):
+            return Score(None)
+        if num_tokens >= self.max_model_len:  # vLLM has to write a token behind those that it scores
+            return Score(None, problem=f"teacher {self.name}: longer than its context")
+        async with writing.turn(TEACHER) as slot:
+            started = time.perf_counter()
+            logprobs = await slot.pick(self.engines).logprobs_of(context, completion.token_ids)
+            slot.num_tokens = num_tokens
+        self.meter.count(seconds=time.perf_counter() - started, tokens=num_tokens)
+        assert own is not None, "a policy's vLLM engine says them"
+        gaps = [log_p - log_q for log_p, log_q, ours in zip(logprobs, own, completion.mask, strict=True) if ours]
+        value = math.fsum(gaps) / max(1, len(gaps))
+        if not math.isfinite(value):
+            return Score(None, problem=f"teacher {self.name}: a log-probability is not finite")
+        return Score(value, logprobs=logprobs)
 
 
 class EnvironmentScorer(Scorer):

@@ -32,6 +32,7 @@ class FlatSequence:
     logprobs: list[float] | None
     mask: list[int] | None  # 1 at the policy's tokens, 0 at its environment's; None where all are the policy's
     rewards: list[float]  # one per source; NaN where a source gave none
+    taught: list[tuple[float, ...] | None]  # one per source: a teacher's log-probabilities of the tokens
     greedy_rewards: list[float]
     policy_version: int
     is_cut: bool  # at `max_tokens`, before it ended
@@ -47,6 +48,7 @@ def flatten(groups: Sequence[Group]) -> list[FlatSequence]:
             logprobs=None if completion.logprobs is None else list(completion.logprobs),
             mask=list(completion.mask) if completion.turns else None,
             rewards=_values(scores),
+            taught=[score.logprobs for score in scores],
             greedy_rewards=_values(group.greedy_scores_R or ()),
             policy_version=completion.policy_version,
             is_cut=completion.finish_reason == "length",

@@ -16,6 +16,7 @@ from ycore.config.learner_rules import BY_TOKEN
 from ycore.config.schema import AnyConfig, LoraSettings, RunConfig, TuneConfig
 from ycore.config.trl_arguments import trl_arguments
 from ycore.data.examples import ExampleSet
+from ycore.judge.sources import teachers_of
 from ycore.models.folder import context_length, read_json
 from ycore.rewards.loading import reward_names
 from ycore.run.paths import RunFolder
@@ -91,6 +92,7 @@ def _for_rollouts(
         arguments["num_generations"] = max(2, rows_per_round)
     return arguments, {
         **({} if config.critic is None else {"critic": config.critic, "base": model}),
+        **({"teachers": teachers_of(config.rewards)} if config.algorithm == "distill" else {}),
         "kl_in": config.kl_in,
         "by_token": config.advantage == BY_TOKEN,
         "trust_region": config.trust_region,

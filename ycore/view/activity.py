@@ -20,7 +20,7 @@ PHASES: Mapping[str, str] = {SYNC: "sending weights", ROUND: "generating and sco
 """In the order of a step."""
 _SAID = {**PHASES, EVALUATION: "evaluating"}
 
-_DOES = {"rollout": "generating", "judge": "judging", "reward_model": "scoring by model"}
+_DOES = {"rollout": "generating", "judge": "judging", "reward_model": "scoring by model", "teacher": "teaching"}
 _LONG_S = 10.0
 _CLOCK_S = 0.05  # a file's time is a few milliseconds behind the clock
 

@@ -16,7 +16,12 @@ MAX_LANES = 8
 MAX_CELLS = 60
 
 # Names of the terminal's own palette where it has a fit one: they are readable on a dark ground and on a light one.
-_COLOURS: Mapping[str, str] = {"rollout": "bright_blue", "judge": "dark_orange", "reward_model": "green"}
+_COLOURS: Mapping[str, str] = {
+    "rollout": "bright_blue",
+    "judge": "dark_orange",
+    "reward_model": "green",
+    "teacher": "magenta",
+}
 _HEIGHTS = "▁▂▃▄▅▆▇"
 _IDLE, _SWAP = "·", "┃"
 

@@ -21,7 +21,9 @@ Points = tuple[list[float], list[float]]
 """Steps, and the values at them."""
 
 BLUE, GREY, GREEN = "#2456a6", "#8a8f98", "#3f8f5f"
-ROLE_COLOURS: Mapping[str, str] = {"rollout": BLUE, "judge": "#d9822b", "reward_model": GREEN, SWAP: "#c9342f"}
+ROLE_COLOURS: Mapping[str, str] = {
+    "rollout": BLUE, "judge": "#d9822b", "reward_model": GREEN, "teacher": "#8a4fa3", SWAP: "#c9342f",
+}  # fmt: skip
 
 _PHASES = (
     ("ycore/time/sync", "sync", "#d9a441"),

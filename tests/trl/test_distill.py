@@ -1,0 +1,164 @@
+"""Distillation: the advantages against tables worked out by hand, their gradient, and the trainer's."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import AutoTokenizer
+from trl import GRPOConfig
+
+from ycore.models.tiny import write_tiny_model
+from ycore.trl.advantages import ESTIMATORS
+from ycore.trl.build import placeholder_rewards
+from ycore.trl.distill import Trainer, log_ratios
+from ycore.types import Completion, Draw, Group, Prompt, Score
+
+POLICY = torch.tensor([0.5, 0.3, 0.15, 0.05], dtype=torch.float64)
+TEACHER = torch.tensor([0.4, 0.4, 0.1, 0.1], dtype=torch.float64)
+REVERSE = [0.085857, -0.101733, 0.053105, -0.037229]
+"""The gradient of the reverse KL by the policy's logits, worked out by hand."""
+PROMPT = (9, 8, 7)
+TASK = (1.0, 0.0, 0.25, 0.5)
+
+
+def test_the_advantage_of_each_token() -> None:
+    """With the trainer's own probabilities of a sequence, and with those of its engine."""
+    trainer, engine, teacher = (torch.tensor([p]).log() for p in ([0.5, 0.25, 0.8], [0.5, 0.2, 0.8], [0.4, 0.5, 0.9]))
+    mask = torch.ones(1, 3)
+    assert log_ratios(teacher, trainer, mask)[0].tolist() == pytest.approx([-0.223144, 0.693147, 0.117783], abs=1e-6)
+    assert log_ratios(teacher, engine, mask)[0].tolist() == pytest.approx([-0.223144, 0.916291, 0.117783], abs=1e-6)
+    assert (log_ratios(trainer, trainer, mask) == 0).all(), "a teacher that is the policy"
+
+
+def test_what_is_masked_or_not_known_has_no_advantage() -> None:
+    teacher = torch.tensor([[-1.0, torch.nan, -torch.inf, -1.0]])
+    found = log_ratios(teacher, torch.full((1, 4), -2.0), torch.tensor([[1, 1, 1, 0]]))
+    assert found.tolist() == [[1, 0, 0, 0]]
+
+
+def gradient(loss: Callable[[Tensor], Tensor]) -> list[float]:
+    """By the policy's logits."""
+    logits = POLICY.log().requires_grad_(True)
+    (found,) = torch.autograd.grad(loss(logits.log_softmax(0)), logits)
+    return [float(one) for one in found]
+
+
+def test_the_expected_gradient_is_that_of_the_reverse_kl() -> None:
+    """Over every token. The estimate itself as a loss has none, which is why it is an advantage."""
+    one = torch.ones(1, 4)
+    advantages = log_ratios(TEACHER.log().unsqueeze(0), POLICY.log().unsqueeze(0), one)[0]
+    assert (POLICY * advantages).sum().item() == pytest.approx(-0.051430, abs=1e-6)
+    assert gradient(lambda logps: -(POLICY * advantages * logps).sum()) == pytest.approx(REVERSE, abs=1e-6)
+    by_definition = gradient(lambda logps: (logps.exp() * (logps - TEACHER.log())).sum())
+    assert by_definition == pytest.approx(REVERSE, abs=1e-6)
+    k1_as_a_loss = gradient(lambda logps: (POLICY * (logps - TEACHER.log())).sum())
+    assert k1_as_a_loss == pytest.approx([0, 0, 0, 0], abs=1e-12)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+class Rounds:
+    """One group of four; the engine's log-probabilities are flat, and the teacher's differ by `shift` of the place."""
+
+    def __init__(self, shift: Callable[[int, int], float | None]) -> None:
+        self.shift = shift
+
+    def next_round(self, *, step: int, num_groups: int) -> list[Group]:
+        completions, scores = [], []
+        for place, task in enumerate(TASK):
+            ids = tuple(10 + place + 3 * n for n in range(2 + place))
+            flat = tuple(-3.0 - 0.5 * n for n in range(len(ids)))
+            shifts = [self.shift(place, n) for n in range(len(ids))]
+            completions.append(Completion(ids, flat, "", "stop", step))
+            taught = tuple(own + by for own, by in zip(flat, shifts, strict=True) if by is not None)
+            scores.append((Score(0.0, logprobs=taught) if taught else Score(None), Score(task)))
+        return [Group(Draw(0, Prompt(row=0, content="prompt"), PROMPT), tuple(completions), tuple(scores))]
+
+
+def made(model: Path, output: Path, rounds: Rounds, *, weights: list[float], **own: Any) -> Trainer:
+    trainer = Trainer(
+        model=str(model),
+        reward_funcs=placeholder_rewards(["teacher", "task"]),
+        args=GRPOConfig(
+            output_dir=str(output),
+            use_cpu=True,
+            report_to="none",
+            num_generations=4,
+            per_device_train_batch_size=4,
+            bf16=False,
+            gradient_checkpointing=False,
+            loss_type="dapo",
+            scale_rewards="none",
+            reward_weights=weights,
+            vllm_importance_sampling_correction=False,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": ["tick"] * 4}),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        teachers=[0],
+        **own,
+    )
+    trainer.rounds = rounds
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
+
+
+def step(trainer: Trainer) -> tuple[float, dict[str, Tensor], float]:
+    """The loss, the batch, and the largest gradient."""
+    loss = trainer.training_step(trainer.model, [{"prompt": "tick"}] * 4, None)
+    gradients = [one.grad for one in trainer.bare_model.parameters() if one.grad is not None]
+    return float(loss), dict(trainer._buffered_inputs[0]), max(float(one.abs().max()) for one in gradients)
+
+
+def by_place(batch: dict[str, Tensor]) -> dict[int, list[float]]:
+    rows = zip(batch["completion_ids"], batch["completion_mask"].bool(), batch["advantages"], strict=True)
+    return {int(ids[0]) - 10: advantages[mask].tolist() for ids, mask, advantages in rows}
+
+
+def test_a_teacher_that_is_the_policy_leaves_no_loss_and_no_gradient(model: Path, tmp_path: Path) -> None:
+    trainer = made(model, tmp_path, Rounds(lambda place, n: 0.0), weights=[1.0, 0.0])
+    loss, _, largest = step(trainer)
+    assert (loss, largest) == (0, 0)
+    assert trainer._metrics["train"]["ycore/teacher/kl"] == [0]
+
+
+def test_teacher_and_task_are_added_by_weight(model: Path, tmp_path: Path) -> None:
+    """One completion that the teacher could not score has the task's advantage only."""
+
+    def shift(place: int, n: int) -> float | None:
+        return None if place == 3 else 0.1 * (place + 1) - 0.05 * n
+
+    trainer = made(model, tmp_path, Rounds(shift), weights=[2.0, 0.5], advantage=ESTIMATORS["rloo"])
+    _, batch, largest = step(trainer)
+    mean = sum(TASK) / 4
+    for place, found in by_place(batch).items():
+        task = 0.5 * (TASK[place] - mean) * 4 / 3
+        expected = [task + 2 * (shift(place, n) or 0) for n in range(2 + place)]
+        assert found == pytest.approx(expected, abs=1e-6)
+    assert largest > 0
+    known = [shift(place, n) or 0 for place in range(3) for n in range(2 + place)]
+    assert trainer._metrics["train"]["ycore/teacher/kl"] == [pytest.approx(-sum(known) / len(known), abs=1e-6)]
+
+
+def test_the_gradient_is_that_of_the_definition(model: Path, tmp_path: Path) -> None:
+    trainer = made(model, tmp_path, Rounds(lambda place, n: 0.3 * place - 0.2 * n), weights=[1.0, 0.0])
+    _, batch, _ = step(trainer)
+    parameters = [one for one in trainer.bare_model.parameters() if one.grad is not None]
+    found = [one.grad.clone() for one in parameters]
+    trainer.model.zero_grad()
+    total, count = torch.zeros(()), 0
+    for place, advantages in by_place(batch).items():
+        own = torch.tensor([10 + place + 3 * n for n in range(2 + place)])
+        ids = torch.cat([torch.tensor(PROMPT), own]).unsqueeze(0)
+        logits = trainer.bare_model(input_ids=ids).logits[0, len(PROMPT) - 1 : -1]
+        logps = logits.log_softmax(-1).gather(1, own.unsqueeze(1)).squeeze(1)
+        total, count = total - (logps * torch.tensor(advantages)).sum(), count + len(own)
+    (total / count).backward()  # type: ignore[no-untyped-call]
+    for one, gradient in zip(parameters, found, strict=True):
+        assert one.grad is not None and torch.allclose(gradient, one.grad, atol=1e-6)

@@ -1,4 +1,4 @@
-"""Commands about runs and this machine: `watch`, `report`, `reproduce`, `recipes`, `env`, `doctor` and `selftest`."""
+"""Commands about runs, this machine and ycore itself: `watch`, `reproduce`, `doctor`, `docs` and others."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -21,6 +21,7 @@ JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; e.g. card.json.")
 ]
 Output = Annotated[Path | None, typer.Option(help="Keep both runs in this folder; else they are removed at the end.")]
+Page = Annotated[str | None, typer.Argument(metavar="[PAGE]", help="A page's name; e.g. rewards.")]
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe's name, or a YAML file.")]
 Seeds = Annotated[int, typer.Option(min=1, help="Runs, with the seeds 0, 1, ...; e.g. 3.")]
 Band = Annotated[Path | None, typer.Option("--band", help="The band to compare with; that of the recipe if not given.")]
@@ -159,6 +160,43 @@ def recipes(json: o.Json = False) -> None:
     print_table((entry.line, entry.description + (" [band]" if band else "")) for entry, band in entries)
     print("Run one with `ycore` before its line; a path to your own YAML file works too.")
     print("[band]: several seeds are on record, and `ycore reproduce` compares with them; the others have none.")
+
+
+def docs(page: Page = None) -> None:
+    """Print a page of the documentation, or list the pages.
+
+    \b
+    ycore docs
+    ycore docs rewards
+    """
+    from importlib.resources import files
+
+    from ycore.errors import ConfigError, nearest
+
+    pages = {
+        entry.name.removesuffix(".md"): entry for entry in files("ycore_docs").iterdir() if entry.name.endswith(".md")
+    }
+    if page is None:
+        from ycore_cli.output import print_table
+
+        print_table(
+            (name, pages[name].read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")) for name in sorted(pages)
+        )
+        print("Print one with `ycore docs PAGE`.")
+    elif page in pages:
+        print(pages[page].read_text(encoding="utf-8"), end="")
+    else:
+        raise ConfigError(f"no page {page!r}{nearest(page, sorted(pages)) or '; `ycore docs` lists them'}")
+
+
+def agents() -> None:
+    """Print ycore in one page, for coding agents and for people.
+
+    \b
+    ycore agents
+    ycore agents > SKILL.md
+    """
+    docs("skill")
 
 
 def selftest(

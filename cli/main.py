@@ -11,7 +11,7 @@ from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
-from ycore_cli.look import doctor, env, recipes, report, reproduce, selftest, watch
+from ycore_cli.look import agents, docs, doctor, env, recipes, report, reproduce, selftest, watch
 from ycore_cli.measure import evaluate, preflight
 from ycore_cli.plan import plan
 from ycore_cli.simulate import simulate
@@ -35,7 +35,7 @@ for name, command in {"resume": resume, "eval": evaluate, "plan": plan, "preflig
     app.command(name, context_settings=_ANY_TRL_FIELD)(command)
 _OTHERS: Sequence[Callable[..., Any]] = (
     *(pipeline, recipes, env, doctor, report, selftest, simulate, watch),
-    *(chat, serve, export, push, reproduce),
+    *(chat, serve, export, push, reproduce, docs, agents),
 )
 for command in _OTHERS:
     app.command()(command)

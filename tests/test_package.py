@@ -33,8 +33,14 @@ def test_top_level_names(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         names = archive.namelist()
     tops = {name.split("/")[0] for name in names if ".dist-info" not in name}
-    assert tops == {"ycore", "ycore_cli", "ycore_recipes"}
-    assert {"ycore_recipes/quickstart.yaml", "ycore/py.typed", "ycore/config/trl_fields.json"} <= set(names)
+    assert tops == {"ycore", "ycore_cli", "ycore_docs", "ycore_recipes"}
+    assert {
+        "ycore_recipes/quickstart.yaml",
+        "ycore_docs/skill.md",
+        "ycore_docs/rewards.md",
+        "ycore/py.typed",
+        "ycore/config/trl_fields.json",
+    } <= set(names)
     packages = {str(path.parent.relative_to(ROOT)) for path in (ROOT / "ycore").rglob("*.py")}
     missing = packages - {name.rpartition("/")[0] for name in names}
     assert not missing, f"pyproject.toml does not name {sorted(missing)}"

@@ -15,7 +15,7 @@ from ycore import __version__
 COMMANDS = [
     "grpo", "rloo", "ppo", "distill", "sft", "reward", "dpo", "kto", "resume", "eval", "plan", "preflight", "pipeline",
     "recipes", "env", "doctor", "report", "selftest", "simulate", "watch", "chat", "serve", "export", "push",
-    "reproduce",
+    "reproduce", "docs", "agents",
 ]  # fmt: skip
 VISIBLE = {
     "grpo": [
@@ -71,6 +71,13 @@ def test_no_line_of_the_command_list_is_cut_off(capfd: pytest.CaptureFixture[str
     assert run(["--help"]) == 0
     listed = capfd.readouterr().out.partition("Commands:")[2]
     assert all(name in listed for name in COMMANDS) and "..." not in listed
+
+
+def test_pages_are_listed_and_printed(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["docs"]) == 0 and "sandbox      Sandbox\n" in capfd.readouterr().out
+    assert run(["agents"]) == 0 and capfd.readouterr().out.startswith("# ycore in one page\n")
+    assert run(["docs", "reward"]) == 2
+    assert capfd.readouterr().err == "error: no page 'reward'; did you mean 'rewards'?\n"
 
 
 def test_version_and_bare_command(capfd: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,1 @@
+"""The pages, which `ycore docs` prints."""

@@ -21,7 +21,7 @@ JsonFile = Annotated[
     Path | None, typer.Option("--json", metavar="FILE", help="Write the result as JSON; e.g. card.json.")
 ]
 Output = Annotated[Path | None, typer.Option(help="Keep both runs in this folder; else they are removed at the end.")]
-Page = Annotated[str | None, typer.Argument(metavar="[PAGE]", help="A page's name; e.g. rewards.")]
+DocsPage = Annotated[str | None, typer.Argument(metavar="[PAGE]", help="A page's name; e.g. rewards.")]
 Recipe = Annotated[str, typer.Argument(metavar="RECIPE", help="A shipped recipe's name, or a YAML file.")]
 Seeds = Annotated[int, typer.Option(min=1, help="Runs, with the seeds 0, 1, ...; e.g. 3.")]
 Band = Annotated[Path | None, typer.Option("--band", help="The band to compare with; that of the recipe if not given.")]
@@ -162,7 +162,7 @@ def recipes(json: o.Json = False) -> None:
     print("[band]: several seeds are on record, and `ycore reproduce` compares with them; the others have none.")
 
 
-def docs(page: Page = None) -> None:
+def docs(page: DocsPage = None) -> None:
     """Print a page of the documentation, or list the pages.
 
     \b

@@ -3,16 +3,28 @@
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from ycore.config.algorithms import find_algorithm
+from ycore.config.batch import derive_batch, derive_tune_batch
+from ycore.config.presets import find_preset, preset_lines
+from ycore.config.resolve import check_needs
 from ycore.config.schema import AnyConfig, RunConfig, TuneConfig
+from ycore.config.trl_arguments import trl_arguments
+from ycore.data.examples import load_examples
+from ycore.data.prompts import PromptSet, load_prompts
 from ycore.errors import ConfigError, RewardError
-from ycore.run.claim import AS_IT_WAS, Resume
-
-if TYPE_CHECKING:
-    from ycore.data.prompts import PromptSet
-    from ycore.launch.layout import Site
-    from ycore.models.names import ModelPlan
+from ycore.judge.sources import is_rule
+from ycore.launch import engines
+from ycore.launch.layout import Site, site_of
+from ycore.launch.machine_checks import check_run
+from ycore.launch.scoring_models import check_scorers
+from ycore.models.names import ModelPlan, require_chat_template, resolve_model
+from ycore.rewards.builtin import is_code, is_environment, is_reference
+from ycore.rewards.worker_client import check_reward
+from ycore.run.claim import AS_IT_WAS, Resume, check_claim
+from ycore.run.secrets import redact
+from ycore.sandbox.level import choose, require
 
 
 def checked_plan(
@@ -24,13 +36,6 @@ def checked_plan(
         resume: the run's folder must hold this run, instead of none.
         trains: False for a preflight and an evaluation.
     """
-    from ycore.config.resolve import check_needs
-    from ycore.config.trl_arguments import trl_arguments
-    from ycore.launch.layout import site_of
-    from ycore.models.names import resolve_model
-    from ycore.run.claim import check_claim
-    from ycore.run.secrets import redact
-
     model = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
     site = site_of(config, trains=trains)
     if isinstance(config, RunConfig):
@@ -59,17 +64,10 @@ def checked_plan(
     }
 
 
-def _check_rollouts(config: RunConfig, model: "ModelPlan", site: "Site") -> dict[str, Any]:
-    from ycore.config.batch import derive_batch
-    from ycore.data.prompts import load_prompts
-    from ycore.launch.engines import choose_kind, is_vllm_installed
-    from ycore.launch.machine_checks import check_run
-    from ycore.launch.scoring_models import check_scorers
-    from ycore.models.names import require_chat_template
-
+def _check_rollouts(config: RunConfig, model: ModelPlan, site: Site) -> dict[str, Any]:
     engine = "replay"
     if config.replay is None:
-        engine, _ = choose_kind(config.engine.kind, vllm_installed=is_vllm_installed())
+        engine, _ = engines.choose_kind(config.engine.kind, vllm_installed=engines.is_vllm_installed())
     if model.context_length is not None and config.max_tokens >= model.context_length:
         raise ConfigError(
             f"max_tokens must leave room for a prompt in the model's context of {model.context_length} tokens; "
@@ -94,12 +92,7 @@ def _check_rollouts(config: RunConfig, model: "ModelPlan", site: "Site") -> dict
     }
 
 
-def _check_rewards(config: RunConfig, prompts: "PromptSet") -> None:
-    from ycore.judge.sources import is_rule
-    from ycore.rewards.builtin import is_code
-    from ycore.rewards.worker_client import check_reward
-    from ycore.sandbox.level import choose, require
-
+def _check_rewards(config: RunConfig, prompts: PromptSet) -> None:
     columns = list(prompts.columns)
     for reward in config.rewards:
         if is_rule(reward):
@@ -117,11 +110,10 @@ def _check_rewards(config: RunConfig, prompts: "PromptSet") -> None:
             check_tests(reward, columns, prompts.prompts)
 
 
-def _check_evaluation(config: RunConfig, prompts: "PromptSet") -> dict[str, Any] | None:
+def _check_evaluation(config: RunConfig, prompts: PromptSet) -> dict[str, Any] | None:
     """The held-out rows and when they are measured; None for a run without any."""
     if not (config.eval_dataset or config.eval_every or config.eval_rewards or config.keep_best or config.stop_when):
         return None
-    from ycore.data.prompts import load_prompts
     from ycore.round.held_out import check_evaluation, num_overlapping
 
     check_evaluation(config)
@@ -139,10 +131,8 @@ def _check_evaluation(config: RunConfig, prompts: "PromptSet") -> dict[str, Any]
     }
 
 
-def _check_turns(config: RunConfig, model: "ModelPlan") -> None:
+def _check_turns(config: RunConfig, model: ModelPlan) -> None:
     """UserError where the run's tools or environment cannot work, or the model's chat template cannot use them."""
-    from ycore.rewards.builtin import is_environment, is_reference
-
     if any(is_environment(reward) for reward in config.rewards) and config.env is None:
         raise RewardError("the reward 'environment' is what an environment pays, and the run has none; say --env")
     if not config.tools and config.env is None:
@@ -165,10 +155,6 @@ def _check_turns(config: RunConfig, model: "ModelPlan") -> None:
 
 def _sandbox_lines(config: RunConfig) -> list[str]:
     """What confines the rewards that ycore did not bring, and what a recipe opens for each; nothing without any."""
-    from ycore.judge.sources import is_rule
-    from ycore.rewards.builtin import is_code
-    from ycore.sandbox.level import choose
-
     own = [reward for reward in config.rewards if is_rule(reward) and ":" in reward.reward]
     has_tools = bool(config.tools) or config.env is not None
     if not own and not has_tools and not any(is_code(reward) for reward in config.rewards):
@@ -183,12 +169,7 @@ def _sandbox_lines(config: RunConfig) -> list[str]:
     return lines
 
 
-def _check_examples(config: TuneConfig, model: "ModelPlan", site: "Site") -> dict[str, Any]:
-    from ycore.config.algorithms import find_algorithm
-    from ycore.config.batch import derive_tune_batch
-    from ycore.data.examples import load_examples
-    from ycore.models.names import require_chat_template
-
+def _check_examples(config: TuneConfig, model: ModelPlan, site: Site) -> dict[str, Any]:
     examples = load_examples(config, as_chat=model.has_chat_template is True)
     if examples.is_chat:
         require_chat_template(model)
@@ -256,8 +237,6 @@ def _dataset_in_words(dataset: Mapping[str, Any]) -> str:
 
 def _reward_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The rewards, a line for each judge, and the preset with a line for everything that it sets."""
-    from ycore.config.presets import find_preset, preset_lines
-
     config = plan["config"]
     rewards = ", ".join(f"{item['reward']} (weight {item['weight']:g})" for item in config["rewards"])
     rows = [("rewards", rewards), *(("", f"  {line}") for line in plan["scorers"])]

@@ -6,6 +6,10 @@ from typing import Annotated, Any, Literal
 
 import typer
 from ycore_cli import options as o
+from ycore_cli.output import print_json, print_line, print_table, stdout_for_json
+
+from ycore.errors import ConfigError, RunFolderError
+from ycore.run.files import write_json_atomic
 
 Page = Annotated[Path | None, typer.Option(help="The page to write; report.html in the first run's folder.")]
 Engines = Annotated[bool, typer.Option("--engines", help="Start a real engine too, which takes half a minute.")]
@@ -60,9 +64,6 @@ def report(
     ycore report runs/quickstart
     ycore report runs/dapo runs/grpo --output dapo-and-grpo.html
     """
-    from ycore_cli.output import print_json, print_table
-
-    from ycore.errors import RunFolderError
     from ycore.view.page import as_json, make_report, write_report
     from ycore.view.record import read_run
 
@@ -86,8 +87,6 @@ def env(json: o.Json = False) -> None:
     ycore env
     ycore env --json
     """
-    from ycore_cli.output import stdout_for_json
-
     from ycore.tools.doctor import environment_report
 
     with stdout_for_json(json):
@@ -113,9 +112,6 @@ def doctor(
     ycore doctor --engines
     ycore doctor --gpu
     """
-    from ycore_cli.output import print_line, stdout_for_json
-
-    from ycore.errors import ConfigError
     from ycore.tools.device_check import PARTS, device_report
     from ycore.tools.doctor import doctor_report
 
@@ -147,8 +143,6 @@ def recipes(json: o.Json = False) -> None:
     ycore recipes
     ycore grpo --recipe quickstart --dry-run
     """
-    from ycore_cli.output import print_json, print_table
-
     from ycore.config.recipe_files import list_recipes
     from ycore.tools.reproduce import stored_band
 
@@ -215,10 +209,6 @@ def selftest(
     """
     import signal
 
-    from ycore_cli.output import print_line
-
-    from ycore.errors import ConfigError
-    from ycore.run.files import write_json_atomic
     from ycore.tools.selftest import selftest as run_selftest
 
     if chaos:
@@ -235,8 +225,6 @@ def selftest(
 
 
 def _print_checks(report: Mapping[str, Any], *, json: bool) -> None:
-    from ycore_cli.output import print_json, print_table
-
     if json:
         print_json(report)
         return

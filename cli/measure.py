@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from ycore_cli import options as o
+from ycore_cli.output import number, print_json, print_line, print_table, stdout_for_json
 
 if TYPE_CHECKING:
     from ycore.config.schema import RunConfig
@@ -37,7 +38,6 @@ def preflight(context: typer.Context, *, dry_run: bool, json: bool, **_: Any) ->
     ycore preflight --model smollm2-135m --dataset train.jsonl --reward rewards.py:score
     """
     from ycore_cli.checks import checked_plan, plan_rows
-    from ycore_cli.output import print_json, print_line, print_table, stdout_for_json
 
     from ycore.config.resolve import require_rollouts
 
@@ -61,7 +61,6 @@ def preflight(context: typer.Context, *, dry_run: bool, json: bool, **_: Any) ->
 def fly_first(config: "RunConfig") -> None:
     """Preflight before a training run, with the verdict on standard error; exit with status 1 if it will not learn."""
     from ycore_cli.checks import checked_plan
-    from ycore_cli.output import print_line, stdout_for_json
 
     with stdout_for_json(True):
         alone = _in_own_folder(config)
@@ -95,7 +94,6 @@ def evaluate(context: typer.Context, *, output: str | None, dry_run: bool, json:
                --reward math --num-samples 8 --limit 200
     """
     from ycore_cli.checks import checked_plan, plan_rows
-    from ycore_cli.output import number, print_json, print_table, stdout_for_json
 
     from ycore.config.resolve import require_rollouts
 

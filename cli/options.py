@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, get_args
 import typer
 
 from ycore.errors import ConfigError, nearest
+from ycore.run.paths import RunFolder
 
 if TYPE_CHECKING:
     from ycore.config.schema import AnyConfig
@@ -283,7 +284,6 @@ def _trl_options(arguments: Sequence[str], *, declared: Iterable[str], trl_class
 def stored_config(run: str) -> dict[str, Any]:
     """The settings of a run's folder; {} where it holds none. Its secrets are `***`, and must be given again."""
     from ycore.run.claim import held_config
-    from ycore.run.paths import RunFolder
     from ycore.run.secrets import without_hub_token
 
     folder = RunFolder(Path(run).expanduser())

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from ycore_cli import options as o
+from ycore_cli.output import print_json, print_line, stdout_for_json
 
 from ycore.errors import ConfigError
 
@@ -48,8 +49,6 @@ def plan(
     ycore plan --model Qwen/Qwen2.5-7B-Instruct --devices 8x80GB --max-tokens 1024 --prompts-per-step 64
     ycore plan --recipe quickstart --devices cpu
     """
-    from ycore_cli.output import print_json, print_line, stdout_for_json
-
     from ycore.judge.sources import with_declarations
     from ycore.launch import machine_checks, widths
     from ycore.plan.search import make_plan

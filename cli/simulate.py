@@ -5,9 +5,10 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from ycore_cli import options as o
+from ycore_cli.output import print_json
 from ycore_cli.plan import sizes_of, whole_number
 
-from ycore.errors import ConfigError
+from ycore.errors import ConfigError, RunFolderError
 
 if TYPE_CHECKING:
     from ycore.plan.comparison import Comparison, Result
@@ -55,8 +56,6 @@ def simulate(
     ycore simulate --slots 8 --prompts-per-step 64 --max-tokens 8192 --judge-work 0.3 --swap-s 6.8
     ycore simulate quickstart --slots 2 --judge-work 1 --picture placements.png
     """
-    from ycore_cli.output import print_json
-
     from ycore.plan.comparison import Scenario, compare_assumed, compare_recorded, recommend
 
     config = sizes_of(context, name, model="smollm2-135m")
@@ -87,7 +86,6 @@ def simulate(
 
 def _recorded_requests(run: Path) -> "list[list[Request]]":
     """The requests of the run's first rank, round by round."""
-    from ycore.errors import RunFolderError
     from ycore.plan.recording import requests_of
     from ycore.run.trace import read_trace
 

@@ -8,9 +8,12 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from ycore_cli import options as o
+from ycore_cli.output import print_closing, print_json, print_line, print_table, stdout_for_json
 
 from ycore.config.algorithms import Algorithm, find_algorithm
 from ycore.errors import ConfigError, RunFolderError
+from ycore.run.files import read_json
+from ycore.run.paths import RunFolder
 
 if TYPE_CHECKING:
     from ycore.config.schema import AnyConfig, TuneConfig
@@ -107,8 +110,6 @@ def resume(
 
 def _folder_among(words: list[str]) -> str:
     """The run's folder among words that may also be options of TRL's, before it or after it."""
-    from ycore.run.paths import RunFolder
-
     for word in words:
         if not word.startswith("-") and RunFolder(Path(word).expanduser()).config.is_file():
             return word
@@ -125,9 +126,6 @@ def _folder_among(words: list[str]) -> str:
 
 def _stored_training(folder: Path) -> dict[str, Any]:
     """The settings of a training run; paths in them are relative to the folder in which it was started."""
-    from ycore.run.files import read_json
-    from ycore.run.paths import RunFolder
-
     stored: dict[str, Any] = o.stored_config(str(folder))
     if stored.get("algorithm") == "eval":
         raise RunFolderError(f"{folder} holds an evaluation, which does not go on; run `ycore eval` again")
@@ -142,11 +140,9 @@ def train(
 ) -> None:
     """Check, show the plan, and unless it is a dry run train in the foreground."""
     from ycore_cli.checks import checked_plan, plan_rows
-    from ycore_cli.output import print_closing, print_json, print_table, stdout_for_json
 
     from ycore.config.schema import RunConfig
     from ycore.run.claim import Resume
-    from ycore.run.paths import RunFolder
     from ycore.run.resuming import parse_checkpoint
 
     if accept_changes and not resume:
@@ -175,7 +171,6 @@ def _check_checkpoints(config: "AnyConfig", how: "Resume", *, world: int | None)
     """Refuse checkpoints and journals that the run cannot use; `world` is the number of ranks of a run that goes on."""
     from ycore.config.schema import RunConfig
     from ycore.run.checkpoints import MIN_KEPT
-    from ycore.run.paths import RunFolder
     from ycore.run.resuming import check_checkpoint, check_replay, check_world
 
     if how.step is not None:
@@ -198,7 +193,6 @@ def _check_checkpoints(config: "AnyConfig", how: "Resume", *, world: int | None)
 def run_training(config: "AnyConfig", *, num_steps: int, world: int, resume: bool, how: "Resume") -> dict[str, Any]:
     """Train in the foreground on `world` ranks; the run's summary."""
     from ycore.launch.launcher import TRAINER, run_worker
-    from ycore.run.paths import RunFolder
     from ycore.run.resuming import settle
 
     if resume:
@@ -208,8 +202,6 @@ def run_training(config: "AnyConfig", *, num_steps: int, world: int, resume: boo
 
 def _closing_rows(config: "TuneConfig", summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What was measured, where things lie, what to try next."""
-    from ycore.run.paths import RunFolder
-
     folder = RunFolder(Path(config.output))
     try_next = ["ycore", "eval", "--model", str(folder.model), "--dataset", "FILE", "--reward", "exact_answer"]
     if find_algorithm(config.algorithm).trains_reward_model:
@@ -256,8 +248,6 @@ def pipeline(
     ycore pipeline stages.yaml --output runs/mine --set sft.steps=50
     ycore pipeline stages.yaml --output runs/mine --resume
     """
-    from ycore_cli.output import print_json, print_line, print_table, stdout_for_json
-
     from ycore.config.recipe_files import PIPELINE, load_recipe, recipe_name
     from ycore.config.resolve import parse_set
     from ycore.tools.pipeline_run import check_folder, check_pipeline, run_pipeline, table_rows

@@ -8,6 +8,10 @@ from typing import Annotated, Literal
 
 import typer
 from ycore_cli import options as o
+from ycore_cli.output import print_line, print_table
+
+from ycore.errors import ConfigError, RunFolderError
+from ycore.run.text import printable
 
 Name = Annotated[str, typer.Argument(metavar="RUN|MODEL", help="A run's folder, or a model; e.g. runs/first.")]
 RunFolderPath = Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder; e.g. runs/first.")]
@@ -47,9 +51,7 @@ def chat(
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
-    from ycore_cli.output import print_line
 
-    from ycore.run.text import printable
     from ycore.tools.trained import Talker, writing_model
 
     names = [model] if against is None else [model, against]
@@ -91,9 +93,6 @@ def serve(
     ycore serve runs/quickstart
     ycore serve runs/quickstart --port 9000 --dry-run
     """
-    from ycore_cli.output import print_table
-
-    from ycore.errors import ConfigError
     from ycore.launch.engines import is_vllm_installed
     from ycore.tools import trained
 
@@ -117,8 +116,6 @@ def export(model: Name, form: Form = "merged", output: Target = None, best: Best
     ycore export runs/quickstart --format merged --output models/sums
     ycore export runs/quickstart --format gguf --output models/sums.gguf
     """
-    from ycore_cli.output import print_table
-
     from ycore.tools.trained import export as write
     from ycore.tools.trained import writing_model
 
@@ -147,9 +144,6 @@ def push(
     ycore push runs/quickstart me/sums --dry-run
     ycore push runs/quickstart me/sums --private --merged
     """
-    from ycore_cli.output import print_line, print_table
-
-    from ycore.errors import RunFolderError
     from ycore.tools import trained
 
     if not (run / "run.json").is_file():

@@ -50,14 +50,14 @@ def plan(
     ycore plan --recipe quickstart --devices cpu
     """
     from ycore.judge.sources import with_declarations
-    from ycore.launch import machine_checks, widths
+    from ycore.launch import device_memory, machine_checks
     from ycore.plan.search import make_plan
 
     with stdout_for_json(json):
         config = _with_judge(sizes_of(context, recipe), judge)
         declared = with_declarations(config)
         named, judge_tokens = _first_judge(declared)
-        known = cache(widths.facts_here)
+        known = cache(device_memory.facts_here)
         made = make_plan(
             config,
             devices=devices,

@@ -147,15 +147,11 @@ def _as_json(played: "Comparison", best: "Result") -> dict[str, Any]:
 
 def _draw(played: "Comparison", path: Path) -> None:
     """The last round of every placement, on one scale."""
-    from ycore.run.trace import Span
     from ycore.view.pictures import draw_panels
 
-    panels = []
-    for result in sorted(played.results, key=lambda result: result.seconds):
-        last = result.rounds[-1]
-        spans = [Span(lane.name, 0, lane.slot, lane.began, lane.seconds) for lane in last.lanes]
-        panels.append((f"{result.placement}: {last.usage.seconds:.1f} s", spans))
-    draw_panels(panels, path)
+    ranked = sorted(played.results, key=lambda result: result.seconds)
+    lasts = [(result.placement, result.rounds[-1]) for result in ranked]
+    draw_panels([(f"{placement}: {last.usage.seconds:.1f} s", last.lanes) for placement, last in lasts], path)
 
 
 def _number(option: str, text: str, *, least: float = 0) -> float:

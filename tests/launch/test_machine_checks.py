@@ -11,9 +11,9 @@ import torch
 from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
 from ycore.engine import weights
 from ycore.errors import ConfigError
+from ycore.launch.device_memory import facts_here
 from ycore.launch.layout import Machine, Site, layout_of
 from ycore.launch.machine_checks import check_run
-from ycore.launch.widths import facts_here
 from ycore.run.paths import RunFolder
 
 GIB = 2**30

@@ -22,10 +22,10 @@ from ycore.errors import ConfigError
 from ycore.judge import sources
 from ycore.judge.sources import with_declarations
 from ycore.launch import layout
+from ycore.launch.device_memory import facts_here
 from ycore.launch.engines import arrange
 from ycore.launch.layout import site_of
 from ycore.launch.machine_checks import check_described, check_run, described
-from ycore.launch.widths import facts_here
 from ycore.plan import search
 from ycore.plan.devices import DEVICES, GIB, Device
 from ycore.plan.job import Way

@@ -1,29 +1,52 @@
-"""Who shares the devices of a run, and how: the engines of a slot's models, and the trainer's rank."""
+"""Who shares the devices of a run, and how: how many an engine spans, and what it and the trainer's rank have of one.
+
+The workers of an engine divide the attention heads of its model (tensor parallelism: Megatron-LM, arXiv 1909.08053).
+A slot is a block of as many neighbouring devices as the widest engine spans. A model with narrower engines has several
+of them on every slot, so all widths must divide the widest.
+"""
 
 import math
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 from ycore.config.batch import derive_batch
 from ycore.config.schema import RunConfig
-from ycore.errors import ConfigError
-from ycore.launch.layout import Site
+from ycore.errors import ConfigError, ModelError
+from ycore.launch.layout import Machine, Site
 from ycore.launch.scoring_models import ServedModel
 from ycore.placement.placement import ROLLOUT
 from ycore.plan.job import Way, job_of
 from ycore.plan.memory import NO_TRAINER, Need, TrainerMemory, least_engine, trainer_memory
-from ycore.plan.model_facts import ModelFacts
+from ycore.plan.model_facts import ModelFacts, facts_of, model_config
 from ycore.plan.sharing import Shared, Sharing, room_of, share_device, share_unknown, sharings
 
 FactsOf = Callable[[str], ModelFacts | None]
 """The sizes of a model by its name; None where they are not known before it is fetched."""
 
+_UNUSUAL = {"quantization_config", "kv_lora_rank"}  # fewer bytes a value; other sizes of the attention
 MAX_MODEL_LEN = 4096  # tokens, where neither the user nor the model asks for less
 PROMPT_TOKENS = 512  # tokens of KV cache for a sequence's prompt; longer prompts wait for room
 MAX_ROLLOUT_SEQS = 256
 MAX_SCORER_SEQS = 32
 _LOGITS = 10  # bytes of a logit where a preflight computes log-probabilities: bfloat16, float32, and their log-softmax
+
+
+def facts_here(location: str, *, name: str | None = None) -> ModelFacts | None:
+    """Of a model whose config.json is on this machine, or is well known, and whose weights have the usual form.
+
+    `name`: what messages call it, where that is not its location.
+    """
+    with suppress(ModelError, ValueError, TypeError, OverflowError):  # an unusual config.json is the engine's to read
+        config = model_config(location, ask=False)
+        return None if config.keys() & _UNUSUAL else facts_of(config, name=name or location)
+    return None
+
+
+def slot_width(models: Sequence[ServedModel]) -> int:
+    """The devices of a slot."""
+    return max(model.width for model in models)
 
 
 def sequences_at_once(config: RunConfig, role: str, *, num_policy: int, num_engines: int, num_machines: int) -> int:
@@ -64,7 +87,38 @@ class RunMemory:
         self.ways = sharings(job, way)
         return trainer_memory(job, way)
 
-    def has_room(self, model: ServedModel, facts: ModelFacts | None, models: Sequence[ServedModel]) -> bool:
+    def with_widths(self, models: Sequence[ServedModel]) -> list[ServedModel]:
+        """The models, each with the devices that one of its engines spans: as declared, or the fewest on which it fits.
+
+        Raises:
+            ConfigError: a declared width does not work on this machine.
+        """
+        machine, count = self._site.machine, self._config.engine.count
+        fills_all = bool(machine.devices) and count == "auto"
+        most = 1 if machine.is_sliced else max(1, len(machine.parts[0]) // (1 if count == "auto" else count))
+        whole = [width for width in range(1, most + 1) if not fills_all or most % width == 0]
+        found = []
+        for model in models:
+            facts = self._known(model.name)
+            works = [width for width in whole if width == 1 or facts is None or not facts.undivided(width)]
+            if model.tensor_parallel == "auto":
+                fewest = (width for width in works if self._has_room(replace(model, width=width), facts, models))
+                found.append(replace(model, width=next(fewest, works[-1])))
+            elif model.tensor_parallel in works:
+                found.append(replace(model, width=model.tensor_parallel))
+            else:
+                raise _refusal(model, model.tensor_parallel, facts, works, machine, most=most)
+        slot = slot_width(found)
+        for model in found:
+            if slot % model.width:
+                raise ConfigError(
+                    f"a slot has as many {machine.parts[1]} as the widest engine spans, {slot}, and engines of "
+                    f"{model.name} span {model.width}, which does not divide that; set tensor_parallel of "
+                    f"{model.name} to 1 or {slot}"
+                )
+        return found
+
+    def _has_room(self, model: ServedModel, facts: ModelFacts | None, models: Sequence[ServedModel]) -> bool:
         """Whether a device has room for an engine of the model, beside those of `models` that are awake with it at
         least; True where sizes are not known."""
         machine, engine = self._site.machine, self._config.engine
@@ -125,6 +179,20 @@ class RunMemory:
         longest = model.max_model_len or min(facts.context_length or MAX_MODEL_LEN, MAX_MODEL_LEN)
         size = 4 if config.dtype == "float32" else 2
         return Need(facts, size, model.width, at_once, min(longest, PROMPT_TOKENS + new), longest)
+
+
+def _refusal(
+    model: ServedModel, width: int, facts: ModelFacts | None, works: Sequence[int], machine: Machine, *, most: int
+) -> ConfigError:
+    parts, kind = machine.parts
+    nearest = min(works, key=lambda other: (abs(other - width), other))
+    if facts is not None and (size := facts.undivided(width)):
+        rule = f"does not divide the {size} of {facts.name}"
+    elif width > most:
+        rule = f"is more than the {most} {kind} that an engine can span here"
+    else:
+        rule = f"does not divide the {len(parts)} {kind} of this machine"
+    return ConfigError(f"{model.option('tensor_parallel')} {width} {rule}; the nearest that works is {nearest}")
 
 
 def _of_preflight(policy: ModelFacts, config: RunConfig) -> TrainerMemory:

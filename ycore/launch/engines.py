@@ -13,10 +13,17 @@ from typing import Any, Literal, NamedTuple
 from ycore.config.schema import RunConfig
 from ycore.engine.commands import EngineSpec, kv_cache_gib, split_evenly
 from ycore.errors import ConfigError
-from ycore.launch.device_memory import MAX_MODEL_LEN, PROMPT_TOKENS, FactsOf, RunMemory, sequences_at_once
+from ycore.launch.device_memory import (
+    MAX_MODEL_LEN,
+    PROMPT_TOKENS,
+    FactsOf,
+    RunMemory,
+    facts_here,
+    sequences_at_once,
+    slot_width,
+)
 from ycore.launch.layout import Site
 from ycore.launch.scoring_models import ServedModel, check_same_tokens, served_models
-from ycore.launch.widths import facts_here, slot_width, with_widths
 from ycore.models.folder import context_length
 from ycore.placement.placement import ROLLOUT, TEACHER
 from ycore.plan.sharing import Sharing
@@ -154,7 +161,7 @@ def arrange(config: RunConfig, site: Site, known: FactsOf) -> tuple[list[ServedM
         ConfigError: the machine has no room for them.
     """
     memory = RunMemory(config, site, known)
-    models = with_widths(served_models(config), config, site.machine, known, memory)
+    models = memory.with_widths(served_models(config))
     slots = slots_of(config, site, slot_width(models))
     return models, slots, memory.share(models, num_slots=len(slots)) if site.machine.devices else None
 

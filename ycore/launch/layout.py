@@ -5,7 +5,9 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
+from copy import deepcopy
 from dataclasses import dataclass
+from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeVar, get_args
@@ -210,40 +212,15 @@ def accelerate_config(name: Name, *, processes: int, on_cpu: bool, dtype: Dtype)
     """
     if name == "fsdp2" and on_cpu:
         raise ConfigError("--accelerate fsdp2 needs GPUs: on CPU accelerate would shard nothing; take zero3")
-    common: dict[str, Any] = {
-        "compute_environment": "LOCAL_MACHINE",
-        "debug": False,
-        "machine_rank": 0,
-        "main_process_port": 0,  # a free one
-        "main_training_function": "main",
-        "mixed_precision": _MIXED_PRECISION[dtype],
-        "num_machines": 1,
-        "num_processes": processes,
-        "rdzv_backend": "static",
-        "same_network": True,
-        "use_cpu": on_cpu,
-    }
-    if name == "ddp":
-        # Also on a CPU: for MULTI_CPU accelerate would want MPI; with `use_cpu` it is torchrun and gloo.
-        return common | {"distributed_type": "MULTI_GPU", "gpu_ids": "all"}
-    if name == "fsdp2":
-        fsdp = {
-            "fsdp_version": 2,
-            "fsdp_auto_wrap_policy": "TRANSFORMER_BASED_WRAP",
-            "fsdp_reshard_after_forward": True,
-            "fsdp_cpu_ram_efficient_loading": True,
-            "fsdp_offload_params": False,
-            "fsdp_state_dict_type": "FULL_STATE_DICT",
-        }
-        return common | {"distributed_type": "FSDP", "fsdp_config": fsdp}
-    deepspeed = {
-        "zero_stage": int(name.removeprefix("zero")),
-        "zero3_init_flag": name == "zero3",  # the model is built in shards, never whole on one rank
-        "zero3_save_16bit_model": name == "zero3",  # so that `model/` holds weights that anything can load
-        "offload_optimizer_device": "none",
-        "offload_param_device": "none",
-    }
-    return common | {"distributed_type": "DEEPSPEED", "deepspeed_config": deepspeed}
+    own = {"mixed_precision": _MIXED_PRECISION[dtype], "num_processes": processes, "use_cpu": on_cpu}
+    return deepcopy(_accelerate_files()[name]) | own
+
+
+@cache
+def _accelerate_files() -> dict[str, dict[str, Any]]:
+    """By name; a plan asks for hundreds of layouts."""
+    found: dict[str, dict[str, Any]] = yaml.safe_load(Path(__file__).with_name("accelerate.yaml").read_text("utf-8"))
+    return found
 
 
 def _layout_from_file(path: Path, config: AnyConfig, *, dtype: Dtype) -> Layout:

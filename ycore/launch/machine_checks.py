@@ -13,10 +13,9 @@ from ycore.config.schema import RunConfig
 from ycore.engine.arguments import check_arguments
 from ycore.errors import ConfigError
 from ycore.launch import engines
-from ycore.launch.device_memory import FactsOf
+from ycore.launch.device_memory import FactsOf, facts_here, slot_width
 from ycore.launch.layout import Machine, Site, check_deepspeed, layout_of
 from ycore.launch.scoring_models import ServedModel, check_run_placement, served_models
-from ycore.launch.widths import facts_here, slot_width
 from ycore.placement.placement import REWARD_MODEL
 from ycore.plan.devices import GIB, Fleet
 from ycore.plan.memory import engine_weights

@@ -38,7 +38,7 @@ from ycore.placement.placement import (
 class ServedModel:
     """A model with engines on every slot: the policy, or one that scores for the reward sources at these positions.
 
-    `width` and `engines` follow from the machine (`widths`, `engines`).
+    `width` and `engines` follow from the machine (`device_memory`, `engines`).
     """
 
     role: str

@@ -10,12 +10,12 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
-from typing import NamedTuple
 
 from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed, Usage
 from ycore.placement.placement import ROLLOUT, Start
 from ycore.round.sampling import Yield, num_to_draw
+from ycore.run.trace import SWAP, Span
 
 Sizes = Mapping[str, float]
 """One completion: its tokens under `rollout`, and the size of the request of every other role that scores it."""
@@ -165,19 +165,10 @@ class Demand:
     max_tries: int = 4
 
 
-class Lane(NamedTuple):
-    """A stretch of one slot's time: a request, by its role, or `swap`."""
-
-    slot: int
-    name: str
-    began: float
-    seconds: float
-
-
 @dataclass(frozen=True, slots=True)
 class Outcome:
     usage: Usage
-    lanes: list[Lane]
+    lanes: list[Span]  # requests, by their role, and swaps; slots count on from machine to machine
     drawn: int
     written_s: float  # when the last completion was written
 
@@ -229,7 +220,7 @@ class SimulatedRound:
         self._order = itertools.count()  # among events of one moment
         self._requests: list[_Request] = []
         self._open: dict[int, _OpenGroup] = {}  # by position
-        self._lanes: list[Lane] = []
+        self._lanes: list[Span] = []
         self._drawn = self._kept = self._finished = 0
         self._num_open = [0] * len(self.allocators)  # groups of each machine
         self._has_news: set[int] = set()  # machines whose allocator has something to decide
@@ -303,7 +294,7 @@ class SimulatedRound:
             else:
                 costs = self.machine.swap_s
                 seconds = (costs.get(action.asleep, 0.0) + costs.get(action.awake, 0.0)) / 2
-                self._lanes.append(Lane(slot, "swap", now, seconds))
+                self._lanes.append(Span(SWAP, 0, slot, now, seconds))
                 self._push(now + seconds, slot, _SWAP_ENDS, -1)
         for slot in slots:
             self._stamps[slot] += 1
@@ -318,7 +309,7 @@ class SimulatedRound:
         request = self._requests[number]
         opened = self._open[request.position]
         self._slots[slot].end(request.role, now)
-        self._lanes.append(Lane(slot, request.role, request.began, now - request.began))
+        self._lanes.append(Span(request.role, 0, slot, request.began, now - request.began))
         allocator = self.allocators[opened.machine]
         allocator.ended(number, now, size=request.size)
         if request.role == ROLLOUT:

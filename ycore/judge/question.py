@@ -144,7 +144,7 @@ def sanitize(text: str, *, tags: Sequence[str] = (), special_tokens: Sequence[st
         tags: How the names of reserved tags begin; the brackets of `<score>` become parentheses: `(score)`.
         special_tokens: Of the judge's tokenizer; those of common chat formats are broken up in any case.
     """
-    text = break_special_tokens(_visible(text), special_tokens)
+    text = break_special_tokens(text.translate(_SEEN), special_tokens)
     text = _SPECIAL.sub(lambda match: f"{match[0][0]} {match[0][1:]}", text)
     pieces, done = [], 0
     for match in _BRACKETED.finditer(text) if tags else ():
@@ -165,10 +165,6 @@ def break_special_tokens(text: str, special_tokens: Sequence[str]) -> str:
 def fold_lookalikes(text: str) -> str:
     """What a text looks like at a glance: one alphabet, one kind of bracket, lower case, nothing invisible."""
     return text.translate(_FOLDED)
-
-
-def _visible(text: str) -> str:
-    return text.translate(_SEEN)
 
 
 class _ByLetter(dict[int, str]):

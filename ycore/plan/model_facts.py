@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from ycore.errors import ModelError, nearest
+from ycore.models.folder import read_json
 from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, cached_snapshot
 from ycore.models.names import BUILTIN
 
@@ -185,13 +186,7 @@ def model_config(name: str, *, ask: bool = True) -> dict[str, Any]:
 def _read(path: Path) -> dict[str, Any]:
     if not path.is_file():
         raise ModelError(f"a plan reads a model's config.json, and {path} does not exist; give a folder that has one")
-    try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as problem:
-        raise ModelError(f"{path} cannot be read as JSON ({problem}); download the model again") from None
-    if not isinstance(config, dict):
-        raise ModelError(f"{path} must hold a JSON object, not {type(config).__name__}; give a model's config.json")
-    return config
+    return read_json(path)
 
 
 def _from_hub(name: str, *, ask: bool) -> dict[str, Any]:

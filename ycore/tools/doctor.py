@@ -135,7 +135,7 @@ def check_versions(versions: Mapping[str, str | None], beside_torch: Mapping[str
 
 def machine_checks(folder: Path) -> list[Check]:
     """What a run needs of the machine and of the folder that it will be started in."""
-    free_memory = psutil.virtual_memory().available / _GIB
+    free_memory, sandbox = psutil.virtual_memory().available / _GIB, choose()
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     smaller = "stop other programs, or take a smaller model; `ycore plan` says what a run needs"
     more_files = f"ulimit -n {_OPEN_FILES if hard < 0 else min(hard, 65536)}"
@@ -158,7 +158,7 @@ def machine_checks(folder: Path) -> list[Check]:
             mend="run in a folder on a local disk; this one cannot be locked",
         ),
         check("open files", f"{soft} at most", ok=soft >= _OPEN_FILES, mend=more_files),
-        _sandbox(),
+        check("sandbox", sandbox.line, ok=sandbox.level is Level.NAMESPACES, mend=sandbox.mend),
         _leftovers(),
     ]
 
@@ -312,12 +312,6 @@ def _disk(name: str, folder: Path) -> Check:
     free = shutil.disk_usage(there).free / _GIB
     mend = "make room: a checkpoint of a full model is six times its weights in bfloat16"
     return check(name, f"{free:.1f} GiB free", ok=free >= 5.0, mend=mend)
-
-
-def _sandbox() -> Check:
-    """The level that confines code which ycore did not bring; the check of a weaker one says what mends it."""
-    choice = choose()
-    return check("sandbox", choice.line, ok=choice.level is Level.NAMESPACES, mend=choice.mend)
 
 
 def _leftovers() -> Check:

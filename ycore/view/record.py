@@ -16,7 +16,7 @@ from ycore.run.metrics import REWARD, STEP_SECONDS, Row, number, read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.resuming import read_round, round_file, rounds_in
 from ycore.run.trace import ROUND, SWAP, Span, busy_stretches, read_trace
-from ycore.types import said
+from ycore.types import Group, said
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,18 +118,6 @@ class _Samples(_Read):
     after: list[_Sample] = []
 
 
-class _Score(_Read):
-    value: float | None
-
-
-class _Prompt(_Read):
-    content: str | list[_Turn]
-
-
-class _Draw(_Read):
-    prompt: _Prompt
-
-
 class _Function(_Read):
     name: str
     arguments: Any = None
@@ -145,23 +133,8 @@ class _Message(_Read):
     tool_calls: list[_Call] = []
 
 
-class _CompletionTurn(_Read):
-    messages: list[_Message]
-
-
-class _Completion(_Read):
-    text: str
-    turns: list[_CompletionTurn] = []
-
-
-class _Group(_Read):
-    draw: _Draw
-    completions: list[_Completion]
-    scores_GR: list[list[_Score]]
-
-
 class _Round(_Read):
-    groups: list[_Group]
+    groups: list[Group]
 
 
 _File = TypeVar("_File", bound=_Read)
@@ -223,19 +196,23 @@ def _last_completions(folder: RunFolder, weights: Sequence[float], problems: lis
     found: list[ScoredCompletion] = []
     for rank in sorted(rounds.get(step, ())):
         try:
-            file = round_file(folder.journal, step, rank)
-            content = _checked(_Round, read_round(file)[1], file)
+            found += _completions_in(round_file(folder.journal, step, rank), weights)
         except RunFolderError as error:
             problems.append(str(error))
-            continue
-        for group in content.groups:
-            content_shown = group.draw.prompt.model_dump()["content"]
-            for completion, scores in zip(group.completions, group.scores_GR, strict=False):
-                values = [score.value for score in scores]
-                given = [value * weight for value, weight in zip(values, weights, strict=False) if value is not None]
-                reward = sum(given) if len(given) == len(values) else None
-                turns = [(one.role, said(one.model_dump())) for turn in completion.turns for one in turn.messages]
-                found.append(ScoredCompletion(as_text(content_shown), completion.text, reward, tuple(turns)))
+    return found
+
+
+def _completions_in(file: Path, weights: Sequence[float]) -> list[ScoredCompletion]:
+    found = []
+    for group in _checked(_Round, read_round(file)[1], file).groups:
+        prompt = as_text(group.draw.prompt.content)
+        for completion, scores in zip(group.completions, group.scores_GR, strict=False):
+            values = [score.value for score in scores]
+            given = [value * weight for value, weight in zip(values, weights, strict=False) if value is not None]
+            reward = sum(given) if len(given) == len(values) else None
+            messages = [_checked(_Message, one, file) for turn in completion.turns for one in turn.messages]
+            turns = tuple((one.role, said(one.model_dump())) for one in messages)
+            found.append(ScoredCompletion(prompt, completion.text, reward, turns))
     return found
 
 

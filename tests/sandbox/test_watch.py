@@ -95,7 +95,7 @@ if os.fork() == 0:
 time.sleep(60)
 """)
     assert 3 * MIB <= deleted_bytes(below(process.pid)) <= 4 * MIB
-    assert usage(process.pid, AMPLE, str(tmp_path)).scratch >= 4 * MIB
+    assert usage(below(process.pid), AMPLE, str(tmp_path)).scratch >= 4 * MIB
 
 
 def test_what_is_over_is_named() -> None:
@@ -143,6 +143,6 @@ def test_a_look_is_cheap(start) -> None:
     times = []
     for _ in range(50):
         began = time.perf_counter()
-        usage(process.pid, AMPLE)
+        usage(below(process.pid), AMPLE)
         times.append(time.perf_counter() - began)
     assert min(times) < 0.005

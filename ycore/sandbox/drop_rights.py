@@ -43,15 +43,11 @@ class Steps(TypedDict):
 def enter(steps: Steps) -> None:
     """Take all steps, in the one order that works: each takes away what an earlier one needs."""
     for folder, (size, files) in steps["tmpfs"].items():
-        limit_tmpfs(folder, size=size, files=files)
+        # bwrap bounds its bytes, and not its files
+        mount(None, folder, None, MS_NOSUID | MS_NODEV | _MS_REMOUNT, f"size={size},nr_inodes={files}")
     limit_resources(Limits(**steps["limits"]))
     give_up_rights(steps["uid"], keep=steps["keep"], refused=bytes.fromhex(steps["filter"]))
     end_with_parent()  # the kernel forgets this with a change of user
-
-
-def limit_tmpfs(path: str, *, size: int, files: int) -> None:
-    """Bound a tmpfs of this mount namespace, in bytes and files; bwrap knows the first of the two only."""
-    mount(None, path, None, MS_NOSUID | MS_NODEV | _MS_REMOUNT, f"size={size},nr_inodes={files}")
 
 
 def mount(source: str | None, target: str, kind: str | None, flags: int, options: str) -> None:
@@ -87,8 +83,11 @@ def give_up_rights(uid: int | None, *, keep: int | None = None, refused: bytes =
     Args:
         refused: the filter of system calls (`syscall_filter.filter_bytes`), or nothing.
     """
-    if uid is None:
-        drop_capabilities()
+    if uid is None:  # every capability of a user namespace, the ambient and the bounding ones too
+        _empty_bounding_set()
+        prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
+        _set_capabilities(0)
+        prctl(PR_SET_NO_NEW_PRIVS, 1)
     else:
         become(uid, keep=keep)
     if refused:
@@ -120,14 +119,6 @@ def missing_rights(keep: int | None) -> list[int]:
     """The capabilities that `become` needs and that this process lacks."""
     needed, permitted = [CAP_SETUID, CAP_SETGID, *([] if keep is None else [keep])], capabilities()
     return [number for number in needed if not permitted >> number & 1]
-
-
-def drop_capabilities() -> None:
-    """Give up every capability of a user namespace, the ambient and the bounding ones too."""
-    _empty_bounding_set()
-    prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
-    _set_capabilities(0)
-    prctl(PR_SET_NO_NEW_PRIVS, 1)
 
 
 def install_filter(program: bytes) -> None:

@@ -36,7 +36,7 @@ from ycore.sandbox.drop_rights import (
     prctl,
 )
 from ycore.sandbox.syscall_filter import filter_bytes
-from ycore.sandbox.watch import INTERVAL_S, end_all_below, usage
+from ycore.sandbox.watch import INTERVAL_S, below, end_all_below, usage
 
 LEAST_ABI = 3
 """As a user: below it, a file that may be read can be emptied (`open` with O_TRUNC)."""
@@ -251,7 +251,7 @@ def watch_over(child: int, this: Rules) -> int:
     excess = None
     while code is None and excess is None:
         signal.sigtimedwait([signal.SIGCHLD], INTERVAL_S)
-        excess = usage(os.getpid(), limits, this.scratch).excess(limits)
+        excess = usage(below(os.getpid()), limits, this.scratch).excess(limits)
         with suppress(ChildProcessError):
             while ended := os.waitpid(-1, os.WNOHANG):
                 if ended[0] == child:

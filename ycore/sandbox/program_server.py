@@ -173,7 +173,7 @@ class Server:
         for program in programs:
             others = {pid for leader, tree in trees.items() if leader != program.pid for pid in tree}
             held = [pid for pid in everything if pid not in others]
-            if program.status is None and watch.usage_of(held, limits, program.scratch).excess(limits):
+            if program.status is None and watch.usage(held, limits, program.scratch).excess(limits):
                 program.kill("memory")
 
     def start(self, kind: Kind, fds: Sequence[int], index: int) -> "Starting":

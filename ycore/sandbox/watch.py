@@ -111,13 +111,8 @@ def deleted_bytes(pids: list[int]) -> int:
     return sum(held.values())
 
 
-def usage(pid: int, limits: Limits, scratch: str | None = None) -> Usage:
-    """What the processes below `pid` hold, and what lies in `scratch` where that is a plain folder."""
-    return usage_of(below(pid), limits, scratch)
-
-
-def usage_of(pids: list[int], limits: Limits, scratch: str | None = None) -> Usage:
-    """The same of these processes."""
+def usage(pids: list[int], limits: Limits, scratch: str | None = None) -> Usage:
+    """What these processes hold, and what lies in `scratch` where that is a plain folder."""
     memory = memory_of(pids, at_most=limits.memory)
     if scratch is None:
         return Usage(memory, len(pids))
@@ -169,7 +164,7 @@ class Watch(threading.Thread):
         while not self._over.wait(INTERVAL_S):
             if not os.path.exists(f"/proc/{self._pid}"):
                 return
-            self.excess = usage(self._pid, self._limits, self._scratch).excess(self._limits)
+            self.excess = usage(below(self._pid), self._limits, self._scratch).excess(self._limits)
             if self.excess is not None and not self._over.is_set():
                 self._kill()
                 return

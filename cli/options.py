@@ -186,11 +186,7 @@ def takes(options: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callabl
 
 
 def resolve_config(context: typer.Context, *, algorithm: str, resume: bool = False) -> "AnyConfig":
-    """The validated config of a command, from its recipe and its options.
-
-    Args:
-        resume: start from the settings of the run in `--output`.
-    """
+    """The validated config of a command, from its recipe or the run in `--output` (`resume`), and its options."""
     from ycore.config.recipe_files import load_recipe, recipe_name
     from ycore.config.resolve import resolve
 

@@ -62,16 +62,10 @@ class ExampleSet:
 
 
 def load_examples(config: TuneConfig, *, as_chat: bool) -> ExampleSet:
-    """The examples of `config.dataset`, all of them checked.
+    """The examples of `config.dataset`, all of them checked; DataError where a row is malformed, or none is left.
 
     They are shuffled by the seed here: kto's trainer reads its rows in order, and pairs that were split in two would
-    come with every good answer first.
-
-    Args:
-        as_chat: make texts chat turns, for a model with a chat template.
-
-    Raises:
-        DataError: the dataset cannot be read, a row is malformed, or no row is left to train on.
+    come with every good answer first. `as_chat` makes texts chat turns, for a model with a chat template.
     """
     examples, left_out = _read_examples(config, config.dataset, config.split, as_chat=as_chat)
     chance = random.Random(config.seed)

@@ -37,13 +37,9 @@ class PromptSet:
 
 
 def load_prompts(config: RunConfig, *, as_chat: bool = False) -> PromptSet:
-    """The prompts of `config.dataset`, all of them checked.
+    """The prompts of `config.dataset`, all of them checked; DataError with the first row that cannot be one.
 
-    Args:
-        as_chat: make a text prompt a user's turn, for a model with a chat template.
-
-    Raises:
-        DataError: the dataset cannot be read, or the first row that cannot be a prompt.
+    `as_chat` makes a text prompt a user's turn, for a model with a chat template.
     """
     table = read_table(config.dataset, split=config.split, seed=config.seed, limit=config.limit)
     return to_prompts(table, config, as_chat=as_chat)

@@ -90,8 +90,7 @@ class RunMemory:
     def with_widths(self, models: Sequence[ServedModel]) -> list[ServedModel]:
         """The models, each with the devices that one of its engines spans: as declared, or the fewest on which it fits.
 
-        Raises:
-            ConfigError: a declared width does not work on this machine.
+        ConfigError where a declared width does not work on this machine.
         """
         machine, count = self._site.machine, self._config.engine.count
         fills_all = bool(machine.devices) and count == "auto"
@@ -137,12 +136,7 @@ class RunMemory:
         return least_engine(self._need(model, facts, num_policy=1, num_engines=1)) <= room / sharing
 
     def share(self, models: Sequence[ServedModel], *, num_slots: int) -> Sharing:
-        """Who sleeps, what leaves the device, and each engine's share; ConfigError where an engine does not fit.
-
-        Args:
-            models: with their widths.
-            num_slots: of this machine.
-        """
+        """Who sleeps, what leaves the device, and each engine's share; ConfigError where an engine does not fit."""
         machine, told = self._site.machine, self._config.engine.gpu_memory_utilization
         device_bytes, share = machine.device_bytes, None if told == "auto" else told
         needs: dict[str, list[Need]] = {}

@@ -155,11 +155,8 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch) -> EnginePlan:
 
 
 def arrange(config: RunConfig, site: Site, known: FactsOf) -> tuple[list[ServedModel], list[Slot], Sharing | None]:
-    """The models with their widths, the slots, and how a slot's engines share its devices, where it has some.
-
-    Raises:
-        ConfigError: the machine has no room for them.
-    """
+    """The models with their widths, the slots, and how engines share devices, where there are some; ConfigError where
+    the machine has no room."""
     memory = RunMemory(config, site, known)
     models = memory.with_widths(served_models(config))
     slots = slots_of(config, site, slot_width(models))

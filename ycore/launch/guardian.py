@@ -170,11 +170,7 @@ def remove_leftovers(folder: RunFolder) -> None:
 def guarded(folder: RunFolder, held: Claim) -> Iterator[None]:
     """A context in which the run's processes may be started; after it none is left, nor a socket, nor shared memory.
 
-    Args:
-        held: the claim on the run's folder; the guardian keeps it until everything is cleared away.
-
-    Raises:
-        RunError: the guardian did not start.
+    The guardian keeps the claim on the folder until everything is cleared away. RunError where it does not start.
     """
     run_id = folder.run_id
     clear_run(RunWatch(run_id), folder, held.record)  # what is left of a run whose guardian was killed too

@@ -74,9 +74,7 @@ def run_worker(
 
     Args:
         worker: TRAINER trains, EVALUATOR evaluates, PREFLIGHT runs one small round before any training.
-        resume: continue the run in the config's output folder instead of beginning a new one.
-        num_steps: steps that the progress bar counts to, where the config does not say it.
-        stream: where progress is shown; standard output by default.
+        num_steps: what the progress bar counts to, where the config does not say it.
 
     Returns:
         The content of summary.json; with `stop_asked` when the run finished although it was asked to stop.

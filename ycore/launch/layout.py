@@ -129,11 +129,7 @@ def with_processes(config: _Config, machine: Machine | None = None) -> _Config:
 
 
 def site_of(config: AnyConfig, *, trains: bool = True) -> Site:
-    """Decide where a run runs on this machine; one that does not train has one rank.
-
-    Raises:
-        ConfigError: the machine lacks what the ranks need, or the accelerate config cannot work.
-    """
+    """Where a run runs on this machine; ConfigError where it lacks what the ranks need. Without training, one rank."""
     machine = this_machine()
     check_bfloat16(config.dtype, machine.without_bfloat16)
     layout = layout_of(config, machine) if trains else ONE_RANK
@@ -205,11 +201,7 @@ def layout_of(config: AnyConfig, machine: Machine) -> Layout:
 
 
 def accelerate_config(name: Name, *, processes: int, on_cpu: bool, dtype: Dtype) -> dict[str, Any]:
-    """The content of the file for `accelerate launch --config_file`, for ranks on this machine.
-
-    Raises:
-        ConfigError: fsdp2 on a CPU.
-    """
+    """The content of the file for `accelerate launch --config_file`; ConfigError for fsdp2 on a CPU."""
     if name == "fsdp2" and on_cpu:
         raise ConfigError("--accelerate fsdp2 needs GPUs: on CPU accelerate would shard nothing; take zero3")
     own = {"mixed_precision": _MIXED_PRECISION[dtype], "num_processes": processes, "use_cpu": on_cpu}

@@ -29,10 +29,7 @@ def check_run(
 ) -> Sharing | None:
     """ConfigError where the site's machine cannot run the config: ranks, slots, placement, batch, memory.
 
-    Returns how the engines and the trainer share devices, where both are on some.
-
-    Args:
-        vllm: whether vLLM is installed on the machine; by default, on this one.
+    Returns how engines and trainer share devices, where both are on some. `vllm`: whether it is installed there.
     """
     if config.algorithm != "eval":
         derive_batch(config, world_size=site.layout.world, on_cpu=not site.machine.devices)

@@ -91,15 +91,7 @@ def check_run_placement(config: RunConfig, models: Sequence[ServedModel], *, num
 
 
 def check_scorers(config: RunConfig, columns: Sequence[str], *, engine: str) -> list[str]:
-    """Describe each judge, reward model and teacher in a line; nothing is started or loaded.
-
-    Args:
-        columns: of the dataset.
-        engine: what generates: vllm, transformers or replay.
-
-    Raises:
-        UserError: one of them cannot score this run.
-    """
+    """Each judge, reward model and teacher in a line; nothing is started. UserError where one cannot score this run."""
     lines = []
     for spec in config.rewards:
         if is_judge(spec):

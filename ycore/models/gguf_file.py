@@ -37,11 +37,7 @@ def check_exportable(folder: Path) -> dict[str, Any]:
 
 
 def write_gguf(folder: Path, file: Path, *, name: str) -> None:
-    """Write the whole model in `folder`, matrices in bfloat16 and the rest in float32; ModelError where it cannot be.
-
-    Args:
-        name: of the model, for people.
-    """
+    """Write the model in `folder`, matrices in bfloat16 and the rest in float32; ModelError where it cannot be."""
     import gguf
     from transformers import AutoTokenizer
 

@@ -26,11 +26,7 @@ class HubAnswer:
 
 
 def ask_hub(question: Callable[[Any], Any]) -> HubAnswer:
-    """Ask the hub, for `ANSWER_WITHIN_S` seconds at most.
-
-    Args:
-        question: called with an `HfApi`, in a thread that is left behind when it does not end; returns `info`.
-    """
+    """Ask the hub, for `ANSWER_WITHIN_S` seconds at most. `question` takes an `HfApi` and returns `info`."""
     from huggingface_hub import HfApi
     from huggingface_hub.constants import ENDPOINT, is_offline_mode
 

@@ -25,8 +25,7 @@ _OPTIONS = (
 def config_of(config: RunConfig, job: Job, one: Forecast, fleet: Fleet) -> RunConfig:
     """The config of the job run in this way; ConfigError where the config says something else.
 
-    Args:
-        config: what the way does not decide. The job may differ from it in the model, LoRA and the length.
+    The job may differ from the config in the model, LoRA and the length.
     """
     way, on_cpu = one.way, fleet.device.on_cpu
     engine: dict[str, Any] = {} if config.engine.count == "auto" else {"count": way.slots}

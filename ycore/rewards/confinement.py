@@ -38,11 +38,7 @@ def confinement_of(
 
 
 def view_of(specs: Sequence[RewardConfig], *, run_folder: Path | None) -> View:
-    """What the process of these rewards may see.
-
-    Args:
-        run_folder: the run's folder, which stays hidden even where it holds the reward or is the working folder.
-    """
+    """What the process of these rewards may see; never the run's folder, even where a reward lies in it."""
     here = Path.cwd()
     asked = [Path(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(entry)]
     files = [Path(spec.reward.rpartition(":")[0]).expanduser().absolute() for spec in specs if is_file(spec.reward)]

@@ -49,7 +49,6 @@ def check_reward(
 
     Args:
         spec: a rule, and not a judge or a reward model.
-        columns: the dataset's columns that rewards may read.
         deadline_s: the limit of importing the user's code, which happens in a worker.
     """
     if spec.range is not None and spec.range[0] >= spec.range[1]:
@@ -188,8 +187,7 @@ class Answerer(Generic[R]):
     ) -> T:
         """Send one line, read the line that answers it. A process that did not answer is never asked again.
 
-        Args:
-            ends: a failure ends the process too, because it never became ready.
+        With `ends`, a failure ends the process too, because it never became ready.
         """
         running = self._running
         assert running is not None and running.process.stdin is not None, f"ask a {self.kind} only when it is ready"
@@ -253,12 +251,7 @@ class Worker(Answerer[list[Inputs]]):
         self._bounds = [[] if spec.range is None else [spec.range] for spec in specs]
 
     async def ask(self, source: int, request: dict[str, Any], *, count: int, deadline_s: float) -> list[Score]:
-        """One call's scores; CallFailed where it raised, or hung or ended the process (which is then gone).
-
-        Args:
-            source: the reward's index among the worker's.
-            count: how many completions the request has.
-        """
+        """One call's scores; CallFailed where it raised, or hung or ended the process (which is then gone)."""
         bounds = self._bounds[source]
         return await self.exchange(
             {**request, "source": source, "count": count},

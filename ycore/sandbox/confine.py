@@ -102,11 +102,7 @@ class PipeReader:
 def launch_of(module: str, arguments: Sequence[str], held: Confinement, *, name: str = "") -> Launch:
     """How to start `python -m module arguments...` confined.
 
-    Args:
-        name: tells one confined process of a run from another; where ycore is root, each is another user.
-
-    Raises:
-        RunError: the level's tool is missing; choosing the level finds this out first.
+    `name` tells one confined process of a run from another: where ycore is root, each is another user.
     """
     view, limits, run_id = held.view, held.limits, held.run_id
     uid = None
@@ -194,8 +190,7 @@ def own_variables(run_id: str, scratch: Path) -> dict[str, str]:
 def closed_path(paths: Iterable[Path], *, roots: Sequence[Path] = ()) -> Path | None:
     """The first path that not everybody may read, by its own mode and that of every folder above it.
 
-    Args:
-        roots: folders above which modes do not count, because there the sandbox has folders of its own.
+    Above `roots` modes do not count, because there the sandbox has folders of its own.
     """
     for path in paths:
         path = path.absolute()

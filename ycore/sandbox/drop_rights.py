@@ -78,11 +78,7 @@ def limit_resources(limits: Limits) -> None:
 
 
 def give_up_rights(uid: int | None, *, keep: int | None = None, refused: bytes = b"") -> None:
-    """Root becomes `uid`, a user stays who they are; neither keeps a right but `keep`, nor a call that is `refused`.
-
-    Args:
-        refused: the filter of system calls (`syscall_filter.filter_bytes`), or nothing.
-    """
+    """Root becomes `uid`, a user stays who they are; neither keeps a right but `keep`, nor a call that is `refused`."""
     if uid is None:  # every capability of a user namespace, the ambient and the bounding ones too
         _empty_bounding_set()
         prctl(_PR_CAP_AMBIENT, _PR_CAP_AMBIENT_CLEAR_ALL)
@@ -97,8 +93,7 @@ def give_up_rights(uid: int | None, *, keep: int | None = None, refused: bytes =
 def become(uid: int, *, keep: int | None = None) -> None:
     """Root becomes this user and group, without any capability but `keep` (a number), or none.
 
-    Raises:
-        PermissionError: a right that this takes is missing; nothing has been changed then.
+    PermissionError where a right that this takes is missing; nothing has been changed then.
     """
     if missing := missing_rights(keep):
         raise PermissionError(f"capabilities {missing} are missing")

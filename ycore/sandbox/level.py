@@ -72,11 +72,8 @@ class Choice:
 
 
 def choose(wanted: str = AUTO) -> Choice:
-    """The level to run at: what is wanted if it holds here, and for `auto` the strongest that does, or `none`.
-
-    Raises:
-        ConfigError: a level was asked for by name, and does not hold here.
-    """
+    """The level to run at: for `auto` the strongest that holds here, or `none`; ConfigError where another one is wanted
+    that does not hold."""
     if wanted == Level.NONE:
         return Choice(Level.NONE, {})
     if wanted != AUTO:

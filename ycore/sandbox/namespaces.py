@@ -55,8 +55,7 @@ def python_folders(paths: Iterable[str] | None = None) -> tuple[Path, ...]:
 def python_paths(paths: Iterable[str] | None = None) -> tuple[Path, ...]:
     """What this Python needs to be read to start and import: its installation, its environment, its module path.
 
-    Args:
-        paths: the module path; None is what every Python of this environment has.
+    `paths` is the module path, by default what every Python of this environment has.
     """
     import ycore
 

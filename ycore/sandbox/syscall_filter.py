@@ -47,8 +47,6 @@ def filter_bytes(
     Args:
         level: at `namespaces` sockets reach a network of the process' own; at `landlock` there is none, and what
             Landlock does not hold is refused too. At `none` no filter belongs.
-        machine: `platform.machine()` of the kernel.
-        network: whether sockets to the outside are wanted.
         landlock_abi: the kernel's; the filter takes over what an older one lacks.
         own_user: the process has a user id that no other has, so that it cannot signal others.
 

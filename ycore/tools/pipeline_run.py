@@ -35,13 +35,8 @@ Status = Literal["running", "finished", "interrupted", "failed"]
 def check_pipeline(pipeline: Pipeline, steps: Sequence[Step], check: Check, *, show: Say) -> None:
     """Check every step and show its plan, before any of them begins.
 
-    A step that takes a dataset or reward model of an earlier one is only parsed: the rest is checked when it runs.
-
-    Args:
-        show: called with each line of the plan.
-
-    Raises:
-        UserError: a step cannot work.
+    UserError where a step cannot work. One that takes a dataset or reward model of an earlier step is only parsed: the
+    rest is checked when it runs.
     """
     for number, step in enumerate(steps, start=1):
         show(_title(step, number, steps))
@@ -67,10 +62,6 @@ def run_pipeline(
     Args:
         declared: the pipeline's keys, stored in pipeline.json: only the same pipeline may resume there.
         resume: whether the folder must already hold this pipeline.
-
-    Raises:
-        RunFolderError: the folder holds something else, or a finished pipeline.
-        Interrupted: after Ctrl-C.
     """
     root = Path(pipeline.output)
     check_folder(root, declared, resume=resume)
@@ -250,15 +241,7 @@ _EQUAL = 1e-6
 
 
 def write_pairs(folder: Path, *, weights: Sequence[float], compare: Compare, to: Path) -> int:
-    """Write the pairs of an evaluation's completions as JSONL, and return their number.
-
-    Args:
-        folder: the evaluation's run folder, with completions.jsonl.
-        weights: of the reward sources, in their order.
-
-    Raises:
-        RunError: there is no pair.
-    """
+    """Write the pairs of an evaluation's completions as JSONL; their number, and RunError where there is none."""
     with (folder / "completions.jsonl").open(encoding="utf-8") as lines:
         pairs = list(make_pairs(map(json.loads, lines), weights, compare=compare))
     if not pairs:

@@ -86,15 +86,7 @@ class Step:
 
 
 def parse_pipeline(declared: Mapping[str, Any], *, name: str) -> Pipeline:
-    """Parse the keys of a pipeline's file.
-
-    Args:
-        declared: as read from YAML, with `--set` applied (`with_sets`).
-        name: of the output folder, where the file names none.
-
-    Raises:
-        ConfigError: with the place of what is wrong.
-    """
+    """Parse the keys of a pipeline's file, with `--set` applied; `name` is that of its folder, where it names none."""
     _check_keys(declared, _TOP, "a pipeline")
     entries = [_parse_entry(str(key), value) for key, value in _mapping(declared.get("stages"), "stages").items()]
     if not entries:
@@ -132,11 +124,7 @@ def with_sets(declared: Mapping[str, Any], sets: Mapping[str, Any]) -> dict[str,
 
 
 def steps_of(pipeline: Pipeline) -> list[Step]:
-    """Every run of the pipeline, in order.
-
-    Raises:
-        ConfigError: a stage has no model, or refers to something that no earlier stage makes.
-    """
+    """Every run, in order; ConfigError for a stage without a model, or that needs what no earlier stage makes."""
     expansion = _Expansion(pipeline)
     return [expansion.step(stage) for stage in pipeline.stages]
 

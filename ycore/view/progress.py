@@ -41,7 +41,6 @@ def open_progress(
 
     Args:
         num_steps: How many rows there will be; None where nobody knows.
-        unit: What a row counts.
         look: Returns what the run does now (`RunActivity.look`); None shows the rows alone.
     """
     stream = sys.stdout if stream is None else stream

@@ -42,7 +42,8 @@ def test_the_command_on_cpu() -> None:
         *["--worker-extension-cls", "ycore.engine.vllm_extension.PolicyWorker"],
         *["--distributed-executor-backend", "uni", "--block-size", "32"],
         *["--max-num-batched-tokens", "2048"],
-        *["--disable-uvicorn-access-log", "--no-enable-log-requests", "--no-enable-chunked-prefill", "--enforce-eager"],
+        *["--disable-uvicorn-access-log", "--no-enable-log-requests", "--disable-log-stats"],
+        *["--no-enable-chunked-prefill", "--enforce-eager"],
     ]
 
 

@@ -67,7 +67,6 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelPlan:
 
     Args:
         name: a built-in name, a folder (a whole model or a LoRA adapter), a GGUF file, or a hub id.
-        trust_remote_code: accept a model whose repository contains Python code to run.
     """
     path = Path(os.path.expanduser(name))
     is_path = name.startswith((".", "~", os.sep)) or name.endswith(os.sep) or name.count("/") > 1

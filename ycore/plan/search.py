@@ -151,10 +151,6 @@ def most_ranks(job: Job, fleet: Fleet) -> int:
     return max(ranks for ranks in range(1, fleet.count + 1) if not job.prompts_per_step % ranks)
 
 
-def _always(job: Job, fleet: Fleet, one: Forecast) -> bool:
-    return True
-
-
 def ways(job: Job, fleet: Fleet, *, micro_batch: int, shardings: Iterable[str] | None = None) -> list[Way]:
     """Every way worth a forecast: how training is sharded, how many devices an engine spans, who has which slots.
 
@@ -198,7 +194,7 @@ def _placed(job: Job, base: Way, on_cpu: bool) -> list[Way]:
 
 
 def ranked(
-    job: Job, fleet: Fleet, candidates: Iterable[Way], *, can_run: CanRun = _always
+    job: Job, fleet: Fleet, candidates: Iterable[Way], *, can_run: CanRun = lambda job, fleet, one: True
 ) -> tuple[list[Forecast], list[Forecast]]:
     """Forecasts that fit and that a run can take, fastest first, and those that do not fit, least over first."""
     forecasts = [forecast(job, way, fleet) for way in candidates]
@@ -239,7 +235,9 @@ def why_not(one: Forecast) -> str:
 _Settings = tuple[Job, Fleet, int]  # and the micro-batch
 
 
-def nearest(job: Job, fleet: Fleet, *, micro_batch: int, limit: int = 3, can_run: CanRun = _always) -> list[Change]:
+def nearest(
+    job: Job, fleet: Fleet, *, micro_batch: int, can_run: CanRun = lambda job, fleet, one: True
+) -> list[Change]:
     """The nearest settings that fit, the smallest change first; two changes at once where no single one is enough."""
     singles = _changes(job, fleet, micro_batch)
     found = _fitting(singles, can_run)
@@ -251,7 +249,7 @@ def nearest(job: Job, fleet: Fleet, *, micro_batch: int, limit: int = 3, can_run
             if first.partition(" ")[0] < second.partition(" ")[0]
         )
         found = _fitting(pairs, can_run)
-    return found[:limit]
+    return found[:3]
 
 
 def _changes(job: Job, fleet: Fleet, micro_batch: int) -> list[tuple[str, _Settings]]:

@@ -30,10 +30,7 @@ class CallFailed(Exception):
 def scores_in(line: bytes, *, nonce: str, count: int, bounds: Sequence[tuple[float, float]] = ()) -> list[Score]:
     """The scores of one call; CallFailed where the reward failed, or where the line is anything else.
 
-    Args:
-        nonce: what this call was given, and no other.
-        count: how many completions it had.
-        bounds: the lowest and the highest reward that the recipe allows, or nothing.
+    `bounds` has the lowest and the highest reward that the recipe allows, or nothing.
     """
     reply = object_in(line, nonce)
     if set(reply) == {"nonce", "failed"} and isinstance(reply["failed"], str):

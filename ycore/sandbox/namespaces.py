@@ -83,7 +83,6 @@ def bwrap_command(
 
     Args:
         as_root: ycore's user is root. The program then begins as root with the few rights that its first steps need.
-        python: `python_folders()`.
         hosts_programs: the program is the server that makes further namespaces: it may, and it has a /proc.
     """
     line = [str(bwrap), "--unshare-ipc", "--unshare-pid", "--unshare-uts", "--unshare-cgroup-try"]

@@ -25,11 +25,9 @@ _COMPILES_NOT = (SyntaxError, ValueError, RecursionError, MemoryError, OverflowE
 
 
 def run(kind: Kind, fds: Sequence[int], path: Sequence[str]) -> NoReturn:
-    """Run what the first of the descriptors holds, and end the process as that does.
+    """Run what the first of the descriptors holds, and end the process as that does; modules are found in `path`.
 
-    Args:
-        fds: the source; for the two other kinds then the connection between them, and for the examiner its results.
-        path: where modules are found.
+    `fds`: the source; for the two other kinds then the connection between them, and for the examiner its results.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     _forget(path)

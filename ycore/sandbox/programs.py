@@ -89,11 +89,7 @@ class Programs:
         limits: Limits = PROGRAM_LIMITS,
         packages: Sequence[str] = (),
     ) -> None:
-        """Start nothing yet.
-
-        Args:
-            packages: names to import once for all; with any, programs see all packages of this environment.
-        """
+        """Start nothing yet. With any `packages`, imported once for all, programs see all of this environment."""
         self.restarts = 0
         self._limits = limits
         self._runners = [

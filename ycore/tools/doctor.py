@@ -179,9 +179,7 @@ def role_checks(*, engines: bool) -> Iterator[Check]:
 def gpu_checks(gpus: Sequence[Gpu], *, torch_cuda: str | None, links: str = "") -> Iterator[Check]:
     """The devices, whether the driver runs torch's CUDA, and what each device has.
 
-    Args:
-        torch_cuda: the CUDA version that torch was built with, e.g. `13.0`.
-        links: the matrix of `nvidia-smi topo -m`.
+    `torch_cuda` is the version that torch was built with, e.g. `13.0`; `links` the matrix of `nvidia-smi topo -m`.
     """
     names = [gpu.name if gpu.memory_gib is None else f"{gpu.name}, {gpu.memory_gib:.0f} GiB" for gpu in gpus]
     yield check("devices", ", ".join(names) or f"no GPU; CPU with {len(this_machine().cores)} cores")

@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import psutil
 
-from tests.chaos.bench import Bench, Row, row_of
+from tests.chaos.bench import Bench, Row, is_good, row_of
 from tests.chaos.job import DAEMON
 from tests.chaos.moments import Moment, draw_moments
 from tests.chaos.patches import POINTS, Point, copy_package
@@ -61,33 +61,51 @@ def kill_row(bench: Bench, role: str) -> Row:
 
 def allocator_row(bench: Bench) -> Row:
     """SIGKILL of the process that decides for the slots that two ranks share."""
-    oracle = bench.oracle(replace(bench.job, ranks=_RANKS))
-    oracle = replace(oracle, pace=replace(oracle.pace, end_s=oracle.pace.until_model_s))
-    name = f"kill-{ALLOCATOR}"
-    moments = draw_moments(max(2, bench.count // 2), steps=bench.job.steps, seed=bench.seed, row=name)
-
-    def one(item: tuple[int, Moment]) -> Outcome:
-        number, moment = item
-        return until_it_lands(lambda name, at: trial(name, oracle, at, kill(ALLOCATOR)), f"{name}-{number}", moment)
-
-    outcomes = bench.all(one, list(enumerate(moments)))
-    return row_of(name, f"kill -9 of the allocator of {_RANKS} ranks", outcomes)
+    what = f"kill -9 of the allocator of {_RANKS} ranks"
+    return _ranked(bench, f"kill-{ALLOCATOR}", what, lambda number: kill(ALLOCATOR), least=2)
 
 
 def rank_row(bench: Bench) -> Row:
     """SIGKILL of accelerate's launcher or of a rank, in turn, where the trainer has two ranks."""
-    oracle = bench.oracle(replace(bench.job, ranks=_RANKS))
+    what = f"kill -9 of accelerate or of one of {_RANKS} ranks"
+    return _ranked(bench, f"kill-{RANK}", what, lambda number: kill("trainer", which=number % _RANKED), least=_RANKED)
+
+
+def interrupt_row(bench: Bench) -> Row:
+    """Ctrl-C, as the launcher gets it, of two ranks that share slots with a judge."""
+
+    def interrupt(run: Run) -> bool:
+        run.process.send_signal(signal.SIGINT)
+        return True
+
+    def good(outcome: Outcome) -> bool:
+        return is_good(outcome) and (outcome.exits[0] == INTERRUPTED or outcome.had_finished)
+
+    what = f"Ctrl-C of {_RANKS} ranks and a judge"
+    return _ranked(bench, "ctrl-c-ranks", what, lambda number: interrupt, least=2, has_judge=True, good=good)
+
+
+def _ranked(
+    bench: Bench,
+    name: str,
+    what: str,
+    deed_of: Callable[[int], Deed],
+    *,
+    least: int,
+    has_judge: bool = False,
+    good: Callable[[Outcome], bool] = is_good,
+) -> Row:
+    """Trials with two ranks, half as many as of others. `deed_of`: by the trial's number."""
+    oracle = bench.oracle(replace(bench.job, ranks=_RANKS, has_judge=has_judge))
     oracle = replace(oracle, pace=replace(oracle.pace, end_s=oracle.pace.until_model_s))
-    name = f"kill-{RANK}"
-    moments = draw_moments(max(_RANKED, bench.count // 2), steps=bench.job.steps, seed=bench.seed, row=name)
+    moments = draw_moments(max(least, bench.count // 2), steps=bench.job.steps, seed=bench.seed, row=name)
 
     def one(item: tuple[int, Moment]) -> Outcome:
         number, moment = item
-        deed = kill("trainer", which=number % _RANKED)
-        return until_it_lands(lambda name, at: trial(name, oracle, at, deed), f"{name}-{number}", moment)
+        return until_it_lands(lambda name, at: trial(name, oracle, at, deed_of(number)), f"{name}-{number}", moment)
 
-    outcomes = bench.all(one, list(enumerate(moments)))
-    return row_of(name, f"kill -9 of accelerate or of one of {_RANKS} ranks", outcomes)
+    outcomes = bench.all(one, list(enumerate(moments)), good=good)
+    return row_of(name, what, outcomes, good=good)
 
 
 def stop_row(bench: Bench, role: str) -> Row:

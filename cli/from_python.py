@@ -10,12 +10,14 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from ycore.errors import ConfigError, RunFolderError
 
 if TYPE_CHECKING:
     from ycore.config.schema import AnyConfig
+
+_T = TypeVar("_T")
 
 Reward = str | Callable[..., Sequence[float | None]] | Mapping[str, Any]
 """A name as `--reward` takes it, a function in TRL's shape, or a mapping such as `{"reward": f, "weight": 0.5}`."""
@@ -30,6 +32,16 @@ class Run:
 
     folder: Path
     summary: Mapping[str, Any] = field(default_factory=dict)
+
+    def _repr_html_(self) -> str:
+        """A notebook's view: how the run ended, and its last steps."""
+        from html import escape
+
+        names = ("step", "ycore/reward", "ycore/time/step")
+        rows = [[f"{row[name]:.4g}" if name in row else "" for name in names] for row in self.metrics[-10:]]
+        head = escape(f"{self.folder}: {self.summary.get('status', 'opened')}")
+        cells = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in [names, *rows])
+        return f"<p>{head}</p><table>{cells}</table>"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -179,13 +191,26 @@ def _run(algorithm: str, settings: Mapping[str, Any], *, resume: bool) -> Run:
 
     config = _config(algorithm, dict(settings), resume=resume)
     how = Resume(step=None, accept_changes=False)
-    plan = checked_plan(config, resume=resume, how=how)
+    plan = _outside_a_loop(lambda: checked_plan(config, resume=resume, how=how))
     if algorithm == "eval":
         summary = run_worker(EVALUATOR, config)
     else:
         steps, world = plan["trl"]["max_steps"], plan["ranks"]["world"]
         summary = run_training(config, num_steps=steps, world=world, resume=resume, how=how)
     return Run(Path(config.output), summary)
+
+
+def _outside_a_loop(call: Callable[[], _T]) -> _T:
+    """What `call` returns. It runs in a thread where this one has an event loop, as a notebook has: only one can be."""
+    import asyncio
+    from concurrent.futures import ThreadPoolExecutor
+
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return call()
+    with ThreadPoolExecutor(1) as thread:
+        return thread.submit(call).result()
 
 
 def _config(algorithm: str, settings: dict[str, Any], *, resume: bool) -> "AnyConfig":

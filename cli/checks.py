@@ -133,18 +133,26 @@ def _check_evaluation(config: RunConfig, prompts: PromptSet) -> dict[str, Any] |
 
 def _check_turns(config: RunConfig, model: ModelPlan) -> None:
     """UserError where the run's tools or environment cannot work, or the model's chat template cannot use them."""
-    if any(is_environment(reward) for reward in config.rewards) and config.env is None:
+    has_world = config.env is not None or config.agent is not None
+    if any(is_environment(reward) for reward in config.rewards) and not has_world:
         raise RewardError("the reward 'environment' is what an environment pays, and the run has none; say --env")
-    if not config.tools and config.env is None:
+    if not config.tools and not has_world:
         return
+    if any(is_reference(reward) for reward in config.rewards):
+        raise RewardError(
+            "reference_probability reads one turn; take another reward, or leave out --tools, --env and --agent"
+        )
+    if config.agent is not None:
+        from ycore.environments.agent_pool import check_agent
+
+        check_agent(config)
+        return require_chat_template(model)
     from ycore.environments.tool_pool import describe_tools  # these load transformers and TRL: only such runs pay it
 
     described = describe_tools(config, run_folder=Path(config.output))
     assert described is not None
     if any(is_environment(reward) for reward in config.rewards) and not described.pays:
         raise RewardError(f"environment {config.env!r} has no get_reward, and gives no reward; name one with --reward")
-    if any(is_reference(reward) for reward in config.rewards):
-        raise RewardError("reference_probability reads one turn; take another reward, or leave out tools and --env")
     if model.folder is not None and (model.folder / "tokenizer_config.json").is_file():
         from ycore.round.assemble import load_tokenizer
         from ycore.round.dialogue import Dialogue
@@ -156,7 +164,7 @@ def _check_turns(config: RunConfig, model: ModelPlan) -> None:
 def _sandbox_lines(config: RunConfig) -> list[str]:
     """What confines the rewards that ycore did not bring, and what a recipe opens for each; nothing without any."""
     own = [reward for reward in config.rewards if is_rule(reward) and ":" in reward.reward]
-    has_tools = bool(config.tools) or config.env is not None
+    has_tools = bool(config.tools) or config.env is not None or config.agent is not None
     if not own and not has_tools and not any(is_code(reward) for reward in config.rewards):
         return []
     lines = [choose(config.sandbox.level).line]
@@ -219,8 +227,8 @@ def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> list[tuple[st
     if has_rollouts:
         rows.append(("engine", f"{plan['engine']}, completions of at most {config['max_tokens']} tokens"))
         rows += [("memory", plan["memory"])] if plan["memory"] else []
-        if config["tools"] or config["env"]:
-            acts = [*config["tools"], *([config["env"]] if config["env"] else [])]
+        acts = [*config["tools"], *(one for one in (config["env"], config["agent"]) if one)]
+        if acts:
             rows.append(("turns", f"at most {config['max_turns']}, with {', '.join(acts)}"))
     return [*rows, ("output", config["output"] + (", going on from its last checkpoint" if resume else ""))]
 

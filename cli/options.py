@@ -67,7 +67,8 @@ Tools = texts(
     metavar="NAME",
 )
 Env = text("What it acts in: file.py:Class, textarena:ID or gym:NAME; see docs/agents.md.", metavar="NAME")
-MaxTurns = number("Turns of the policy in a completion with tools or an environment; e.g. 4.")
+Agent = text("A command that talks to the policy as an OpenAI client; see docs/agents.md.", metavar="COMMAND")
+MaxTurns = number("Turns of the policy in a completion with tools, an environment or an agent; e.g. 4.")
 Actions = text("How it calls tools: template (of its chat template) or calls (in its text).", metavar="HOW")
 PromptColumn = text("Column that holds the prompt; e.g. question.")
 AnswerColumn = text("Column that rewards get as `answer`; e.g. solution.")
@@ -147,7 +148,7 @@ StageResume = switch("Skip what is finished, go on with what was begun.", "--res
 _TEXTS = (
     "model", "dataset", "output", "merge", "quantize", "system_prompt", "prompt_column", "answer_column",
     "trust_remote_code", "split", "accelerate", "preset", "advantage", "divergence", "trust_region", "placement",
-    "keep_journal", "replay", "teacher", "eval_dataset", "eval_split", "env", "keep_best", "stop_when",
+    "keep_journal", "replay", "teacher", "eval_dataset", "eval_split", "env", "agent", "keep_best", "stop_when",
 )  # fmt: skip
 _NUMBERS = (
     "prompts_per_step", "group_size", "max_tokens", "steps", "seed", "num_samples", "limit", "processes", "restarts",

@@ -120,7 +120,8 @@ def _eval_command(config: "RunConfig", folder: RunFolder) -> str:
         words += ["--reward", reward.reward]
     for tool in config.tools:
         words += ["--tools", tool]
-    if config.tools or config.env is not None:
+    if config.tools or config.env is not None or config.agent is not None:
         words += [*(["--env", config.env] if config.env else []), "--max-turns", str(config.max_turns)]
+        words += ["--agent", config.agent] if config.agent else []
         words += ["--actions", config.turns.actions]
     return shlex.join([*words, "--max-tokens", str(config.max_tokens)])

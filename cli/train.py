@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 
 _ROLLOUTS = {
     "dataset": o.Dataset, "teacher": o.Teacher, "reward": o.Reward, "tools": o.Tools, "env": o.Env,
-    "max_turns": o.MaxTurns, "actions": o.Actions, "prompt_column": o.PromptColumn, "answer_column": o.AnswerColumn,
+    "agent": o.Agent, "max_turns": o.MaxTurns, "actions": o.Actions, "prompt_column": o.PromptColumn,
+    "answer_column": o.AnswerColumn,
     "system_prompt": o.SystemPrompt, "prompts_per_step": o.PromptsPerStep, "group_size": o.GroupSize,
     "max_tokens": o.MaxTokens, "engine": o.EngineKind, "sandbox": o.Sandbox, "dynamic_sampling": o.DynamicSampling,
     "placement": o.Placement, "preset": o.Preset, "advantage": o.Advantage, "divergence": o.Divergence,

@@ -79,6 +79,7 @@ class Completion:
     `logprobs` are of the policy's tokens under the distribution that was sampled (after temperature and truncation),
     and 0 at the environment's; None where the engine shares the trainer's weights. `text` is the policy's last turn.
     `turns` cover all tokens in order; none where all are the policy's one turn. `earned` is what its environment paid.
+    `prompt_ids` are of a prompt of its own, which an agent wrote; None where it follows its group's.
     """
 
     token_ids: tuple[int, ...]
@@ -88,6 +89,7 @@ class Completion:
     policy_version: int
     turns: tuple[Turn, ...] = ()
     earned: Score | None = None
+    prompt_ids: tuple[int, ...] | None = None
 
     @property
     def mask(self) -> tuple[int, ...]:
@@ -124,6 +126,10 @@ class Group:
     completions: tuple[Completion, ...]
     scores_GR: tuple[tuple[Score, ...], ...]
     greedy_scores_R: tuple[Score, ...] | None = None
+
+    def prompt_ids(self, completion: Completion) -> tuple[int, ...]:
+        """What one of its completions follows."""
+        return self.draw.token_ids if completion.prompt_ids is None else completion.prompt_ids
 
     @property
     def num_tokens(self) -> int:

@@ -18,6 +18,7 @@ COMPLETIONS = st.builds(
     text=TEXT,
     finish_reason=st.sampled_from(["stop", "length"]),
     policy_version=st.integers(0, 1000),
+    prompt_ids=st.one_of(st.none(), st.lists(st.integers(0, 99), max_size=3).map(tuple)),
 )
 COLUMNS = st.dictionaries(TEXT, st.one_of(TEXT, st.integers(), st.booleans(), st.none(), st.lists(TEXT, max_size=3)))
 CHAT = st.lists(st.fixed_dictionaries({"role": TEXT, "content": TEXT}), max_size=3)

@@ -52,7 +52,7 @@ def resolve(
         merged = merge(merged, _normalised(layer, algorithm))
     if algorithm.learns_from == "rollouts":
         _add_teacher(merged)
-    if merged.get("env") is not None and not merged.get("rewards"):
+    if (merged.get("env") or merged.get("agent")) is not None and not merged.get("rewards"):
         merged["rewards"] = [{"reward": "environment"}]
     _add_preset_rewards(merged)
     for path, value in indexed:

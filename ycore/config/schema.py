@@ -189,7 +189,9 @@ class RunConfig(BaseConfig):
     # What the policy may call: `file.py:function`, `package.module:function`, or `python`.
     tools: list[str] = []
     env: str | None = None  # `file.py:Class`, as TRL's `environment_factory`: `reset`, public methods, `get_reward`
-    max_turns: Positive = 8  # turns of the policy in a completion, where it has tools or an environment
+    # A command that is started once a completion, and talks to the policy as an OpenAI client.
+    agent: str | None = None
+    max_turns: Positive = 8  # turns of the policy in a completion, where it has tools, an environment or an agent
     turns: TurnSettings = TurnSettings()
     # None looks for `prompt`, `messages`, `question`, `problem`, `instruction`, in this order.
     prompt_column: str | None = None

@@ -127,8 +127,13 @@ async def _described(config: RunConfig, held: Confinement) -> Description:
 
 
 def _confinement(config: RunConfig, *, run_folder: Path | None, run_id: str) -> Confinement:
-    """That of the person's own tools and environment: held like their rewards."""
+    """That of the person's own tools and environment."""
     names = [name for name in (*_functions(config), config.env) if name is not None]
+    return held_like_rewards(config, names, run_folder=run_folder, run_id=run_id)
+
+
+def held_like_rewards(config: RunConfig, names: Sequence[str], *, run_folder: Path | None, run_id: str) -> Confinement:
+    """The confinement of a person's own code of these names, by `turns.sandbox`."""
     specs = [RewardConfig(reward=name, sandbox=config.turns.sandbox) for name in names]
     settings = RewardSettings(memory_gib=config.turns.memory_gib)
     return confinement_of(specs, settings=settings, sandbox=config.sandbox, run_folder=run_folder, run_id=run_id)
@@ -321,7 +326,7 @@ class Episode:
             raise OutOfTime
         if number is None:
             number = self._number = self._number + 1
-        seed = _seed(f"{self._key}/{self._index}/{number}")
+        seed = seed_of(f"{self._key}/{self._index}/{number}")
         deadline_s = min(left, self._pool.config.turns.call_s)
         return await host.ask(op, deadline_s=deadline_s, seed=seed, **request)
 
@@ -333,7 +338,7 @@ class Episode:
             return None
         row = {**self._prompt.columns, "prompt": self._prompt.content}
         ask = partial(host.ask, deadline_s=self._pool.config.turns.call_s)
-        observation: str | None = await ask("reset", seed=_seed(self._key), row=plain(row))
+        observation: str | None = await ask("reset", seed=seed_of(self._key), row=plain(row))
         return observation
 
     async def _restore(self, host: ToolHost) -> None:
@@ -356,5 +361,5 @@ def plain(value: Any) -> Any:
     return value if value is None or isinstance(value, str | int | float | bool) else str(value)
 
 
-def _seed(key: str) -> int:
+def seed_of(key: str) -> int:
     return int.from_bytes(hashlib.blake2b(key.encode(), digest_size=4).digest(), "big")

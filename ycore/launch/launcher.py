@@ -112,7 +112,7 @@ def _note_sandbox(folder: RunFolder, config: AnyConfig) -> None:
     if not isinstance(config, RunConfig):
         return
     own = any(is_code(one) or (is_rule(one) and ":" in one.reward) for one in config.rewards)
-    if own or config.tools or config.env is not None:
+    if own or config.tools or config.env is not None or config.agent is not None:
         description = read_json(folder.config) | {"sandbox": choose(config.sandbox.level).line}
         write_json_atomic(folder.config, description)
 

@@ -1,8 +1,9 @@
 """From a run's folder to the parts of its controller: prompts, engines, scorers, slots."""
 
+import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,11 +18,13 @@ from ycore.engine import Engine, Sampling
 from ycore.engine.server import Server, restart_timeout_s
 from ycore.engine.sleeping import SleepingEngine, SleepTogether
 from ycore.engine.vllm_engine import VllmEngine
+from ycore.environments.agent_pool import AgentPool
 from ycore.environments.tool_pool import Description, ToolPool, describe_tools
 from ycore.placement.allocator import Allocator
 from ycore.placement.learning import SleepLevels
 from ycore.placement.placement import ROLLOUT, SlotPool, in_order, parse_placement
 from ycore.placement.slot_pool import ALLOCATOR, home_of
+from ycore.round.agents import Agents
 from ycore.round.dialogue import Dialogue
 from ycore.round.journal import Journal
 from ycore.round.line import Line, OwnLine, SocketLine
@@ -31,7 +34,7 @@ from ycore.round.sampling import WHOLE, Cost, DrawSource, Rules, Shard
 from ycore.round.scorers import Policy, ScorerEngines, build_scoring, scorer_servers
 from ycore.round.slots import Sleeper, Slots
 from ycore.round.step import Controller
-from ycore.round.turns import Turns
+from ycore.round.turns import OneTurn, Turns
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
@@ -77,6 +80,7 @@ class Assembly:
     prompts: PromptSet
     described: Description | None = None
     """The run's tools and environment; None without any."""
+    _dialogues: dict[str, Dialogue] = field(default_factory=dict)
 
     def controller(
         self,
@@ -105,28 +109,35 @@ class Assembly:
             turns=self._turns(),
         )
 
-    def _turns(self) -> Turns | None:
-        """How completions are written with the run's tools; None without any."""
+    def _turns(self) -> OneTurn | None:
+        """How completions are written with the run's tools or agent; None without any."""
         config, folder = self.config, self.folder
+        where: Any = {"run_id": folder.run_id, "run_folder": folder.root}
+        limits: Any = {"max_turns": config.max_turns, "max_tokens": config.max_tokens}
+        limits |= {"turn_tokens": config.turns.max_tokens, "max_prompt_tokens": self.max_prompt_tokens}
+        if config.agent is not None:
+            agents = AgentPool(config, log=folder.log("agents"), **where)
+            return Agents(self.dialogue_of, agents, call_s=config.turns.call_s, **limits)
         if self.dialogue is None or self.described is None:
             return None
-        return Turns(
-            self.dialogue,
-            ToolPool(config, log=folder.log("tools"), run_id=folder.run_id, run_folder=folder.root),
-            max_turns=config.max_turns,
-            max_tokens=config.max_tokens,
-            turn_tokens=config.turns.max_tokens,
-            max_prompt_tokens=self.max_prompt_tokens,
-            pays=self.described.pays,
-        )
+        tools = ToolPool(config, log=folder.log("tools"), **where)
+        return Turns(self.dialogue, tools, pays=self.described.pays, **limits)
 
     @cached_property
     def dialogue(self) -> Dialogue | None:
         """How the policy calls tools and is answered; ConfigError where its template cannot."""
-        if self.described is None:
-            return None
+        return None if self.described is None else self._dialogue(self.described)
+
+    def dialogue_of(self, tools: str) -> Dialogue:
+        """How the policy talks with an agent that has these tools, as JSON; ConfigError where its template cannot."""
+        if tools not in self._dialogues:
+            self._dialogues[tools] = self._dialogue(Description(tuple(json.loads(tools))), users_answer=True)
+        return self._dialogues[tools]
+
+    def _dialogue(self, described: Description, **how: Any) -> Dialogue:
         arguments = self.config.trl.get("chat_template_kwargs")
-        return Dialogue(self.tokenizer, self.described, actions=self.config.turns.actions, template_arguments=arguments)
+        actions = self.config.turns.actions
+        return Dialogue(self.tokenizer, described, actions=actions, template_arguments=arguments, **how)
 
     def evaluation(self, controller: Controller) -> Controller | None:
         """Beside the run's controller, that of its held-out rows; None where the run has none."""
@@ -217,7 +228,7 @@ class Assembly:
             # One more than fits, so that no engine waits for the controller to notice that a group has ended. With
             # tools all at once: while they answer, nobody can tell how many fit.
             max_in_flight=None
-            if at_once is None or self.described is not None
+            if at_once is None or self.described is not None or config.agent is not None
             else math.ceil(at_once * num_engines / group_size) + 1,
         )
 

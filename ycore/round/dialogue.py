@@ -7,6 +7,7 @@ are those by which the template's rendering of a short dummy talk grows when the
 import ast
 import re
 from collections.abc import Mapping, Sequence
+from itertools import groupby
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -45,6 +46,7 @@ class Dialogue:
     Args:
         actions: `template` or `calls`, see `TurnSettings`.
         template_arguments: TRL's `chat_template_kwargs`.
+        users_answer: whether a user may answer too, besides its tools.
     """
 
     def __init__(
@@ -54,6 +56,7 @@ class Dialogue:
         *,
         actions: str,
         template_arguments: Mapping[str, Any] | None = None,
+        users_answer: bool = False,
     ) -> None:
         self.takes_text = described.takes_text
         self._tokenizer, self._described = tokenizer, described
@@ -66,10 +69,15 @@ class Dialogue:
             raise ConfigError(f"tools and environments need a chat template, and {name} has none; take a chat model")
         if self._by_template:
             self._check_calls(name)
+        self._checked = [[self._answer("dummy", "dummy")], *([[_DUMMY]] if users_answer else [])]
         try:
-            self.answer_ids([self._answer("dummy", "dummy")])
+            self._check_answers()
         except ValueError:
             self._template = self._kept_template(name)
+
+    def _check_answers(self) -> None:
+        for answers in self._checked:
+            self.answer_ids(answers)
 
     def _check_calls(self, name: str) -> None:
         if not supports_tool_calling(self._tokenizer):
@@ -85,7 +93,7 @@ class Dialogue:
         """TRL's copy of the template, which renders what came before the same whatever follows."""
         try:
             self._template = get_training_chat_template(self._tokenizer)
-            self.answer_ids([self._answer("dummy", "dummy")])
+            self._check_answers()
         except ValueError:
             self._template = None
         if self._template is None:
@@ -148,10 +156,20 @@ class Dialogue:
             return {"role": "tool", "name": name, "content": said}
         return {"role": "user", "content": said}
 
+    def heard(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """An agent's messages as the template takes them. Without calls of its own, tools answer as one user."""
+        found: list[Mapping[str, Any]] = []
+        for of_tools, several in groupby(messages, lambda one: one["role"] == "tool"):
+            if of_tools and not self._by_template:
+                found.append(self._answer("\n".join(one["content"] for one in several), ""))
+            else:
+                found += [{**one, "content": break_special_tokens(one["content"], self._special)} for one in several]
+        return found
+
     def answer_ids(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """The tokens from the end of the policy's turn to the beginning of its next one."""
         turn: dict[str, Any] = {"role": "assistant", "content": ""}
-        if self._by_template:
+        if messages[0]["role"] == "tool":
             function = {"name": messages[0]["name"], "arguments": {}}
             turn["tool_calls"] = [{"type": "function", "function": function}]
         before = self._rendered([_DUMMY, turn])

@@ -199,12 +199,13 @@ def finished_from_json(value: Mapping[str, Any]) -> Finished:
 
 
 def _completion(value: Mapping[str, Any]) -> Completion:
-    logprobs, earned = value["logprobs"], value.get("earned")
-    turns = value.get("turns", ())  # absent, as `earned` is, from journals of early versions
+    logprobs, earned, prompt_ids = value["logprobs"], value.get("earned"), value.get("prompt_ids")
+    turns = value.get("turns", ())  # absent, as the two before are, from journals of early versions
     nested = {
         "token_ids": tuple(value["token_ids"]),
         "logprobs": None if logprobs is None else tuple(logprobs),
         "turns": tuple(Turn(**{**turn, "messages": tuple(turn["messages"])}) for turn in turns),
         "earned": None if earned is None else _score(earned),
+        "prompt_ids": None if prompt_ids is None else tuple(prompt_ids),
     }
     return Completion(**{**value, **nested})

@@ -45,8 +45,8 @@ class Cost:
             return cls()
 
     def of(self, group: Group) -> int:
-        prompt, lengths = len(group.draw.token_ids), [len(one.token_ids) for one in group.completions]
-        return round(sum(length * (1 + self.attention * (prompt + length / 2)) for length in lengths))
+        sizes = [(len(group.prompt_ids(one)), len(one.token_ids)) for one in group.completions]
+        return round(sum(length * (1 + self.attention * (prompt + length / 2)) for prompt, length in sizes))
 
 
 @dataclass(frozen=True, slots=True)

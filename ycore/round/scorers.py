@@ -244,7 +244,8 @@ class TeacherScorer(Scorer):
     meter: TeacherMeter
 
     async def score_one(self, writing: Writing, index: int) -> Score:
-        completion, context = await writing.tasks_G[index], writing.draw.token_ids
+        completion = await writing.tasks_G[index]
+        context = completion.prompt_ids or writing.draw.token_ids
         own, num_tokens = completion.logprobs, len(context) + len(completion.token_ids)
         if not self.teacher.teaches(writing.draw.prompt.columns):
             return Score(None)

@@ -5,7 +5,7 @@ A completion holds a slot only while an engine writes. While tools or an environ
 
 import time
 from collections.abc import Awaitable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
 from ycore.environments.tool_pool import Answer, Episode, OutOfTime, ToolPool
@@ -61,6 +61,8 @@ class TurnMeter(Counts):
     ended_turns: float = 0
     ended_length: float = 0
     ended_deadline: float = 0
+    ended_forked: float = 0
+    ended_failed: float = 0
 
     def count(self, completion: Completion) -> None:
         answers = [turn for turn in completion.turns if not turn.by_policy]
@@ -84,9 +86,7 @@ class TurnMeter(Counts):
             "ycore/turns/mean": total.turns / each,
             "ycore/turns/masked_tokens": total.tokens / each,
             "ycore/turns/tool_seconds": total.seconds / each,
-            "ycore/turns/ended_turns": total.ended_turns,
-            "ycore/turns/ended_length": total.ended_length,
-            "ycore/turns/ended_deadline": total.ended_deadline,
+            **{f"ycore/turns/{name}": value for name, value in asdict(total).items() if name.startswith("ended_")},
         }
 
 
@@ -134,7 +134,7 @@ class Turns(OneTurn):
         async with Episode(self._pool, start.prompt, position=position, index=index) as episode:
             if await episode.begin() != start.said:
                 episode.lose("reset said another thing than the prompt has, or more than fits into it")
-            talk = _Talk(start.draw.token_ids, self._max_tokens)
+            talk = Talk(start.draw.token_ids, self._max_tokens)
             for number in range(self._max_turns):
                 turn_seed = completion_seed(seed, position, index, number)
                 part = await write(talk.token_ids, turn_seed, max_tokens=min(self._turn_tokens, talk.room))
@@ -157,9 +157,7 @@ class Turns(OneTurn):
         self.meter.count(completion)
         return completion
 
-    async def _answer(
-        self, talk: "_Talk", episode: Episode, text: str, calls: Sequence[Call], *, is_last: bool
-    ) -> bool:
+    async def _answer(self, talk: "Talk", episode: Episode, text: str, calls: Sequence[Call], *, is_last: bool) -> bool:
         """Ask tools or the environment, and add what they answer; whether the policy has another turn.
 
         The calls of a last turn are not asked, as in TRL. An environment that takes text gets the last one too.
@@ -198,7 +196,7 @@ def said_after(prompt: Prompt, said: str) -> list[Message]:
     return [*prompt.content[:-1], {**prompt.content[-1], "content": prompt.content[-1]["content"] + said}]
 
 
-class _Talk:
+class Talk:
     """A completion as it grows."""
 
     def __init__(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
@@ -233,7 +231,7 @@ class _Talk:
             self.ended = "length"
         return fits
 
-    def completion(self, earned: Score | None) -> Completion:
+    def completion(self, earned: Score | None, prompt_ids: tuple[int, ...] | None = None) -> Completion:
         logprobs = None if self._logprobs is None else tuple(self._logprobs)
         ids, version = tuple(self.token_ids[self._first :]), min(self._versions)
-        return Completion(ids, logprobs, self._text, self.ended, version, tuple(self._turns), earned)
+        return Completion(ids, logprobs, self._text, self.ended, version, tuple(self._turns), earned, prompt_ids)

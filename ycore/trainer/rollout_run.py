@@ -7,6 +7,7 @@ from typing import Any
 from ycore.engine import Engine
 from ycore.engine.transformers_engine import TransformersEngine
 from ycore.engine.weights import write_weights
+from ycore.environments.agent_pool import agent_files
 from ycore.round.assemble import Assembly
 from ycore.round.journal import Journal, ReplayedRounds
 from ycore.round.peers import Peers
@@ -163,4 +164,4 @@ def _contents(parts: Assembly) -> dict[str, str]:
         file = Path(name.rpartition(":")[0]).expanduser()
         if file.suffix == ".py" and file.is_file():
             contents[f"{kind} {name}"] = files_fingerprint([file])
-    return contents
+    return contents | {f"agent {file}": files_fingerprint([file]) for file in agent_files(parts.config.agent)}

@@ -43,7 +43,7 @@ def flatten(groups: Sequence[Group]) -> list[FlatSequence]:
     return [
         FlatSequence(
             row={**group.draw.prompt.columns, "prompt": group.draw.prompt.content},
-            prompt_ids=list(group.draw.token_ids),
+            prompt_ids=list(group.prompt_ids(completion)),
             completion_ids=list(completion.token_ids),
             logprobs=None if completion.logprobs is None else list(completion.logprobs),
             mask=list(completion.mask) if completion.turns else None,

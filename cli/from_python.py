@@ -141,6 +141,13 @@ def distill(
     return _rollouts("distill", model, dataset, reward, resume, {"teacher": teacher, **settings})
 
 
+def online_dpo(
+    *, model: str, dataset: Rows, reward: Reward | Sequence[Reward], resume: bool = False, **settings: Any
+) -> Run:
+    """Train a model on its own best and worst completions by reward; the arguments are those of `grpo`."""
+    return _rollouts("online-dpo", model, dataset, reward, resume, settings)
+
+
 def evaluate(*, model: str, dataset: Rows, reward: Reward | Sequence[Reward], **settings: Any) -> Run:
     """Measure a model: the figures are in `.summary`, the completions in `.completions`.
 

@@ -62,8 +62,8 @@ def training_command(algorithm: Algorithm) -> Callable[..., None]:
         train(config, **{name: options[name] for name in _HOW} | {"resume": resume})
 
     own = _ROLLOUTS if algorithm.learns_from == "rollouts" else _EXAMPLES
-    hidden = ["advantage"] if algorithm.preset or algorithm.settings.get("critic") is not None else []
-    hidden += ["preset"] if algorithm.preset else []
+    hidden = ["advantage"] if algorithm.preset or algorithm.name in ("ppo", "online-dpo") else []
+    hidden += ["preset"] if algorithm.preset or algorithm.name == "online-dpo" else []
     hidden += ["teacher"] if algorithm.name != "distill" else []
     declared = {name: option for name, option in ({"model": o.Model} | own | _TRAINING).items() if name not in hidden}
     examples = "\n".join(f"ycore {algorithm.name} {example}" for example in algorithm.examples)

@@ -9,7 +9,7 @@ import importlib
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Run", "distill", "dpo", "evaluate", "grpo", "kto", "ppo", "reward_model", "rloo", "sft"]
+__all__ = ["Run", "distill", "dpo", "evaluate", "grpo", "kto", "online_dpo", "ppo", "reward_model", "rloo", "sft"]
 
 
 def __getattr__(name: str) -> Any:

@@ -4,6 +4,7 @@ from ycore_cli.from_python import dpo as dpo
 from ycore_cli.from_python import evaluate as evaluate
 from ycore_cli.from_python import grpo as grpo
 from ycore_cli.from_python import kto as kto
+from ycore_cli.from_python import online_dpo as online_dpo
 from ycore_cli.from_python import ppo as ppo
 from ycore_cli.from_python import reward_model as reward_model
 from ycore_cli.from_python import rloo as rloo

@@ -27,6 +27,7 @@ HAND = {
     "reinforce++-baseline": [[0.9485034, -0.9485034, -0.9485034, 0.9485034], [1.2646711, -0.6323356, 0.0, -0.6323356]],
     "remax": [[0.0, -1.0, -1.0, 0.0], [0.75, -0.25, 0.0, -0.25]],
     "maxrl": [[1.0, -1.0, -1.0, 1.0], [2.0, -1.0, 0.0, -1.0]],
+    "raft": [[0.5, 0.0, 0.0, 0.5], [1.0, 0.0, 0.0, 0.0]],
 }
 NAMES = sorted(ESTIMATORS)
 WITHIN_GROUP = ["dr-grpo", "group", "maxrl", "rloo"]
@@ -52,6 +53,7 @@ def test_hand_table_of_unequal_rewards() -> None:
         "dr-grpo": [-1.5, -0.5, 2.0],
         "rloo": [0.5 - 2.75, 1.5 - 2.25, 4.0 - 1.0],
         "maxrl": [-0.75, -0.25, 1.0],
+        "raft": [0.0, 0.0, 1.0],
     }
     for name, row in expected.items():
         torch.testing.assert_close(run(name, rewards, mask), torch.tensor([row]), rtol=0, atol=2e-7)
@@ -93,7 +95,7 @@ def test_a_group_without_spread_is_exactly_zero_beside_one_with(name: str) -> No
     rewards = torch.tensor([[0.3] * 7, [0.1, 0.7, 0.2, 0.9, 0.0, 0.4, 0.6]])
     advantages = run(name, rewards, torch.ones(2, 7, dtype=torch.bool))
     assert torch.equal(advantages[0], torch.zeros(7))
-    assert advantages[1].abs().min() > 0
+    assert int((advantages[1] != 0).sum()) == (1 if name == "raft" else 7)
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -243,7 +245,7 @@ def test_every_estimator_says_where_it_is_from() -> None:
     for name, found in ESTIMATORS.items():
         assert found.name == name
         formula, _, source = (found.function.__doc__ or "").partition("\n\n")
-        assert "r - " in formula and source.strip().startswith("arXiv ")
+        assert ("r - " in formula or name == "raft") and source.strip().startswith("arXiv ")
 
 
 def test_wrong_shapes_and_missing_baselines_are_refused() -> None:

@@ -102,6 +102,18 @@ _ROWS = (
         lora_learning_rate=1e-4,  # as in Thinking Machines' on-policy distillation
         settings={"trl": {"loss_type": "dapo", "scale_rewards": "none"}},
     ),
+    replace(
+        _GRPO,
+        name="online-dpo",
+        summary="Train a model on its own best and worst completions.",
+        help=(
+            "Rewards, judges or reward models choose the best and the worst completion of each group; DPO's loss\n"
+            "learns from the two. --set loss_from=ipo or rrhf takes another loss; --beta is DPO's."
+        ),
+        examples=("--recipe quickstart --beta 0.1", "--recipe judge-chat --beta 0.1 --set loss_from=ipo"),
+        module="ycore.trl.online_dpo",
+        settings={"loss_from": "dpo", "trl": {"beta": 0.1, "scale_rewards": "none"}},
+    ),
     Algorithm(
         name="sft",
         summary="Fine-tune a model on given answers.",

@@ -12,6 +12,9 @@ ALONE = (BY_TOKEN, "remax")
 TEACHER = "teacher:"
 """How the name of a source begins that is a teacher."""
 
+PAIRED = ("dpo", "ipo", "rrhf")
+"""Losses that compare the completions of a group with each other."""
+
 _CLIPPED = ("grpo", "bnpo", "dr_grpo", "dapo")
 _SHARDED = ("zero1", "zero2", "zero3", "fsdp2")
 
@@ -46,6 +49,8 @@ def check_learner(config: RunConfig) -> None:
             f"group_size must be 2 or more with advantage {config.advantage}, which compares a completion with the "
             "others of its group; it is 1; e.g. --group-size 8, or --advantage reinforce++, or ycore ppo"
         )
+    if config.loss_from in PAIRED or config.algorithm == "online-dpo":
+        _check_pairs(config)
     if config.kl_in == "reward":
         _check_kl_in_reward(config)
     if config.critic is not None or config.advantage == BY_TOKEN or config.algorithm == "distill":
@@ -104,6 +109,20 @@ def _check_ppo(config: RunConfig) -> None:
         raise ConfigError(f"critic.range is the lowest and the highest value; it is {low:g}, {high:g}; e.g. [0, 1]")
     if config.critic.range is not None and config.critic.init is not None:
         raise ConfigError("critic.init brings a head without bounds, and critic.range sets some; give one of the two")
+
+
+def _check_pairs(config: RunConfig) -> None:
+    beta, loss = config.trl.get("beta", 0), config.loss_from
+    if config.algorithm != "online-dpo" or loss not in PAIRED:
+        raise ConfigError(
+            f"the losses {', '.join(PAIRED)} are of ycore online-dpo, which has no other; this is "
+            f"{config.algorithm} with loss_from {loss}; leave loss_from out, or take ycore online-dpo"
+        )
+    if config.advantage != "group":
+        raise ConfigError(f"ycore online-dpo has no advantages; leave --advantage {config.advantage} out")
+    if (loss == "rrhf") == (beta > 0):
+        needs = "compares with no reference; say --beta 0" if beta else "needs beta above 0; say --beta 0.1"
+        raise ConfigError(f"the loss {loss} {needs}")
 
 
 _SAMPLING = {"temperature": 1.0, "top_p": 1.0, "top_k": 0, "min_p": None, "repetition_penalty": 1.0}

@@ -8,7 +8,9 @@ from typing import Any, Literal, get_args
 
 from ycore.errors import ConfigError, nearest
 
-Advantage = Literal["group", "dr-grpo", "rloo", "lite-ppo", "reinforce++", "reinforce++-baseline", "remax", "maxrl"]
+Advantage = Literal[
+    "group", "dr-grpo", "rloo", "lite-ppo", "reinforce++", "reinforce++-baseline", "remax", "maxrl", "raft"
+]
 """The names for `--advantage`: the keys of `ycore.trl.advantages.ESTIMATORS`, and `reinforce++`, which has an advantage
 for each token. `group` leaves the advantage to TRL."""
 

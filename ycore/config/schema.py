@@ -222,7 +222,8 @@ class RunConfig(BaseConfig):
     # Where `beta` puts the KL: a term of the loss, or a part of each token's reward.
     kl_in: Literal["loss", "reward"] = "loss"
     critic: CriticSettings | None = None  # of `ycore ppo` only, which always has one
-    loss_from: Literal["grpo", "gmpo"] = "grpo"  # which of TRL's trainers computes the loss
+    # Which of TRL's trainers computes the loss; `dpo`, `ipo` and `rrhf` are of `ycore online-dpo`.
+    loss_from: Literal["grpo", "gmpo", "dpo", "ipo", "rrhf"] = "grpo"
     # Keep every round on disk, for `replay`; else rounds before the oldest checkpoint are dropped.
     keep_journal: bool = False
     # The folder of a run whose journal provides the rounds: nothing is generated, and no engine is started.

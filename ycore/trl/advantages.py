@@ -127,6 +127,18 @@ def maxrl(rewards_PG: Tensor, mask_PG: Tensor) -> Tensor:
     return _centred(rewards_PG, mask_PG) / torch.where(means > 0, means, torch.inf)
 
 
+@_named("raft")
+def raft(rewards_PG: Tensor, mask_PG: Tensor) -> Tensor:
+    """RAFT: 1 for the best completion of its group, shared by those that are equal, 0 for the others.
+
+    arXiv 2304.06767, algorithm 1: fine-tuning on the best of n. A group without spread has no best one.
+    """
+    highest = torch.where(mask_PG, rewards_PG, -torch.inf).amax(dim=1, keepdim=True)
+    lowest = torch.where(mask_PG, rewards_PG, torch.inf).amin(dim=1, keepdim=True)
+    best = (mask_PG & (rewards_PG == highest) & (highest > lowest)).double()
+    return best / best.sum(dim=1, keepdim=True).clamp(min=1)
+
+
 def _mean(values: Tensor, mask: Tensor, axes: tuple[int, ...]) -> Tensor:
     return torch.where(mask, values, 0).sum(axes, keepdim=True) / mask.sum(axes, keepdim=True).clamp(min=1)
 

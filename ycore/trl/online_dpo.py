@@ -1,0 +1,116 @@
+"""Preferences among the policy's own completions: each group's best and worst by reward, over rounds that ycore makes.
+
+    dpo    -log sigmoid(beta * m), m = log pi(best) / ref(best) - log pi(worst) / ref(worst); arXiv 2305.18290, eq. 7
+    ipo    (m - 1 / (2 beta))^2; arXiv 2310.12036, eq. 17
+    rrhf   sum over pairs, i worse than j, of max(0, p_i - p_j), less log pi(best); arXiv 2304.05302, section 3.1
+
+pi and ref are of whole completions, and p_i is log pi(i) over its number of tokens. The loss of a step is the mean over
+the groups of all ranks; a group whose rewards are all equal has none.
+"""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from trl import GRPOConfig, GRPOTrainer
+
+from ycore.errors import ConfigError
+from ycore.round.sampling import TOLERANCE
+from ycore.trl.seam import loss_mask
+from ycore.trl.token_rewards import TokenRewardTrainer, packed_inputs
+
+
+class _PairLoss(GRPOTrainer):
+    """Under the seam, in the place of GRPO's loss."""
+
+    kind: str
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+        width, size = inputs["completion_ids"].size(1), self.num_generations
+        logps = self._get_per_token_logps_and_entropies(model, *packed_inputs(inputs), width)[0]
+        mask, totals = loss_mask(inputs), inputs["totals"].view(-1, size)
+        if self.kind == "rrhf":
+            losses = ranking_losses((logps * mask).sum(1).view(-1, size), mask.sum(1).view(-1, size), totals)
+        else:
+            ratios = ((logps - inputs["ref_per_token_logps"]) * mask).sum(1).view(-1, size)
+            margins = margins_of(ratios, totals)
+            losses = preference_losses(margins, beta=self.beta, kind=self.kind)
+            if margins.numel():
+                self._metrics["train"]["ycore/pairs/margin"].append(margins.detach().mean().item())
+                self._metrics["train"]["ycore/pairs/accuracy"].append((margins > 0).float().mean().item())
+        return losses.sum() / inputs["pairs_a_step"][0].clamp(min=1) + 0.0 * logps.sum()
+
+
+class Trainer(TokenRewardTrainer, _PairLoss):
+    config_class = GRPOConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        if self.args.per_device_train_batch_size % self.num_generations:
+            raise ConfigError(
+                "the completions of a group are compared within one micro-batch, and per_device_train_batch_size "
+                f"{self.args.per_device_train_batch_size} does not hold whole groups of {self.num_generations}; "
+                f"say --per-device-train-batch-size {self.num_generations}, or --group-size 2"
+            )
+
+    def _own_advantages(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        """No advantages, but what the loss needs: the rewards, and the groups of an optimizer step, a rank.
+
+        A completion with no token to learn from, such as one that was cut and is masked, is not compared.
+        """
+        totals = self._of_this_rank(self._totals(self._rewards))
+        totals = totals.masked_fill(loss_mask(batch).sum(dim=1) == 0, torch.nan)
+        differ = best_and_worst(totals.view(-1, self.num_generations))[2]
+        pairs = self._add_up(differ.sum().double()) / self.accelerator.num_processes
+        share = self.args.gradient_accumulation_steps / self.args.steps_per_generation
+        return {"totals": totals, "pairs_a_step": torch.full_like(totals, float(pairs) * share)}
+
+
+class _TrainerOfIPO(Trainer):
+    kind = "ipo"
+
+
+class _TrainerOfRRHF(Trainer):
+    kind = "rrhf"
+
+
+class _TrainerOfDPO(Trainer):
+    kind = "dpo"
+
+
+TRAINERS = {"dpo": _TrainerOfDPO, "ipo": _TrainerOfIPO, "rrhf": _TrainerOfRRHF}
+"""By `loss_from`."""
+
+
+def best_and_worst(totals_PG: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Of each group the first completion with the highest reward, the first with the lowest, and whether they differ.
+
+    NaN is a completion without a reward; it is neither.
+    """
+    missing = totals_PG.isnan()
+    highest, best = totals_PG.masked_fill(missing, -torch.inf).max(dim=1)
+    lowest, worst = totals_PG.masked_fill(missing, torch.inf).min(dim=1)
+    return best, worst, highest - lowest > TOLERANCE
+
+
+def margins_of(ratios_PG: Tensor, totals_PG: Tensor) -> Tensor:
+    """The best completion's log(pi / ref) less the worst's, of the groups whose rewards differ: (pairs,)."""
+    best, worst, differ = best_and_worst(totals_PG)
+    margins = ratios_PG.gather(1, best.unsqueeze(1)) - ratios_PG.gather(1, worst.unsqueeze(1))
+    return margins.squeeze(1)[differ]
+
+
+def preference_losses(margins: Tensor, *, beta: float, kind: str) -> Tensor:
+    """Of each pair: `dpo` or `ipo`."""
+    if kind == "ipo":
+        return (margins - 1 / (2 * beta)).square()
+    return -torch.nn.functional.logsigmoid(beta * margins)
+
+
+def ranking_losses(sums_PG: Tensor, num_tokens_PG: Tensor, totals_PG: Tensor) -> Tensor:
+    """RRHF's loss of each group whose rewards differ, from its completions' log-probabilities and lengths."""
+    best, _, differ = best_and_worst(totals_PG)
+    means = sums_PG / num_tokens_PG.clamp(min=1)
+    worse = totals_PG.unsqueeze(2) < totals_PG.unsqueeze(1) - TOLERANCE  # NaN is neither better nor worse
+    hinges = (means.unsqueeze(2) - means.unsqueeze(1)).clamp(min=0) * worse
+    return (hinges.sum(dim=(1, 2)) - sums_PG.gather(1, best.unsqueeze(1)).squeeze(1))[differ]

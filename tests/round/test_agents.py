@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import json
+import random
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -119,6 +120,35 @@ def test_calls_of_one_talk_are_one_sequence_with_the_answers_masked(name: str) -
     answer = agent.answers[0]["choices"][0]
     assert answer["finish_reason"] == "tool_calls" and agent.answers[1]["choices"][0]["finish_reason"] == "stop"
     assert json.loads(answer["message"]["tool_calls"][0]["function"]["arguments"]) == {"x": 1, "y": 2}
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen3", "llama3.1"])
+def test_no_token_of_a_talk_through_the_door_is_written_as_text_and_read_again(name: str) -> None:
+    """Random tokens, after which a user answers: most would be others, had they come back from the client's text."""
+    tokenizer, dialogue_of = dialogues(name)
+    chance, would_change = random.Random(name), 0
+    lower = [number for token, number in tokenizer.get_vocab().items() if token.isalpha() and token.islower()]
+
+    def goes_on(answers: list[Any]) -> dict[str, Any]:
+        history = list(USER)
+        for answer in answers:
+            history += [answer["choices"][0]["message"], {"role": "user", "content": str(len(history))}]
+        return {"messages": history, "tools": [ADD]}
+
+    for _ in range(100):
+        wrote = [[*chance.choices(lower, k=12), tokenizer.eos_token_id] for _ in range(3)]
+        writer, agent = Writer(tokenizer, wrote), Scripted([goes_on] * 3 + [Ended(0)])
+        how = Agents(dialogue_of, agent, call_s=5.0, **LIMITS)  # type: ignore[arg-type]
+        found = asyncio.run(how.play(Start(Draw(5, PROMPT, (7, 8)), PROMPT), 1, writer, seed=0))
+        whole = [*(found.prompt_ids or ()), *found.token_ids]
+        assert agent.statuses == [200] * 3
+        assert [token for token, own in zip(found.token_ids, found.mask, strict=True) if own] == [
+            token for turn in wrote for token in turn
+        ]
+        for asked, _, _ in writer.asked:
+            assert asked == whole[: len(asked)]
+        would_change += tokenizer.encode(tokenizer.decode(wrote[0][:-1]), add_special_tokens=False) != wrote[0][:-1]
+    assert would_change > 50
 
 
 def test_a_user_may_answer_too_and_special_tokens_of_what_is_said_are_broken() -> None:

@@ -14,11 +14,9 @@ from ycore.errors import ConfigError
 from ycore.launch import layout
 from ycore.launch.gpus import Gpu
 from ycore.launch.layout import (
-    NAMES,
     ONE_RANK,
     Dtype,
     Machine,
-    Name,
     Site,
     accelerate_config,
     check_deepspeed,
@@ -26,6 +24,7 @@ from ycore.launch.layout import (
     with_processes,
 )
 from ycore.plan.devices import check_bfloat16
+from ycore.plan.job import SHARDINGS, Sharding
 from ycore.run.paths import RunFolder
 
 CORES = Machine(cores=tuple(range(8)), devices=())
@@ -196,8 +195,8 @@ def read_back(told: dict[str, Any], folder: Path) -> Any:
 
 @pytest.mark.parametrize("on_cpu", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", NAMES)
-def test_accelerate_reads_it(name: Name, dtype: Dtype, on_cpu: bool, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_accelerate_reads_it(name: Sharding, dtype: Dtype, on_cpu: bool, tmp_path: Path) -> None:
     if name == "fsdp2" and on_cpu:
         with pytest.raises(ConfigError, match=r"fsdp2 needs GPUs.*zero3"):
             accelerate_config(name, processes=2, on_cpu=True, dtype=dtype)

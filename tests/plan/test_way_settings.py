@@ -119,7 +119,7 @@ def test_every_way_of_a_thousand_plans_can_be_run(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(search, "simulated", lambda job, one, fleet: one)
     monkeypatch.setattr(search, "nearest", lambda *settings, **more: [])
     monkeypatch.setattr(search, "_smaller_model", lambda *settings: [])
-    monkeypatch.setattr(search, "num_cores", lambda: 16)
+    monkeypatch.setattr(search, "usable_cores", lambda: range(16))
     monkeypatch.setattr(sources, "parse_yaml", lambda text, **more: dict(parsed(text)))  # one file, a thousand times
     chance, counts = random.Random(0), Counter[str]()
     for _ in range(JOBS):

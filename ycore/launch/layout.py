@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar
 
 import psutil
 import yaml
@@ -19,12 +19,11 @@ from ycore.config.schema import AnyConfig, BaseConfig, RunConfig
 from ycore.engine.commands import split_evenly
 from ycore.errors import ConfigError, nearest
 from ycore.launch.gpus import visible_gpus
-from ycore.plan.devices import check_bfloat16
+from ycore.plan.devices import check_bfloat16, usable_cores
+from ycore.plan.job import SHARDINGS, Sharding
 from ycore.run.paths import RunFolder
 
-Name = Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"]
 Dtype = Literal["float32", "bfloat16"]
-NAMES: tuple[Name, ...] = get_args(Name)
 
 _SHM = "/dev/shm"
 _MIXED_PRECISION: Mapping[Dtype, str] = {"float32": "no", "bfloat16": "bf16"}
@@ -71,12 +70,12 @@ class Layout:
         return self.world // self.num_machines
 
     @property
-    def sharding(self) -> Name:
+    def sharding(self) -> Sharding:
         settings = self.accelerate or {}
         if settings.get("distributed_type") == "FSDP":
             return "fsdp2"
         stage = (settings.get("deepspeed_config") or {}).get("zero_stage")
-        return next((name for name in NAMES if name == f"zero{stage}"), "ddp")
+        return next((name for name in SHARDINGS if name == f"zero{stage}"), "ddp")
 
     @property
     def shards_weights(self) -> bool:
@@ -121,7 +120,7 @@ _Config = TypeVar("_Config", bound=BaseConfig)
 
 def with_processes(config: _Config, machine: Machine | None = None) -> _Config:
     """The config with a number in place of `processes: auto`, unless an accelerate config file has the number."""
-    if config.processes != "auto" or not (config.accelerate is None or config.accelerate in NAMES):
+    if config.processes != "auto" or not (config.accelerate is None or config.accelerate in SHARDINGS):
         return config
     machine = machine or this_machine()
     trains_on_all = config.algorithm != "eval" and machine.devices and not machine.is_sliced
@@ -169,12 +168,11 @@ def this_machine() -> Machine:
         is_cpu_build = importlib.metadata.version("torch").endswith("+cpu")  # importing torch would take seconds
     except importlib.metadata.PackageNotFoundError:
         is_cpu_build = True
-    cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1)
     gpus = () if is_cpu_build else visible_gpus()
     sizes = [gpu.memory_gib * 2**30 for gpu in gpus if gpu.memory_gib is not None]
     free = [gpu.free_gib * 2**30 for gpu in gpus if gpu.free_gib is not None]
     return Machine(
-        cores=tuple(cores),
+        cores=usable_cores(),
         devices=tuple(gpu.id for gpu in gpus),
         device_bytes=min(sizes, default=None),
         free_bytes=min(free, default=None),
@@ -190,7 +188,7 @@ def layout_of(config: AnyConfig, machine: Machine) -> Layout:
     if config.accelerate is None and config.processes == 1:
         return ONE_RANK
     dtype: Dtype = "float32" if config.dtype == "float32" else "bfloat16"
-    name = next((name for name in NAMES if name == (config.accelerate or "ddp")), None)
+    name = next((name for name in SHARDINGS if name == (config.accelerate or "ddp")), None)
     if name is None:
         layout = _layout_from_file(Path(str(config.accelerate)).expanduser(), config, dtype=dtype)
     else:
@@ -200,7 +198,7 @@ def layout_of(config: AnyConfig, machine: Machine) -> Layout:
     return layout
 
 
-def accelerate_config(name: Name, *, processes: int, on_cpu: bool, dtype: Dtype) -> dict[str, Any]:
+def accelerate_config(name: Sharding, *, processes: int, on_cpu: bool, dtype: Dtype) -> dict[str, Any]:
     """The content of the file for `accelerate launch --config_file`; ConfigError for fsdp2 on a CPU."""
     if name == "fsdp2" and on_cpu:
         raise ConfigError("--accelerate fsdp2 needs GPUs: on CPU accelerate would shard nothing; take zero3")
@@ -218,8 +216,8 @@ def _accelerate_files() -> dict[str, dict[str, Any]]:
 def _layout_from_file(path: Path, config: AnyConfig, *, dtype: Dtype) -> Layout:
     if not path.is_file():
         raise ConfigError(
-            f"--accelerate takes {', '.join(NAMES)} or an accelerate config file; there is no file {str(path)!r}"
-            + nearest(str(path), NAMES, limit=1)
+            f"--accelerate takes {', '.join(SHARDINGS)} or an accelerate config file; there is no file {str(path)!r}"
+            + nearest(str(path), SHARDINGS, limit=1)
         )
     settings = _read_accelerate_file(path)
     world = _number(settings, "num_processes", path, least=1)

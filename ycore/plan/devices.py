@@ -127,8 +127,9 @@ def measured_core() -> Device:
     )
 
 
-def num_cores() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+def usable_cores() -> tuple[int, ...]:
+    """Those that this process may use."""
+    return tuple(sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else range(os.cpu_count() or 1))
 
 
 def bfloat16_factor(flags: set[str]) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
-from ycore.plan.devices import GIB, Device, Fleet, check_bfloat16, measured_core, num_cores, parse_devices
+from ycore.plan.devices import GIB, Device, Fleet, check_bfloat16, measured_core, parse_devices, usable_cores
 from ycore.plan.job import SHARDINGS, Job, Way, job_of, micro_batch_of
 from ycore.plan.model_facts import KNOWN_CONFIGS, model_facts
 from ycore.plan.sharing import sharings
@@ -93,7 +93,7 @@ def make_plan(
     if core is None:  # measured only where the plan is for cores, since that takes a moment
         unused = Device("core", GIB, 1e9, 1e9, 1e9, "not measured", on_cpu=True)
         core = measured_core() if devices.strip().lower().endswith("cpu") else unused
-    fleet = parse_devices(devices, core=core, num_cores=num_cores())
+    fleet = parse_devices(devices, core=core, num_cores=len(usable_cores()))
     check_bfloat16(config.dtype, () if fleet.device.has_bfloat16 else (fleet.device.name,))
     job = job_of(
         config, policy, judge=judge_facts, judge_tokens=judge_tokens,

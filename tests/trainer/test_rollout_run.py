@@ -223,3 +223,48 @@ def test_a_policy_learns_in_an_environment_of_several_turns(
     assert all(row["ycore/turns/masked_tokens"] > 5 and row["ycore/masked"] == 0 for row in rows)
     samples = json.loads(folder.samples.read_text())
     assert "\nuser: 1 so far\n" in "".join(sample["completion"] for sample in samples["after"])
+
+
+TALKER = """
+import json, os, sys, urllib.request
+
+def ask(messages):
+    head = {"Authorization": f"Bearer {os.environ['OPENAI_API_KEY']}", "Content-Type": "application/json"}
+    url, body = os.environ["OPENAI_BASE_URL"] + "/chat/completions", json.dumps({"messages": messages}).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, body, head)) as reply:
+        return json.load(reply)["choices"][0]["message"]
+
+seed = int(os.environ["YCORE_SEED"])
+if seed % 4 == 0:
+    sys.exit(3)
+messages = [{"role": "user", "content": "go" * (1 + seed % 3)}]
+messages.append(ask(messages))
+open(os.environ["YCORE_REWARD_FILE"], "w").write(str(len(messages[-1]["content"]) % 5))
+messages += [{"role": "user", "content": "more"}]
+ask(messages)
+"""
+
+
+def test_a_policy_learns_with_an_agent_that_writes_its_own_prompts(
+    tmp_path: Path, ended: list["subprocess.Popen[str]"]
+) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    ends = [2, *range(10, 50)]
+    (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    (tmp_path / "talker.py").write_text(TALKER)
+    agent = f"python {tmp_path / 'talker.py'}"
+    settings = {"agent": agent, "max_tokens": 120, "keep_journal": True, "turns": {"max_tokens": 12}}
+    folder = run_folder(tmp_path, model, **settings, rewards=[RewardConfig(reward="environment")])
+    write_json_atomic(folder.engines, {**json.loads(folder.engines.read_text()), "max_model_len": 256})
+    code, told = finish(folder, ended)
+    assert code == 0, told
+    found = Journal(folder.journal, rank=0).read(0)
+    assert found is not None
+    written = [completion for group in found.groups for completion in group.completions]
+    prompts = {completion.prompt_ids for completion in written}
+    assert len(prompts - {None}) > 1, "each agent writes a prompt of its own"
+    assert all(completion.finish_reason == "failed" for completion in written if completion.prompt_ids is None)
+    assert any(len(completion.turns) == 3 for completion in written)
+    rows = read_metrics(folder.metrics)
+    assert len(rows) == 2 and all(row["ycore/logprob_gap"] < 1e-3 for row in rows if "ycore/logprob_gap" in row)
+    assert all(0 < row["ycore/turns/ended_failed"] < 64 for row in rows)

@@ -20,6 +20,7 @@ _SAMPLE_WIDTH = 100
 
 @o.takes({
     "model": o.Model, "dataset": o.Dataset, "reward": o.Reward, "tools": o.Tools, "env": o.Env,
+    "env_python": o.EnvPython,
     "agent": o.Agent, "max_turns": o.MaxTurns, "actions": o.Actions, "prompt_column": o.PromptColumn,
     "answer_column": o.AnswerColumn, "system_prompt": o.SystemPrompt, "trust_remote_code": o.TrustRemoteCode,
     "group_size": o.GroupSize, "max_tokens": o.MaxTokens, "lora": o.Lora, "preset": o.Preset, "engine": o.EngineKind,
@@ -74,6 +75,7 @@ def fly_first(config: "RunConfig") -> None:
 
 @o.takes({
     "model": o.Model, "dataset": o.Dataset, "reward": o.Reward, "tools": o.Tools, "env": o.Env,
+    "env_python": o.EnvPython,
     "agent": o.Agent, "max_turns": o.MaxTurns, "actions": o.Actions, "split": o.Split, "prompt_column": o.PromptColumn,
     "answer_column": o.AnswerColumn, "system_prompt": o.SystemPrompt, "trust_remote_code": o.TrustRemoteCode,
     "num_samples": o.NumSamples, "limit": o.Limit, "max_tokens": o.MaxTokens, "engine": o.EngineKind, "seed": o.Seed,

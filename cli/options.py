@@ -66,7 +66,10 @@ Tools = texts(
     "What the policy may call: file.py:function, python or mcp:COMMAND; may be repeated; see docs/agents.md.",
     metavar="NAME",
 )
-Env = text("What it acts in: file.py:Class, textarena:ID or gym:NAME; see docs/agents.md.", metavar="NAME")
+Env = text(
+    "What it acts in: file.py:Class, textarena:ID, gym:NAME or openenv:NAME; see docs/agents.md.", metavar="NAME"
+)
+EnvPython = text("Another Python for tools and environment, with packages of its own.", metavar="PATH")
 Agent = text("A command that talks to the policy as an OpenAI client; see docs/agents.md.", metavar="COMMAND")
 MaxTurns = number("Turns of the policy in a completion with tools, an environment or an agent; e.g. 4.")
 Actions = text("How it calls tools: template (of its chat template) or calls (in its text).", metavar="HOW")
@@ -148,7 +151,8 @@ StageResume = switch("Skip what is finished, go on with what was begun.", "--res
 _TEXTS = (
     "model", "dataset", "output", "merge", "quantize", "system_prompt", "prompt_column", "answer_column",
     "trust_remote_code", "split", "accelerate", "preset", "advantage", "divergence", "trust_region", "placement",
-    "keep_journal", "replay", "teacher", "eval_dataset", "eval_split", "env", "agent", "keep_best", "stop_when",
+    "keep_journal", "replay", "teacher", "eval_dataset", "eval_split", "env", "env_python", "agent", "keep_best",
+    "stop_when",
 )  # fmt: skip
 _NUMBERS = (
     "prompts_per_step", "group_size", "max_tokens", "steps", "seed", "num_samples", "limit", "processes", "restarts",

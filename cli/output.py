@@ -121,6 +121,7 @@ def _eval_command(config: "RunConfig", folder: RunFolder) -> str:
     for tool in config.tools:
         words += ["--tools", tool]
     if config.tools or config.env is not None or config.agent is not None:
+        words += ["--env-python", config.env_python] if config.env_python else []
         words += [*(["--env", config.env] if config.env else []), "--max-turns", str(config.max_turns)]
         words += ["--agent", config.agent] if config.agent else []
         words += ["--actions", config.turns.actions]

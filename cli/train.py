@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 _ROLLOUTS = {
     "dataset": o.Dataset, "teacher": o.Teacher, "reward": o.Reward, "tools": o.Tools, "env": o.Env,
+    "env_python": o.EnvPython,
     "agent": o.Agent, "max_turns": o.MaxTurns, "actions": o.Actions, "prompt_column": o.PromptColumn,
     "answer_column": o.AnswerColumn,
     "system_prompt": o.SystemPrompt, "prompts_per_step": o.PromptsPerStep, "group_size": o.GroupSize,

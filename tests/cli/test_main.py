@@ -24,7 +24,7 @@ VISIBLE = {
         "--preset", "--advantage", "--divergence", "--engine", "--sandbox", "--dynamic-sampling", "--placement",
         "--processes", "--accelerate", "--restarts", "--merge", "--wandb-project", "--seed", "--set", "--recipe",
         "--output", "--eval-dataset", "--eval-split", "--eval-every", "--eval-reward", "--keep-best", "--stop-when",
-        "--quantize", "--trust-region", "--tools", "--env", "--agent", "--actions", "--max-turns",
+        "--quantize", "--trust-region", "--tools", "--env", "--env-python", "--agent", "--actions", "--max-turns",
         "--preflight", "--dry-run", "--resume", "--resume-from", "--accept-changes", "--keep-journal", "--replay",
         "--json",
     ],
@@ -32,7 +32,8 @@ VISIBLE = {
     "eval": [
         "--model", "--dataset", "--reward", "--split", "--prompt-column", "--answer-column", "--system-prompt",
         "--trust-remote-code", "--num-samples", "--limit", "--max-tokens", "--engine", "--sandbox", "--seed", "--set",
-        "--recipe", "--tools", "--env", "--agent", "--actions", "--max-turns", "--output", "--dry-run", "--json",
+        "--recipe", "--tools", "--env", "--env-python", "--agent", "--actions", "--max-turns", "--output", "--dry-run",
+        "--json",
     ],
 }  # fmt: skip
 VISIBLE["rloo"] = [option for option in VISIBLE["grpo"] if option not in ("--preset", "--advantage")]

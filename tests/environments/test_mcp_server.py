@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from ycore.config.schema import RunConfig
+from ycore.config.schema import RunConfig, TurnSettings
 from ycore.environments import Refused
 from ycore.environments.mcp_server import McpServer, ServerEnded
 from ycore.environments.tool_pool import Answer, Episode, ToolPool, describe_tools
@@ -135,6 +135,12 @@ def test_a_server_of_the_official_library_is_described_once_before_a_run(place: 
         describe_tools(config_of("tools.py:fail", "mcp:python notes.py"))
     with pytest.raises(ConfigError, match="no MCP server started: it ended with status 2"):
         describe_tools(config_of("mcp:python none.py"))
+
+
+def test_what_the_recipe_opens_is_open_to_servers_too(place: Path) -> None:
+    config = config_of("mcp:python notes.py").model_copy(update={"turns": TurnSettings(sandbox={"network": True})})
+    pool = ToolPool(config, log=place / "log", run_id="t", run_folder=place / "run")
+    assert pool._own.view.network and not pool._code.view.network
 
 
 def test_each_completion_has_a_server_of_its_own_held_as_tools_are(place: Path) -> None:

@@ -1,6 +1,8 @@
 """Tools and environments in real processes: what hangs, dies or raises is told, and the same world comes back."""
 
 import asyncio
+import subprocess
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -69,6 +71,24 @@ class Walk:
             return "much"
         return self.at - self.start
 '''
+
+OTHER = """
+import importlib.util, sys
+import greeting
+
+class Other:
+    def reset(self, **row):
+        return greeting.WORD
+
+    def step(self, text: str):
+        found = [name for name in ("transformers", "pydantic", "ycore_cli") if importlib.util.find_spec(name)]
+        loaded = [name for name in sys.modules if name.startswith("ycore.") and "environments" not in name]
+        loaded = [name for name in loaded if name not in ("ycore.errors", "ycore.sandbox", "ycore.sandbox.channel")]
+        return f"{sys.prefix} {', '.join(found) or 'none'}, of ycore's own: {', '.join(loaded) or 'none'}"
+
+    def get_reward(self):
+        return 1.0
+"""
 
 
 @pytest.fixture(scope="module")
@@ -205,6 +225,40 @@ def test_the_interpreter_keeps_variables_for_one_completion_and_sees_no_file(
     said = run(work, tools=["python"])
     assert said[:2] == ["", "42"] and "error" in said[2] and "tools.py" not in said[2] and "timeout" in said[3]
     assert said[4] == "(the interpreter began anew: its variables are gone)\n1" and "not defined" in said[-1]
+
+
+@pytest.mark.parametrize("level", ["auto", "landlock"])
+def test_another_python_runs_them_with_its_own_packages_alone(
+    run: Callable[..., Any], tmp_path: Path, level: str
+) -> None:
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / ".other"], check=True, timeout=120)
+    (packages,) = (tmp_path / ".other").glob("lib/*/site-packages")
+    (packages / "greeting.py").write_text("WORD = 'hello'")
+    (tmp_path / "other.py").write_text(OTHER)
+
+    async def work(pool: ToolPool) -> list[Any]:
+        async with episode(pool) as one:
+            return [await one.begin(), await one.step("look"), await one.reward()]
+
+    python = str(tmp_path / ".other" / "bin" / "python")
+    said, seen, paid = run(work, env=f"{tmp_path}/other.py:Other", env_python=python, sandbox={"level": level})
+    assert said == "hello" and paid == Score(1.0)
+    assert seen == Answer(f"{tmp_path}/.other none, of ycore's own: none")
+
+
+@pytest.mark.parametrize(
+    ("python", "problem"),
+    [
+        (
+            "no/python",
+            "env_python 'no/python' does not start .No such file or directory.; give the path of a Python",
+        ),
+        ("true", "env_python 'true' does not start"),
+    ],
+)
+def test_what_is_no_other_python_is_refused_in_one_line(place: Path, python: str, problem: str) -> None:
+    with pytest.raises(ConfigError, match=problem):
+        describe_tools(config_of(place, env="tools.py:Walk", env_python=python))
 
 
 def test_a_tool_finds_no_secret_and_nothing_of_the_run(run: Callable[..., Any]) -> None:

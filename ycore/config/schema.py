@@ -189,6 +189,7 @@ class RunConfig(BaseConfig):
     # What the policy may call: `file.py:function`, `package.module:function`, or `python`.
     tools: list[str] = []
     env: str | None = None  # `file.py:Class`, as TRL's `environment_factory`: `reset`, public methods, `get_reward`
+    env_python: str | None = None  # another Python for tools and environment, one with packages of its own
     # A command that is started once a completion, and talks to the policy as an OpenAI client.
     agent: str | None = None
     max_turns: Positive = 8  # turns of the policy in a completion, where it has tools, an environment or an agent

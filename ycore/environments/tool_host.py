@@ -1,7 +1,7 @@
-"""`python -m ycore.environments.tool_host DESCRIPTOR`: a confined process that holds tools and one environment.
+"""`python -m ycore.environments.tool_host DESCRIPTOR [PYTHON]`: a confined process with tools and one environment.
 
-It imports the standard library alone: there are many of them, and any Python could run it. JSON lines come on standard
-input; answers go to the descriptor. The first line is `{"nonce", "tools", "env", "describe"}`, answered by
+It imports the standard library alone: there are many of them, and another PYTHON can run it. JSON lines come on
+standard input; answers go to the descriptor. The first line is `{"nonce", "tools", "env", "describe"}`, answered by
 `{"nonce", "ready": what there is}` or `{"nonce", "error": line}`. Each later one has an `op` and is answered by
 `{"nonce", "value"}`, or by `{"nonce", "failed": line}` where a person's or a model's code raised. The environment is
 TRL's (`environment_factory`): `reset(**row)`, public methods as tools, `get_reward()`. Deadlines are the parent's.
@@ -21,12 +21,15 @@ import signal
 import sys
 import traceback
 from collections.abc import Callable, Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ycore.environments import Refused
 from ycore.environments.games import GAMES, named
 from ycore.environments.mcp_server import PREFIX, McpServer, ServerEnded
+from ycore.environments.openenv_local import PREFIX as OPENENV
+from ycore.environments.openenv_local import Local, openenv_local
 from ycore.sandbox.channel import Channel
 
 PYTHON = "python"
@@ -61,34 +64,31 @@ class Host:
         self._runner = asyncio.Runner()
         self._env: Any = None
         self._servers = [McpServer(name) for name in tools if name.startswith(PREFIX)]
+        self._declared: list[McpServer | Local] = [*self._servers]  # who say themselves what tools they have
         for name in tools:
             if not name.startswith(PREFIX):
                 self._add(python if name == PYTHON else load(name, "tool"), of=name)
         if env is not None:
-            made = named(env) if env.partition(":")[0] in GAMES else load(env, "environment")
-            if not callable(getattr(made, "reset", None)):
-                raise Refused(f"environment {env!r} has no reset(self, **row), which begins an episode; define it")
-            if not (inspect.isclass(made) and inspect.isfunction(getattr(made, "reset", None))):
-                raise Refused(f"environment {env!r} must be a class; it is a {type(made).__name__}")
-            try:
-                self._env = made()
-            except Refused:
-                raise
-            except BaseException as error:
-                raise Refused(f"environment {env!r}: {made.__name__}() raised {one_line(error)}") from error
+            self._env = _environment(env)
             self._check_reward(env)
             for name in self._methods:
                 self._add(getattr(self._env, name), of=f"{env}.{name}")
+        if isinstance(self._env, Local):
+            self._declared.append(self._env)
 
     @property
     def _methods(self) -> list[str]:
         """The environment's public methods, which are its tools; as in TRL, of its class, inherited or not."""
+        if isinstance(self._env, Local):
+            return []
         members = inspect.getmembers(type(self._env), inspect.isfunction)
         return [name for name, _ in members if name not in _NOT_TOOLS and not name.startswith("_")]
 
     @property
     def _takes_text(self) -> bool:
         """Whether its only method is `step(self, text)`, so that a whole turn is the action."""
+        if isinstance(self._env, Local):
+            return self._env.takes_text
         return (
             self._env is not None
             and self._methods == ["step"]
@@ -111,7 +111,7 @@ class Host:
         takes_text = self._takes_text
         schemas = schemas and not takes_text
         found = [schema_of(tool) for tool in self._tools.values()] if schemas else []
-        for server in self._servers if schemas else ():
+        for server in self._declared if schemas else ():
             for schema in server.schemas:
                 _require_new(schema["function"]["name"], [one["function"]["name"] for one in found], of=server.name)
                 found.append(schema)
@@ -149,7 +149,7 @@ class Host:
     def _called(self, name: str, arguments: Mapping[str, Any]) -> Any:
         if name in self._tools:
             return self._waited(self._tools[name](**arguments))
-        for server in self._servers:
+        for server in self._declared:
             if name in server.tools:
                 return server.call(name, arguments)
         raise ValueError(f"Tool {name} not found.")  # TRL's words
@@ -161,6 +161,23 @@ class Host:
         if value is not None and not isinstance(value, str):
             raise TypeError(f"{method} returns text or None here, not a {type(value).__name__}")
         return value if value is None else value[:MOST_TEXT]
+
+
+def _environment(env: str) -> Any:
+    """The environment of this name; Refused where it is none, or does not start."""
+    try:
+        if env.startswith(OPENENV):
+            return openenv_local(env, partial(load, kind="environment"))
+        made = named(env) if env.partition(":")[0] in GAMES else load(env, "environment")
+        if not callable(getattr(made, "reset", None)):
+            raise Refused(f"environment {env!r} has no reset(self, **row), which begins an episode; define it")
+        if not (inspect.isclass(made) and inspect.isfunction(getattr(made, "reset", None))):
+            raise Refused(f"environment {env!r} must be a class; it is a {type(made).__name__}")
+        return made()
+    except Refused:
+        raise
+    except BaseException as error:
+        raise Refused(f"environment {env!r}: {env.rpartition(':')[2]}() raised {one_line(error)}") from error
 
 
 def _require_new(name: str, names: Collection[str], *, of: str) -> None:
@@ -205,8 +222,13 @@ def load(name: str, kind: str) -> Any:
 
 def schema_of(tool: Callable[..., Any]) -> dict[str, Any]:
     """The tool as chat templates are told it; Refused where it lacks types or a docstring."""
-    from transformers.utils.chat_template_utils import get_json_schema
-
+    try:
+        from transformers.utils.chat_template_utils import get_json_schema
+    except ImportError as error:
+        raise Refused(
+            f"tool {tool.__name__!r} cannot be shown to a model: the schema is made by transformers, and this Python "
+            f"({sys.executable}) has none; install it there"
+        ) from error
     try:
         schema: dict[str, Any] = get_json_schema(tool)
     except Exception as error:
@@ -230,7 +252,19 @@ def one_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
 
 
+_IN_ANOTHER = """
+import runpy, sys, types
+package = sys.modules["ycore"] = types.ModuleType("ycore")
+package.__path__ = [sys.argv.pop(1)]
+runpy.run_module("ycore.environments.tool_host", run_name="__main__", alter_sys=True)
+"""
+"""Runs this module in a Python that has ycore's folder and nothing of what is installed beside it."""
+
+
 def main() -> None:
+    if len(sys.argv) > 2:
+        folder = str(Path(__file__).resolve().parent.parent)
+        os.execv(sys.argv[2], [sys.argv[2], "-I", "-B", "-c", _IN_ANOTHER, folder, sys.argv[1]])
     channel = Channel(int(sys.argv[1]))
     faulthandler.register(signal.SIGUSR2, all_threads=True)  # with this signal, the launcher asks for stacks
     requests = iter(channel)

@@ -7,17 +7,21 @@ an answer too. An environment that was lost so begins anew and takes its earlier
 import asyncio
 import hashlib
 import itertools
+import json
 import math
+import os
+import subprocess
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from ycore.config.schema import RewardConfig, RewardSettings, RunConfig
 from ycore.environments.mcp_server import PREFIX
+from ycore.environments.openenv_local import PREFIX as OPENENV
 from ycore.environments.tool_host import MOST_TEXT, PYTHON
 from ycore.errors import ConfigError, RewardError
 from ycore.rewards.confinement import confinement_of
@@ -61,10 +65,18 @@ class ToolHost(Answerer[Description]):
     module, kind = "ycore.environments.tool_host", "tool worker"
 
     def __init__(
-        self, tools: Sequence[str], env: str | None, held: Confinement, *, describe: bool = False, **how: Any
+        self,
+        tools: Sequence[str],
+        env: str | None,
+        held: Confinement,
+        *,
+        python: str | None = None,
+        describe: bool = False,
+        **how: Any,
     ) -> None:
-        """`describe` asks for the schemas, which takes seconds; `how` is `Answerer`'s."""
+        """`python` is another one to run in, `describe` asks for schemas (seconds), `how` is `Answerer`'s."""
         super().__init__({"tools": list(tools), "env": env, "describe": describe}, _description, held, **how)
+        self.arguments = () if python is None else (_other_python(python)[0],)
 
     async def ask(self, op: str, *, deadline_s: float, **request: Any) -> Any:
         """The value that an operation gives; CallFailed where it raised, hung or ended the process."""
@@ -111,9 +123,8 @@ def describe_tools(config: RunConfig, *, run_folder: Path | None = None) -> Desc
 
 
 async def _described(config: RunConfig, held: Confinement) -> Description:
-    host = ToolHost(
-        config.tools, config.env, held, describe=True, log=None, name="describe", start_timeout_s=_CHECK_DEADLINE_S
-    )
+    how: dict[str, Any] = {"log": None, "name": "describe", "start_timeout_s": _CHECK_DEADLINE_S}
+    host = ToolHost(config.tools, config.env, held, python=config.env_python, describe=True, **how)
     try:
         found = await host.start()
     except CallFailed as failure:
@@ -128,7 +139,12 @@ async def _described(config: RunConfig, held: Confinement) -> Description:
 
 def _confinement(config: RunConfig, *, run_folder: Path | None, run_id: str) -> Confinement:
     """That of the person's own tools and environment."""
-    names = [name for name in (*_functions(config), config.env) if name is not None]
+    if config.env_python is not None:
+        read = [*config.turns.sandbox.read, *_other_python(config.env_python)[1:]]
+        opened = config.turns.sandbox.model_copy(update={"read": read})
+        config = config.model_copy(update={"turns": config.turns.model_copy(update={"sandbox": opened})})
+    names = [PREFIX if name.startswith(PREFIX) else name for name in config.tools if name != PYTHON]
+    names += [] if config.env is None else [config.env.removeprefix(OPENENV)]
     return held_like_rewards(config, names, run_folder=run_folder, run_id=run_id)
 
 
@@ -139,8 +155,24 @@ def held_like_rewards(config: RunConfig, names: Sequence[str], *, run_folder: Pa
     return confinement_of(specs, settings=settings, sandbox=config.sandbox, run_folder=run_folder, run_id=run_id)
 
 
-def _functions(config: RunConfig) -> list[str]:
-    return [name for name in config.tools if name != PYTHON and not name.startswith(PREFIX)]
+@cache
+def _other_python(python: str) -> tuple[str, ...]:
+    """Its executable, then what it must read to start and import; ConfigError where none starts that can be used."""
+    asked = (
+        "import json, os, sys, sysconfig; print(json.dumps([sys.version_info[:2], [sys.executable, sys.prefix, "
+        "sys.base_prefix, os.path.realpath(sys.executable), *sysconfig.get_paths().values(), *sys.path]]))"
+    )
+    try:
+        command = [os.path.expanduser(python), "-I", "-c", asked]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+        version, paths = json.loads(done.stdout)
+    except (OSError, subprocess.SubprocessError, ValueError) as error:
+        why = getattr(error, "strerror", None) or type(error).__name__
+        raise ConfigError(f"env_python {python!r} does not start ({why}); give the path of a Python") from None
+    if tuple(version) < (3, 11):
+        raise ConfigError(f"env_python {python!r} is Python {version[0]}.{version[1]}; tools need 3.11 or later")
+    found = dict.fromkeys(os.path.abspath(path) for path in paths if os.path.exists(path))
+    return (paths[0], *(path for path in found if not f"{path}/".startswith("/usr/")))
 
 
 class ToolPool:
@@ -177,7 +209,7 @@ class ToolPool:
     async def own(self) -> AsyncIterator[ToolHost]:
         """A process with the person's tools and environment, for this holder alone."""
         async with self._room["own"]:
-            host = self._idle.pop() if self._idle else self._new(self._own_tools, self.config.env, self._own)
+            host = self._idle.pop() if self._idle else self._new_own()
             try:
                 yield host
             finally:
@@ -190,7 +222,7 @@ class ToolPool:
     async def interpreter(self) -> AsyncIterator[ToolHost]:
         """A new process for what the model writes; it is ended afterwards, with all that was done to it."""
         async with self._room[PYTHON]:
-            host = self._new([PYTHON], None, self._code)
+            host = self._new([PYTHON], None, self._code, python=None)
             try:
                 yield host
             finally:
@@ -204,8 +236,11 @@ class ToolPool:
     def _own_tools(self) -> list[str]:
         return [name for name in self.config.tools if name != PYTHON]
 
-    def _new(self, tools: Sequence[str], env: str | None, held: Confinement) -> ToolHost:
-        host = ToolHost(tools, env, held, log=self._log, name=f"tools.{next(self._numbers)}")
+    def _new_own(self) -> ToolHost:
+        return self._new(self._own_tools, self.config.env, self._own, python=self.config.env_python)
+
+    def _new(self, tools: Sequence[str], env: str | None, held: Confinement, *, python: str | None) -> ToolHost:
+        host = ToolHost(tools, env, held, python=python, log=self._log, name=f"tools.{next(self._numbers)}")
         self._all.append(host)
         return host
 

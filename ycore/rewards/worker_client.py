@@ -93,6 +93,7 @@ class Answerer(Generic[R]):
     """
 
     module: str
+    arguments: Sequence[str] = ()
     kind: str
     """In words."""
 
@@ -165,7 +166,7 @@ class Answerer(Generic[R]):
         await self._reap()
         self._require_open()
         held = self._confinement
-        self._running = await WorkerProcess.start(self.module, held, self._name, self._printed)
+        self._running = await WorkerProcess.start(self.module, self.arguments, held, self._name, self._printed)
         self._require_open()  # it may have been closed while the process was being made
         self._printed(f"{self.kind} {self._running.process.pid}: {self._running.launch.words}\n".encode())
         timeout_s = self._start_timeout_s

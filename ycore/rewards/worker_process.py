@@ -9,7 +9,7 @@ import os
 import socket
 import sys
 from asyncio.subprocess import PIPE, Process
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 
 from ycore.run.process_tree import kill_tree
@@ -65,13 +65,13 @@ class WorkerProcess:
 
     @classmethod
     async def start(
-        cls, module: str, held: Confinement, name: str, printed: Callable[[bytes], None]
+        cls, module: str, arguments: Sequence[str], held: Confinement, name: str, printed: Callable[[bytes], None]
     ) -> "WorkerProcess":
         answers, to_answers = socket.socketpair()
         output, to_output = os.pipe()
         launch = None
         try:
-            launch = launch_of(module, [str(to_answers.fileno())], held, name=name)
+            launch = launch_of(module, [str(to_answers.fileno()), *arguments], held, name=name)
             process = await asyncio.create_subprocess_exec(
                 *launch.command,
                 stdin=PIPE,

@@ -18,7 +18,7 @@ ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*(ROOT / "ycore").rglob("*.py"), *(ROOT / "cli").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")])
 
 MOST_LINES = 36_500
-MOST_FILES = 222
+MOST_FILES = 217
 MOST_FILE_LINES = 450
 MOST_FUNCTION_LINES = 60
 FEWEST_CODE_LINES = 40

@@ -30,7 +30,7 @@ def test_a_prediction_interval_by_hand() -> None:
 
 def test_curves_are_trailing_means() -> None:
     rows = [{"step": n, "ycore/reward": float(n)} for n in range(1, 13)]
-    assert curve_of(rows)[:2] == [1.0, 1.5] and curve_of(rows)[-1] == 10.0 and final_of(rows) == 7.5
+    assert curve_of(rows)[:2] == [1.0, 1.5] and curve_of(rows)[-1] == 10.0 and final_of(rows) == 11.0
     assert curve_of([{"step": 0, "ycore/eval/reward": 1.0}, *rows]) == curve_of(rows)
 
 

@@ -22,7 +22,7 @@ from ycore.view.record import half_width
 MIN_SEEDS = 3
 _WINDOW = 5  # steps of a trailing mean; one step's reward says little
 _METRICS = (*REWARD, "rewards/accuracies", "accuracy", "mean_token_accuracy")  # the first that a run has is its curve
-_LAST = 10  # steps whose mean is the run's final value
+_LAST = 10  # steps whose mean is the run's final value, and a quarter of them at most
 _NO_DIFFERENCE = 0.02
 _SHARE_INSIDE = 0.8  # of a run's steps
 
@@ -41,7 +41,8 @@ def curve_of(rows: Sequence[Row]) -> list[float]:
 def final_of(rows: Sequence[Row]) -> float:
     """The mean of the metric over the last steps; NaN of a run without steps."""
     values = _values(rows)
-    return statistics.fmean(values[-_LAST:]) if values else math.nan
+    last = max(1, min(_LAST, len(values) // 4))
+    return statistics.fmean(values[-last:]) if values else math.nan
 
 
 def _values(rows: Sequence[Row]) -> list[float]:

@@ -22,6 +22,7 @@ from ycore.launch.scoring_models import check_scorers
 from ycore.models.names import ModelPlan, require_chat_template, resolve_model
 from ycore.rewards.builtin import is_code, is_environment, is_reference
 from ycore.rewards.worker_client import check_reward
+from ycore.round.curriculum import guesses_from
 from ycore.run.claim import AS_IT_WAS, Resume, check_claim
 from ycore.run.secrets import redact
 from ycore.sandbox.level import choose, require
@@ -78,6 +79,8 @@ def _check_rollouts(config: RunConfig, model: ModelPlan, site: Site) -> dict[str
         require_chat_template(model)
     columns = list(prompts.columns)
     _check_rewards(config, prompts)
+    if isinstance(config.sampling.curriculum, str):
+        guesses_from(prompts.prompts, config.sampling.curriculum, config.group_size)
     _check_turns(config, model)
     sharing = check_run(config, site)
     num_rows = len(prompts.prompts)

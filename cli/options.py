@@ -100,6 +100,10 @@ DynamicSampling = flag(
     "Replace groups whose rewards are all equal (the default), or train on all groups.",
     "--dynamic-sampling/--no-dynamic-sampling",
 )
+Curriculum = text(
+    "Draw prompts that teach more often: off, on, or the column with each row's share of right completions.",
+    metavar="HOW",
+)
 Placement = text(
     "How rollouts and judges share the slots: dynamic, colocated or split:3:1; see docs/placement.md.", metavar="HOW"
 )
@@ -243,6 +247,9 @@ def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
         keys["sandbox"] = {"level": params["sandbox"]}
     if params.get("dynamic_sampling") is not None:
         keys["sampling"] = {"dynamic": params["dynamic_sampling"]}
+    if params.get("curriculum") is not None:
+        how = {"on": True, "off": False}.get(params["curriculum"], params["curriculum"])
+        keys["sampling"] = keys.get("sampling", {}) | {"curriculum": how}
     if params.get("lora") is not None:
         keys["lora"] = {} if params["lora"] else None
     if "output" in keys:

@@ -144,7 +144,11 @@ class Group:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A scored group; `teaches` says whether its rewards give a gradient."""
+    """A scored group; `teaches` says whether its rewards give a gradient.
+
+    `lesson` is what it tells of its prompt, once (`round.curriculum.lesson_of`).
+    """
 
     group: Group
     teaches: bool
+    lesson: tuple[float, float] | None = None

@@ -39,6 +39,7 @@ RANK = "rank"
 ALLOCATOR = "allocator"
 _RANKS = 2
 _RANKED = 1 + _RANKS  # accelerate's launcher, then its ranks
+_CURRICULUM = ("--set", "sampling.curriculum=true", "--set", "limit=6")  # a few rows, which come again and again
 _SHORT_S = 3.0
 _DEADLINES = {"engine.health_timeout_s": 8, "engine.request_timeout_s": 15, "step_timeout_s": 60}
 
@@ -68,7 +69,11 @@ def allocator_row(bench: Bench) -> Row:
 def rank_row(bench: Bench) -> Row:
     """SIGKILL of accelerate's launcher or of a rank, in turn, where the trainer has two ranks."""
     what = f"kill -9 of accelerate or of one of {_RANKS} ranks"
-    return _ranked(bench, f"kill-{RANK}", what, lambda number: kill("trainer", which=number % _RANKED), least=_RANKED)
+
+    def one_of(number: int) -> Deed:
+        return kill("trainer", which=number % _RANKED)
+
+    return _ranked(bench, f"kill-{RANK}", what, one_of, least=_RANKED, more=_CURRICULUM)
 
 
 def interrupt_row(bench: Bench) -> Row:
@@ -94,9 +99,10 @@ def _ranked(
     least: int,
     has_judge: bool = False,
     good: Callable[[Outcome], bool] = is_good,
+    more: tuple[str, ...] = (),
 ) -> Row:
     """Trials with two ranks, half as many as of others. `deed_of`: by the trial's number."""
-    oracle = bench.oracle(replace(bench.job, ranks=_RANKS, has_judge=has_judge))
+    oracle = bench.oracle(replace(bench.job, ranks=_RANKS, has_judge=has_judge, more=(*bench.job.more, *more)))
     oracle = replace(oracle, pace=replace(oracle.pace, end_s=oracle.pace.until_model_s))
     moments = draw_moments(max(least, bench.count // 2), steps=bench.job.steps, seed=bench.seed, row=name)
 

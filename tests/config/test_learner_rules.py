@@ -90,6 +90,11 @@ def test_where_every_scored_completion_teaches() -> None:
         ({"advantage": "reinforce++", "preset": "gspo"}, "--advantage reinforce++ has an advantage for each token"),
         ({"advantage": "reinforce++", "loss_from": "gmpo"}, "the loss gmpo takes one advantage a completion"),
         ({"trust_region": "dppo-tv", "preset": "cispo"}, "they are cispo and reverse-kl; leave it out"),
+        (
+            {"sampling": {"curriculum": True}, "group_size": 1, "advantage": "remax"},
+            "here every completion does; leave it",
+        ),
+        ({"algorithm": "ppo", "sampling": {"curriculum": "rate"}}, "--curriculum learns which groups teach"),
         ({"trust_region": "dppo"}, "trust_region must be 'clip', 'dppo-tv' or 'dppo-kl'; it is 'dppo'"),
     ],
 )

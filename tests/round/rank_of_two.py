@@ -20,6 +20,7 @@ from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.errors import EngineError, YcoreError
 from ycore.placement.placement import DYNAMIC, SlotPool
 from ycore.rewards.pool import RewardPool
+from ycore.round.curriculum import Curriculum
 from ycore.round.line import SocketLine
 from ycore.round.sampling import DrawSource, Rules, Shard
 from ycore.round.scoring import rules_alone
@@ -135,6 +136,21 @@ def exchange(peers: TorchPeers, folder: Path) -> dict[str, Any]:
     finally:
         rounds.close()
     return {"groups": told(first), "sent": peers.bytes_sent, "empty": len(offers), "sums": sums}
+
+
+def curriculum(peers: TorchPeers, folder: Path) -> dict[str, Any]:
+    """Three epochs of 64 rows, of which 24 are flat; from the second on, those come up less often."""
+    rounds = make_rounds(peers, ScriptedEngine(), folder, dynamic=True, max_tries=8)
+    rounds.draws.curriculum = Curriculum(seed=5, drop_after=0)
+    asked, draw = [], rounds.draws.draw
+    rounds.draws.draw = lambda: asked.append(draw()) or asked[-1]  # type: ignore[method-assign,func-returns-value]
+    try:
+        for step in range(20):
+            rounds.next_round(step=step, num_groups=4)
+    finally:
+        rounds.close()
+    state = json.loads(json.dumps(rounds.draws.curriculum.state))
+    return {"state": state, "asked": [[one.position, one.prompt.row] for one in asked]}
 
 
 def broken(peers: TorchPeers, folder: Path) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def allocator() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    scenarios = ("plain", "dynamic", "slow_and_fast", "exchange")
+    scenarios = ("plain", "dynamic", "slow_and_fast", "exchange", "curriculum")
     return run(tmp_path_factory.mktemp("two"), *scenarios)
 
 
@@ -109,6 +109,18 @@ def test_a_free_engine_takes_what_a_busy_one_has_not_begun(seen: Seen) -> None:
     assert ranks[0]["drawn"] > ranks[1]["drawn"] >= 1
     assert sum(rank["drawn"] for rank in ranks) == 12
     assert [len(rank["groups"]) for rank in ranks] == [6, 6]
+
+
+def test_ranks_learn_the_same_curriculum_and_leave_out_what_does_not_teach(seen: Seen) -> None:
+    """Of the first 64 positions every one is drawn; of the later ones, the flat rows' about one in ten."""
+    ranks = seen["curriculum"]
+    assert ranks[0]["state"] == ranks[1]["state"] and len(ranks[0]["state"]["rows"]) == 64
+    asked = [one for rank in ranks for one in rank["asked"]]
+    assert all(position % 64 == row for position, row in asked)
+    assert len({position for position, _ in asked}) == len(asked), "a position was drawn twice"
+    later = [row for position, row in asked if position >= 80]  # a round draws ahead of what it learns
+    flat = sum(row % 2 == 1 and row % 8 != 1 for row in later) / len(later)
+    assert len(later) > 0 and flat < 0.25, f"{flat:.2f} of the later draws are flat, 0.375 without a curriculum"
 
 
 def test_a_controllers_state_comes_back_exactly(seen: Seen) -> None:

@@ -49,6 +49,11 @@ def check_learner(config: RunConfig) -> None:
             f"group_size must be 2 or more with advantage {config.advantage}, which compares a completion with the "
             "others of its group; it is 1; e.g. --group-size 8, or --advantage reinforce++, or ycore ppo"
         )
+    if config.sampling.curriculum and teaches_alone(config):
+        raise ConfigError(
+            "--curriculum learns which groups teach, and here every completion does; leave it out, or take ycore grpo "
+            "with --group-size 2 or more"
+        )
     if config.loss_from in PAIRED or config.algorithm == "online-dpo":
         _check_pairs(config)
     if config.kl_in == "reward":

@@ -101,6 +101,10 @@ class SamplingSettings(Strict):
     max_tries: Positive = 4  # groups drawn for each one needed, at most; then the step trains on fewer
     # Policy versions by which a surplus group of an earlier round may lag; 0 drops surplus groups.
     max_age: Annotated[int, Field(ge=0)] = 1
+    # True: a prompt whose groups taught nothing is drawn less often. A column's name: the same, with each row's share
+    # of right completions to begin with.
+    curriculum: bool | str = False
+    drop_after: Annotated[int, Field(ge=0, strict=True)] = 3  # solved groups in a row that drop a prompt; 0: never
 
 
 class CriticSettings(Strict):

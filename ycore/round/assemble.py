@@ -25,6 +25,7 @@ from ycore.placement.learning import SleepLevels
 from ycore.placement.placement import ROLLOUT, SlotPool, in_order, parse_placement
 from ycore.placement.slot_pool import ALLOCATOR, home_of
 from ycore.round.agents import Agents
+from ycore.round.curriculum import Curriculum, guesses_from
 from ycore.round.dialogue import Dialogue
 from ycore.round.journal import Journal
 from ycore.round.line import Line, OwnLine, SocketLine
@@ -208,7 +209,17 @@ class Assembly:
             encode=self.encode,
             max_prompt_tokens=self.max_prompt_tokens,
             shard=shard,
+            curriculum=self.curriculum(),
         )
+
+    def curriculum(self) -> Curriculum | None:
+        config, settings = self.config, self.config.sampling
+        if not settings.curriculum or config.algorithm == "eval":
+            return None
+        guesses = None
+        if isinstance(settings.curriculum, str):
+            guesses = guesses_from(self.prompts.prompts, settings.curriculum, config.group_size)
+        return Curriculum(seed=config.seed, guesses=guesses, drop_after=settings.drop_after)
 
     def rules(self, *, num_engines: float = 1) -> Rules:
         """How a round samples on a rank with this share of the engines. An evaluation takes every group as it comes."""

@@ -15,7 +15,7 @@ from ycore.errors import Interrupted, YcoreError
 from ycore.placement.placement import ROLLOUT
 from ycore.round.journal import Committed, Journal, finished_from_json, finished_to_json, record_again
 from ycore.round.meters import RoundMeter, collect
-from ycore.round.peers import Peers
+from ycore.round.peers import Offer, Peers
 from ycore.round.sampling import DrawSource, Rules, Surplus, Yield
 from ycore.round.scoring import Scoring
 from ycore.round.slots import Slots
@@ -212,7 +212,9 @@ class RankLoop:
             self.record(name, value)
         if self._journal is None:
             return
-        self._journal.commit(step, groups, self.state(), metrics)
+        curriculum = self.draws.curriculum  # its memory grows: a round's record has what the round added
+        state = self.state() | {"curriculum": None if curriculum is None else curriculum.news}
+        self._journal.commit(step, groups, state, metrics)
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the controller, as plain JSON values."""
@@ -223,6 +225,7 @@ class RankLoop:
             "yield": asdict(self.yields),
             "surplus": [finished_to_json(item) for item in self.surplus.waiting],
             "placement": self.slots.state,
+            "curriculum": None if self.draws.curriculum is None else self.draws.curriculum.state,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -232,6 +235,17 @@ class RankLoop:
         self.yields = Yield(**state["yield"])
         self.surplus.waiting = [finished_from_json(item) for item in state["surplus"]]
         self.slots.restore(state.get("placement"))  # absent from checkpoints of early versions
+        if self.draws.curriculum is not None:
+            self.draws.curriculum.restore(state.get("curriculum"))
+
+    def learn_order(self, offers: Sequence[Offer]) -> None:
+        """What the groups of all ranks tell of their prompts decides how often those come again."""
+        draws = self.draws
+        if draws.curriculum is not None:
+            draws.curriculum.learn(
+                (draws.row_at(one.position), *one.lesson) for one in offers if one.lesson is not None
+            )
+            self.note_all({"ycore/curriculum/dropped": draws.curriculum.num_dropped})
 
     def should_stop(self) -> bool:
         """Whether any rank was asked to stop. All ranks call this together and get the same answer."""

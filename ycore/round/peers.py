@@ -27,6 +27,7 @@ class Offer:
     position: int
     cost: int  # of training on it: `sampling.Cost`
     teaches: bool
+    lesson: tuple[float, float] | None = None  # for the curriculum, of a group of this round: `curriculum.lesson_of`
 
     @property
     def key(self) -> tuple[int, int]:

@@ -4,11 +4,12 @@ import hashlib
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, Self
 
 from ycore.data.prompts import PromptOrder
 from ycore.errors import DataError
+from ycore.round.curriculum import Curriculum
 from ycore.round.peers import Counts, Peers, Tally
 from ycore.types import Draw, Finished, Group, Prompt, Score
 
@@ -210,7 +211,7 @@ class Surplus:
         return len(self.waiting)
 
     def put(self, finished: Sequence[Finished]) -> None:
-        self.waiting += [item for item in finished if item.teaches]
+        self.waiting += [replace(item, lesson=None) for item in finished if item.teaches]  # one lesson a group
 
     def take(self, version: int) -> list[Finished]:
         """Remove all groups, and return those young enough for this version of the policy."""
@@ -243,7 +244,8 @@ WHOLE = Shard()
 class DrawSource:
     """Draws a rank's prompts in the run's order, or with the seed None in the order of the rows.
 
-    `encode` returns a prompt's token ids. `cursor` counts the draws from `shard`; both may be set.
+    `encode` returns a prompt's token ids. `cursor` counts the positions of `shard` that are past: drawn, or left out by
+    the curriculum. Both may be set.
     """
 
     prompts: Sequence[Prompt]
@@ -252,16 +254,25 @@ class DrawSource:
     encode: Callable[[Prompt], tuple[int, ...]]
     max_prompt_tokens: int
     shard: Shard = WHOLE
+    curriculum: Curriculum | None = None
     cursor: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
         self._order = None if self.seed is None else PromptOrder(seed=self.seed, num_rows=len(self.prompts))
 
+    def row_at(self, position: int) -> int:
+        return position % len(self.prompts) if self._order is None else self._order.row_at(position)
+
+    def _takes(self, position: int) -> bool:
+        return self.curriculum is None or self.curriculum.takes(position, self.row_at(position))
+
     def draw(self) -> Draw:
         """The next prompt of this shard; DataError where it does not fit the engine's context."""
+        last = self.cursor + len(self.prompts)  # there every prompt was dropped, and this one is as good as any
+        while self.cursor < last and not self._takes(self.shard.position(self.cursor)):
+            self.cursor += 1
         position = self.shard.position(self.cursor)
-        row = position % len(self.prompts) if self._order is None else self._order.row_at(position)
-        prompt = self.prompts[row]
+        prompt = self.prompts[self.row_at(position)]
         token_ids = self.encode(prompt)
         if not 0 < len(token_ids) <= self.max_prompt_tokens:
             raise DataError(

@@ -11,9 +11,10 @@ from collections.abc import Sequence
 from functools import partial
 
 from ycore.placement.placement import ROLLOUT
+from ycore.round.curriculum import lesson_of
 from ycore.round.loop import RankLoop
 from ycore.round.peers import Offer, deal_groups
-from ycore.round.sampling import Quota, can_teach
+from ycore.round.sampling import Quota, can_teach, total_reward
 from ycore.round.scoring import Writing
 from ycore.round.tasks import ending, next_finished, together
 from ycore.round.turns import Start
@@ -95,7 +96,8 @@ class Controller(RankLoop):
             greedy_scores_R=tuple(baseline[0][0]) if baseline else None,
         )
         self.meter.count(group, rules.reward_weights)
-        return Finished(group, teaches=can_teach(group, rules.reward_weights, alone=rules.teaches_alone))
+        teaches = can_teach(group, rules.reward_weights, alone=rules.teaches_alone)
+        return Finished(group, teaches, lesson_of([total_reward(one, rules.reward_weights) for one in group.scores_GR]))
 
     async def complete(self, start: Start, index: int, *, greedy: bool = False) -> Completion:
         """One completion. Each of the policy's turns is one request, whose seed does not depend on who answers it."""
@@ -118,10 +120,14 @@ class Controller(RankLoop):
         """The groups that this rank trains on. What can teach and is not dealt is kept for the next round."""
         peers = self.peers
         offers = [
-            Offer(peers.rank, index, item.group.draw.position, self.rules.cost.of(item.group), item.teaches)
+            Offer(
+                peers.rank, index, item.group.draw.position, self.rules.cost.of(item.group), item.teaches, item.lesson
+            )
             for index, item in enumerate(finished)
         ]
-        deal = deal_groups(peers.gather_offers(offers), world=peers.world, per_rank=num_groups)
+        all_offers = peers.gather_offers(offers)
+        deal = deal_groups(all_offers, world=peers.world, per_rank=num_groups)
+        self.learn_order(all_offers)
         received = peers.exchange(deal.moves, [item.group for item in finished])
         dealt = {offer.key for hand in deal.chosen for offer in hand}
         self.surplus.put([item for item, offer in zip(finished, offers, strict=True) if offer.key not in dealt])

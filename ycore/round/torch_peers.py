@@ -5,6 +5,7 @@ machine counts and meetings go through the allocator's process instead, which te
 """
 
 import asyncio
+import math
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -82,20 +83,29 @@ class TorchPeers(Peers):
         return arrived >= _FIELD
 
     def gather_offers(self, offers: Sequence[Offer]) -> list[Offer]:
-        mine = torch.tensor([[o.index, o.position, o.cost, o.teaches] for o in offers], dtype=torch.long)
+        none = (math.nan, math.nan)
+        rows = [[o.index, o.position, o.cost, o.teaches, *(o.lesson or none)] for o in offers]
+        mine = torch.tensor(rows, dtype=torch.float64)
         counts = [torch.zeros(1, dtype=torch.long) for _ in range(self.world)]
         with self._in_time("dealing out a round"):
             dist.all_gather(counts, torch.tensor([len(offers)]), group=self._on_cpu)
         longest = max(int(count) for count in counts)
-        padded = torch.zeros(longest, 4, dtype=torch.long)
-        padded[: len(offers)] = mine.view(-1, 4)
+        padded = torch.zeros(longest, 6, dtype=torch.float64)
+        padded[: len(offers)] = mine.view(-1, 6)
         tables = [torch.zeros_like(padded) for _ in range(self.world)]
         with self._in_time("dealing out a round"):
             dist.all_gather(tables, padded, group=self._on_cpu)
         return [
-            Offer(rank, index, position, cost, bool(teaches))
+            Offer(
+                rank,
+                int(index),
+                int(position),
+                int(cost),
+                bool(teaches),
+                None if math.isnan(chance) else (chance, mean),
+            )
             for rank, (table, count) in enumerate(zip(tables, counts, strict=True))
-            for index, position, cost, teaches in table[: int(count)].tolist()
+            for index, position, cost, teaches, chance, mean in table[: int(count)].tolist()
         ]
 
     def exchange(self, moves: Sequence[tuple[Offer, int]], own: Sequence[Group]) -> dict[tuple[int, int], Group]:

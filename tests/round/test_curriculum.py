@@ -1,0 +1,112 @@
+"""Which prompts come again how often, from what their groups were worth."""
+
+import itertools
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from ycore.errors import DataError
+from ycore.round.curriculum import LEAST, Curriculum, chance_of, chance_of_rate, guesses_from, lesson_of
+from ycore.round.sampling import DrawSource, Shard
+from ycore.types import Prompt
+
+TOLD = st.lists(
+    st.tuples(st.integers(0, 9), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 1.0])), max_size=40
+)
+
+
+@given(st.lists(st.sampled_from([0.0, 0.3, 1.0]), min_size=2, max_size=5))
+def test_the_chance_is_that_of_drawing_the_group_again(totals: list[float]) -> None:
+    """Against every way to draw as many completions from the group's own."""
+    again = list(itertools.product(totals, repeat=len(totals)))
+    assert chance_of(totals) == pytest.approx(sum(len(set(one)) > 1 for one in again) / len(again))
+
+
+@pytest.mark.parametrize(("right", "chance"), [(0, 0.0), (1, 0.656391), (4, 0.992188), (7, 0.656391), (8, 0.0)])
+def test_groups_of_eight(right: int, chance: float) -> None:
+    """1 - (k/8)^8 - (1 - k/8)^8, worked by hand: 7^8 = 5,764,801 of 8^8 = 16,777,216."""
+    totals = [1.0] * right + [0.0] * (8 - right)
+    assert chance_of(totals) == pytest.approx(chance, abs=1e-6)
+    assert chance_of_rate(right / 8, 8) == pytest.approx(chance, abs=1e-6)
+
+
+def test_a_lesson_is_of_the_scored_completions() -> None:
+    assert lesson_of([1.0, None, 0.0]) == (0.5, 0.5)
+    assert lesson_of([1.0, None]) is None
+    assert lesson_of([0.3, 0.1 + 0.2]) == (0.0, pytest.approx(0.3)), "rewards that differ by dust are the same"
+
+
+def test_what_taught_nothing_comes_seldom_and_what_taught_comes_often() -> None:
+    order = Curriculum(seed=0)
+    assert order.weight(3) == 1.0
+    order.learn([(3, 0.0, 0.0), (4, 0.99, 0.5)])
+    assert order.weight(3) == LEAST and order.weight(4) == pytest.approx(1.09 / 1.1)
+    order.learn([(3, 0.656, 0.125)])  # one completion in eight was right: the policy has learned
+    assert order.weight(3) == pytest.approx((0.1 + 0.656) / (0.5 + 1 + 0.1))
+
+
+def test_a_prompt_is_dropped_when_it_was_solved_often_enough_and_not_when_it_was_only_hopeless() -> None:
+    order = Curriculum(seed=0, drop_after=2)
+    order.learn([(0, 0.0, 1.0), (1, 0.0, 0.0)])
+    assert order.weight(0) == order.weight(1) == LEAST
+    order.learn([(0, 0.0, 1.0), (1, 0.0, 0.0)])
+    assert order.weight(0) == 0.0 and order.weight(1) == LEAST and order.num_dropped == 1
+    never = Curriculum(seed=0, drop_after=0)
+    never.learn([(0, 0.0, 1.0)] * 9)
+    assert never.weight(0) == LEAST and never.num_dropped == 0
+
+
+@given(TOLD, TOLD)
+def test_a_state_and_the_rounds_after_it_give_the_memory_back(first: list, second: list) -> None:  # type: ignore[type-arg]
+    order, again = Curriculum(seed=1), Curriculum(seed=1)
+    order.learn(first)
+    saved = json.loads(json.dumps(order.state))
+    order.learn(second)
+    again.restore(saved)
+    again.restore(json.loads(json.dumps(order.news)))
+    assert again.state == order.state
+    assert [again.takes(place, place % 10) for place in range(50)] == [
+        order.takes(place, place % 10) for place in range(50)
+    ]
+
+
+@given(st.integers(1, 4), TOLD)
+def test_ranks_together_draw_what_one_would(world: int, told: list) -> None:  # type: ignore[type-arg]
+    def draws(shard: Shard) -> DrawSource:
+        order = Curriculum(seed=2)
+        order.learn(told)
+        rows = [Prompt(row, "x") for row in range(10)]
+        return DrawSource(rows, seed=2, encode=lambda _: (1,), max_prompt_tokens=1, shard=shard, curriculum=order)
+
+    def upto(source: DrawSource, end: int) -> dict[int, int]:
+        found = {}
+        while (one := source.draw()).position < end:
+            found[one.position] = one.prompt.row
+        return found
+
+    if all(draws(Shard()).curriculum.weight(row) == 0 for row in range(10)):  # type: ignore[union-attr]
+        return
+    parts = [upto(draws(Shard(rank, world)), 100) for rank in range(world)]
+    assert {place: row for part in parts for place, row in part.items()} == upto(draws(Shard()), 100)
+
+
+def test_where_all_are_dropped_prompts_still_come() -> None:
+    order = Curriculum(seed=0, drop_after=1)
+    order.learn([(row, 0.0, 1.0) for row in range(3)])
+    rows = [Prompt(row, "x") for row in range(3)]
+    source = DrawSource(rows, seed=0, encode=lambda _: (1,), max_prompt_tokens=1, curriculum=order)
+    assert len({source.draw().position for _ in range(5)}) == 5
+
+
+def test_a_column_gives_the_first_guess() -> None:
+    rows = [Prompt(0, "x", {"rate": 0.5}), Prompt(1, "y", {"rate": 1}), Prompt(2, "z", {"rate": 0.0})]
+    order = Curriculum(seed=0, guesses=guesses_from(rows, "rate", 8))
+    assert [order.weight(row) for row in range(3)] == pytest.approx([0.992188, LEAST, LEAST], abs=1e-6)
+
+
+@pytest.mark.parametrize("value", [None, "0.5", True, 1.5, -0.1])
+def test_a_column_that_is_no_share_is_refused_with_its_row(value: object) -> None:
+    with pytest.raises(DataError, match=r"row 7: --curriculum rate takes the share of right completions"):
+        guesses_from([Prompt(7, "x", {"rate": value})], "rate", 8)

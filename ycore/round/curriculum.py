@@ -1,0 +1,129 @@
+"""The curriculum: prompts are drawn by how likely a group of theirs can teach, which the run learns from their groups.
+
+DAPO (arXiv 2503.14476, section 3.2) writes a group first and then finds out that it cannot teach. Here such a prompt
+comes up less often afterwards. Every rank has the same memory, so a position gives the same prompt whoever draws it.
+"""
+
+import hashlib
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ycore.errors import DataError
+from ycore.types import Prompt
+
+LEAST = 0.1  # of its positions, those at which a prompt is drawn that never taught: the policy may have learned since
+_MEMORY = 0.5  # weight that a group keeps when the prompt's next one comes
+_PRIOR = 0.1  # groups that the first guess of a prompt counts for
+_SAME = 1e-6  # rewards nearer than this are the same, as in `sampling.can_teach`
+
+Told = tuple[int, float, float]
+"""The prompt's row, `chance_of` its group, and the group's mean reward."""
+
+
+def chance_of(totals_G: Sequence[float]) -> float:
+    """The probability that another group of these rewards has two that differ, between 0 and 1.
+
+    Each completion is drawn from those of the group, with replacement: 1 - sum over the different rewards v of
+    (n_v / G)^G. With k of G right it is 1 - (k/G)^G - (1 - k/G)^G.
+    """
+    size, counts = len(totals_G), Counter(round(total / _SAME) for total in totals_G)
+    return 1 - sum((count / size) ** size for count in counts.values()) if size > 1 else 0.0
+
+
+@dataclass(slots=True)
+class _Seen:
+    taught: float = 0.0
+    groups: float = 0.0
+    solved: int = 0  # of its last groups, those in a row that were solved
+
+
+class Curriculum:
+    """Which positions of the run's order are drawn: `takes`. `learn` it from the groups of all ranks.
+
+    Args:
+        seed: the run's.
+        guesses: the chance of each row before its first group; None is 1 for all.
+        drop_after: a prompt is drawn no more once so many of its groups in a row were solved: every completion got the
+            highest reward that any group of the run got on average; 0 never drops one.
+    """
+
+    def __init__(self, *, seed: int, guesses: Sequence[float] | None = None, drop_after: int = 3) -> None:
+        self._seed, self._guesses, self._drop_after = seed, guesses, drop_after
+        self._seen: dict[int, _Seen] = {}
+        self._best = float("-inf")
+        self._news: list[Told] = []
+
+    def takes(self, position: int, row: int) -> bool:
+        """Whether this row is drawn at this position; the same on every rank, and again after a resume."""
+        key = f"curriculum/{self._seed}/{position}".encode()
+        drawn = int.from_bytes(hashlib.blake2b(key, digest_size=8).digest(), "big") / 2**64
+        return drawn < self.weight(row)
+
+    def weight(self, row: int) -> float:
+        """The share of its positions at which this row is drawn."""
+        seen = self._seen.get(row, _Seen())
+        if self._drop_after and seen.solved >= self._drop_after:
+            return 0.0
+        guess = 1.0 if self._guesses is None else self._guesses[row]
+        return max(LEAST, (seen.taught + _PRIOR * guess) / (seen.groups + _PRIOR))
+
+    def learn(self, told: Iterable[Told]) -> None:
+        """From the groups that the ranks wrote in a round, in an order that all ranks share."""
+        self._news = list(told)
+        self._best = max([self._best, *(reward for _, _, reward in self._news)])
+        for row, chance, reward in self._news:
+            seen = self._seen.setdefault(row, _Seen())
+            seen.taught = seen.taught * _MEMORY + chance
+            seen.groups = seen.groups * _MEMORY + 1
+            seen.solved = seen.solved + 1 if chance == 0 and reward > self._best - _SAME else 0
+
+    @property
+    def num_dropped(self) -> int:
+        return sum(seen.solved >= self._drop_after for seen in self._seen.values()) if self._drop_after else 0
+
+    @property
+    def news(self) -> dict[str, Any]:
+        """What the last round added, for its record in the journal: `restore` adds it to what was there before."""
+        return {"told": [list(one) for one in self._news]}
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """All of it, for a checkpoint."""
+        rows = [[row, seen.taught, seen.groups, seen.solved] for row, seen in self._seen.items()]
+        return {"rows": rows, "best": self._best if rows else None}
+
+    def restore(self, saved: Mapping[str, Any] | None) -> None:
+        """Take a checkpoint's `state`, or add a round's `news`; None where the run had no curriculum so far."""
+        if saved is not None and "told" in saved:
+            self.learn((int(row), chance, reward) for row, chance, reward in saved["told"])
+        elif saved is not None:
+            self._seen = {int(row): _Seen(taught, groups, solved) for row, taught, groups, solved in saved["rows"]}
+            self._best = float("-inf") if saved["best"] is None else saved["best"]
+
+
+def guesses_from(prompts: Sequence[Prompt], column: str, group_size: int) -> list[float]:
+    """The chance of every row, from a column with the share of its completions that are expected to be right."""
+    return [chance_of_rate(_rate(prompt, column), group_size) for prompt in prompts]
+
+
+def chance_of_rate(rate: float, group_size: int) -> float:
+    """The probability that a group has both right and wrong completions: 1 - p^G - (1 - p)^G."""
+    return 1 - rate**group_size - (1 - rate) ** group_size
+
+
+def _rate(prompt: Prompt, column: str) -> float:
+    value = prompt.columns.get(column)
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value <= 1:
+        raise DataError(
+            f"row {prompt.row}: --curriculum {column} takes the share of right completions from that column, a number "
+            f"from 0 to 1; it is {value!r}; correct it, or take --curriculum on, which needs no column"
+        )
+    return float(value)
+
+
+def lesson_of(totals_G: Sequence[float | None]) -> tuple[float, float] | None:
+    """A group's chance and mean reward, from its completions' rewards; None where fewer than two have one."""
+    known = [total for total in totals_G if total is not None]
+    return (chance_of(known), sum(known) / len(known)) if len(known) > 1 else None

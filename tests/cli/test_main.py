@@ -21,7 +21,8 @@ VISIBLE = {
     "grpo": [
         "--model", "--dataset", "--reward", "--prompt-column", "--answer-column", "--system-prompt",
         "--trust-remote-code", "--prompts-per-step", "--group-size", "--max-tokens", "--steps", "--lora",
-        "--preset", "--advantage", "--divergence", "--engine", "--sandbox", "--dynamic-sampling", "--curriculum", "--placement",
+        "--preset", "--advantage", "--divergence", "--engine", "--sandbox", "--dynamic-sampling", "--curriculum",
+        "--placement",
         "--processes", "--accelerate", "--restarts", "--merge", "--wandb-project", "--seed", "--set", "--recipe",
         "--output", "--eval-dataset", "--eval-split", "--eval-every", "--eval-reward", "--keep-best", "--stop-when",
         "--quantize", "--trust-region", "--tools", "--env", "--env-python", "--agent", "--actions", "--max-turns",

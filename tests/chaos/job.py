@@ -62,6 +62,38 @@ def ending_after_orphan(prompts, completions, name, **columns):
     os._exit(0)
 '''
 
+_WORLD = '''"""A tool and an environment that draws at every call, as ones that repeat only where they are seeded."""
+
+import random
+
+
+def double(x: int) -> int:
+    """Twice a number.
+
+    Args:
+        x: The number.
+    """
+    return 2 * x
+
+
+class Walk:
+    def reset(self, **row):
+        self.at = random.randint(10, 99)
+        return f" from {self.at}"
+
+    def walk(self, by: int) -> int:
+        """Go on.
+
+        Args:
+            by: How far.
+        """
+        self.at += by * random.randint(1, 9)
+        return self.at
+
+    def get_reward(self):
+        return self.at / 100
+'''
+
 _JUDGE = """rubric: Is it good?
 verdict: {kind: json, min: 0, max: 1}
 fence: false
@@ -98,6 +130,9 @@ class Job:
 
     reward: str = "variety"
     has_judge: bool = False
+    has_world: bool = False
+    """Whether completions have turns, with a tool and an environment."""
+
     ranks: int = 1
     """Trainer ranks, each with its own engine."""
 
@@ -129,7 +164,12 @@ class Job:
         given = [str(word) for option, value in options.items() for word in (option, value)]
         sets = [word for key, value in keys.items() for word in ("--set", f"{key}={value}")]
         judge = ["--reward", f"judge:{self.inputs / 'judge.yaml'}"] if self.has_judge else []
-        return ["grpo", *given, *judge, *sets, *self.more]
+        return ["grpo", *given, *judge, *sets, *(self._world() if self.has_world else []), *self.more]
+
+    def _world(self) -> list[str]:
+        file, keys = self.inputs / "world.py", ("engine.max_model_len=512", "turns.at_once=4", "turns.call_s=30")
+        told = ["--tools", f"{file}:double", "--env", f"{file}:Walk", "--actions", "calls"]
+        return [*told, "--max-turns", "4", "--max-tokens", "96", *(word for key in keys for word in ("--set", key))]
 
 
 def write_inputs(folder: Path) -> Path:
@@ -142,5 +182,6 @@ def write_inputs(folder: Path) -> Path:
     rows = [{"prompt": f"{row} + {row + 1} =", "dull": is_dull(row)} for row in range(NUM_ROWS)]
     (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     (folder / "rewards.py").write_text(_REWARD, encoding="utf-8")
+    (folder / "world.py").write_text(_WORLD, encoding="utf-8")
     (folder / "judge.yaml").write_text(_JUDGE, encoding="utf-8")
     return folder

@@ -40,6 +40,8 @@ class Result:
     rows: Sequence[Mapping[str, Any]]
     weights: Mapping[str, Any]
     samples: Any = None
+    written: Sequence[Any] = ()
+    """What the journal has of each round's completions: tokens, who said what, and what the environment paid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +69,23 @@ def read_result(folder: RunFolder) -> Result:
     for file in sorted(folder.model.glob("*.safetensors")) if folder.model.is_dir() else []:
         weights |= load_file(file)
     samples = folder.samples.read_text(encoding="utf-8") if folder.samples.is_file() else None
-    return Result(read_metrics(folder.metrics), weights, samples)
+    rounds = read_rounds(folder.journal) if folder.journal.is_dir() else []
+    return Result(read_metrics(folder.metrics), weights, samples, [_written(round_) for round_ in rounds])
+
+
+def _written(round_: Mapping[str, Any]) -> list[Any]:
+    """Of each prompt in order; without the times that tools took."""
+    return [
+        [
+            _position(group),
+            group["draw"]["token_ids"],
+            *(
+                [one["token_ids"], one["logprobs"], [turn["messages"] for turn in one["turns"]], one["earned"]]
+                for one in group["completions"]
+            ),
+        ]
+        for group in sorted(round_["groups"], key=_position)
+    ]
 
 
 def compare(expected: Result, seen: Result) -> Difference:
@@ -77,6 +95,9 @@ def compare(expected: Result, seen: Result) -> Difference:
     largest[WEIGHTS] = _weights(expected.weights, seen.weights)
     if not seen.weights:
         notes.append("no model was saved")
+    pairs = enumerate(zip(expected.written, seen.written, strict=False), 1)
+    if others := [step for step, (one, other) in pairs if one != other]:
+        notes.append(f"what was written for steps {others} differs")
     if expected.samples != seen.samples:
         notes.append("samples.json differs")
     return Difference(largest, tuple(notes))

@@ -41,7 +41,7 @@ _RANKS = 2
 _RANKED = 1 + _RANKS  # accelerate's launcher, then its ranks
 _CURRICULUM = ("--set", "sampling.curriculum=true", "--set", "limit=6")  # a few rows, which come again and again
 _SHORT_S = 3.0
-_DEADLINES = {"engine.health_timeout_s": 8, "engine.request_timeout_s": 15, "step_timeout_s": 60}
+DEADLINES = {"engine.health_timeout_s": 8, "engine.request_timeout_s": 15, "step_timeout_s": 60}
 
 
 def kill_row(bench: Bench, role: str) -> Row:
@@ -119,7 +119,7 @@ def stop_row(bench: Bench, role: str) -> Row:
 
     A launcher that is stopped for good is a shell's Ctrl-Z, and nobody is there to notice: it is stopped for a while.
     """
-    deadlines = tuple(word for key, value in _DEADLINES.items() for word in ("--set", f"{key}={value}"))
+    deadlines = tuple(word for key, value in DEADLINES.items() for word in ("--set", f"{key}={value}"))
     oracle = replace(bench.oracle(), job=replace(bench.job, more=deadlines))  # they change nothing of the result
     name = f"stop-{role}"
     moments = draw_moments(max(2, bench.count // 5), steps=bench.job.steps - 1, seed=bench.seed, row=name)

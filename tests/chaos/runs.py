@@ -69,6 +69,7 @@ _ENGINES = (ENGINE_MODULE, "vllm.entrypoints.openai.api_server")
 _MODULES = {
     "trainer": ("ycore.trainer", light_trainer.MODULE),
     "reward": ("ycore.rewards.worker",),
+    "tool": ("ycore.environments.tool_host",),
     "allocator": ("ycore.round.service",),
 }
 

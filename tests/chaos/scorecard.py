@@ -37,6 +37,7 @@ from tests.chaos.rows_kill import (
     stop_row,
 )
 from tests.chaos.rows_mutation import mutation_row
+from tests.chaos.rows_world import disk_world_row, kill_world_row, stop_world_row
 from tests.chaos.runs import Setting
 from tests.chaos.witnesses import FLUSHES_VARIABLE
 from ycore.errors import ConfigError, Interrupted, RunError, nearest
@@ -60,6 +61,9 @@ _SCRIPTED: dict[str, MakeRow] = {
     "damaged-checkpoint": damaged_row,
     "damaged-round": damaged_round_row,
     "resume-every": resume_row,
+    "kill-world": kill_world_row,
+    "stop-world": stop_world_row,
+    "full-disk-world": disk_world_row,
     "account": account_row,
     "calls": calls_row,
     "stale-weights": stale_row,

@@ -79,6 +79,9 @@ class ScriptedEngine:
     weights: dict[str, "Tensor"]
     model: Path
     faults: Faults = Faults()
+    calls: tuple[str, ...] = ()
+    """Functions that most completions are calls of, with a digit."""
+
     think_s: float = 0.0
     version: str = "default"
     num_loads: int = 0
@@ -95,6 +98,10 @@ class ScriptedEngine:
         most = int(request["max_tokens"])
         length = source.randint(min(2, most), most)
         written = [source.choice(self.letters) for _ in range(length)]
+        if self.calls and source.random() < 0.7:
+            numbers, call = {letter: number for number, letter in self.letters}, source.choice(self.calls)
+            written = [(numbers[letter], letter) for letter in f"{call}({source.randint(0, 9)})"][:most]
+            length = len(written)
         ids, ends = [number for number, _ in written], request.get("stop_token_ids") or []
         if length < most and ends:
             ids.append(ends[0])
@@ -283,6 +290,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--uds", type=Path, required=True)
     parser.add_argument("--faults", type=json.loads, default={})
     parser.add_argument("--think-s", type=float, default=0.0)
+    parser.add_argument("--calls", default="", help="functions, with commas between, that completions call")
     parser.add_argument("--segment", help="hold shared memory of this name, and leave it")
     options, _ = parser.parse_known_args(arguments)
     held = options.segment and _segment(options.segment)
@@ -291,6 +299,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         weights=read_weights(options.model),
         model=options.model,
         faults=Faults(**options.faults),
+        calls=tuple(options.calls.split(",")) if options.calls else (),
         think_s=options.think_s,
     )
     engine.awake.set()

@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -90,6 +91,9 @@ def test_every_kind_of_difference_is_found() -> None:
     assert compare(whole, result([1])).largest["loss"] == math.inf
     assert compare(whole, result([1, math.nan])).largest["loss"] == math.inf
     assert compare(whole, result([1, 2], steps=[1, 1])).notes == ("steps [1, 1] for [1, 2]",)
+    told, other = ([[[0, [5], [[7], [-1.0], [{"content": text}], None]]]] for text in "ab")
+    notes = compare(replace(whole, written=told), replace(whole, written=other)).notes
+    assert notes == ("what was written for steps [1] differs",)
     assert "no model was saved" in compare(whole, Result(whole.rows, {})).notes
 
 

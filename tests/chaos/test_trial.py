@@ -14,6 +14,7 @@ from tests.chaos.job import Job, write_inputs
 from tests.chaos.moments import PHASES, Moment, Pace
 from tests.chaos.patches import copy_package
 from tests.chaos.results import Result, compare, read_result
+from tests.chaos.rows_world import world_oracle
 from tests.chaos.runs import Setting
 from tests.chaos.scorecard import ROWS
 from tests.chaos.trial import Oracle, Outcome, kill, trial
@@ -23,6 +24,7 @@ from ycore.run.paths import RunFolder
 
 @pytest.mark.slow
 def test_killed_and_resumed_is_never_killed(tmp_path: Path) -> None:
+    """Its completions have turns, with a tool and an environment that draws at every call."""
     job = Job(write_inputs(tmp_path / "inputs"), steps=5)
     setting = Setting(
         tmp_path,
@@ -32,7 +34,7 @@ def test_killed_and_resumed_is_never_killed(tmp_path: Path) -> None:
     )
     with ThreadPoolExecutor(1) as pool:
         bench = Bench(job, setting, pool, seed=0, count=1, say=print, oracle_runs=1)
-        oracle = bench.oracle()
+        oracle = world_oracle(bench)
     outcome = trial("killed", oracle, Moment(3, 0.5), kill("trainer"))
     assert outcome.passes, outcome
     assert outcome.landed and outcome.exits == (1, 0) and outcome.phase in PHASES

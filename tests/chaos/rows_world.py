@@ -9,7 +9,7 @@ import shutil
 import signal
 import subprocess
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -104,7 +104,8 @@ def _fills(disk: Path, *, leave: int) -> Deed:
     def deed(run: Run) -> bool:
         run.glimpsed = glimpse(run.folder)
         filler = disk / "filler"
-        filler.write_bytes(b"\0" * max(0, shutil.disk_usage(disk).free - leave))
+        with suppress(OSError):  # full already, where the run writes meanwhile
+            filler.write_bytes(b"\0" * max(0, shutil.disk_usage(disk).free - leave))
         run.wait(timeout_s=600.0)
         filler.unlink()
         return True

@@ -3,9 +3,10 @@
 Axes, as suffixes of names: `_P` prompts of a round, `_G` completions of a group, `_R` reward sources, `_T` tokens.
 """
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 Message = Mapping[str, str]
 """One chat turn: `{"role": ..., "content": ...}`."""
@@ -62,6 +63,7 @@ class Turn:
 
     `messages` are what TRL's reward functions see of it: the assistant's message, or those of tools or a user. Of the
     environment's turns, `calls` of tools were asked, `failures` of them gave an error, and all took `seconds`.
+    One that `begins` is the prompt of another sequence: what comes after it was written without what came before it.
     """
 
     by_policy: bool
@@ -70,6 +72,15 @@ class Turn:
     calls: int = 0
     failures: int = 0
     seconds: float = 0.0
+    begins: bool = False
+
+
+class TokenSequence(NamedTuple):
+    """One of a completion's: what it follows, and where its tokens are in the completion's, `start` to `stop`."""
+
+    prompt_ids: tuple[int, ...]
+    start: int
+    stop: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +108,15 @@ class Completion:
         if not self.turns:
             return (1,) * len(self.token_ids)
         return tuple(int(turn.by_policy) for turn in self.turns for _ in range(turn.num_tokens))
+
+    def sequences(self, prompt_ids: tuple[int, ...]) -> list[TokenSequence]:
+        """What was written one after the other, after `prompt_ids` and after each prompt of its own: one, or several
+        where an agent asked in more than one conversation."""
+        ends = itertools.accumulate(turn.num_tokens for turn in self.turns)
+        own = [(end - turn.num_tokens, end) for turn, end in zip(self.turns, ends, strict=True) if turn.begins]
+        prompts = [self.prompt_ids or prompt_ids, *(self.token_ids[start:end] for start, end in own)]
+        stops = [*(start for start, _ in own), len(self.token_ids)]
+        return [*map(TokenSequence, prompts, [0, *(end for _, end in own)], stops)]
 
     @property
     def messages(self) -> list[Mapping[str, Any]]:
@@ -130,6 +150,11 @@ class Group:
     def prompt_ids(self, completion: Completion) -> tuple[int, ...]:
         """What one of its completions follows."""
         return self.draw.token_ids if completion.prompt_ids is None else completion.prompt_ids
+
+    @property
+    def sequences(self) -> list[TokenSequence]:
+        """Those of all its completions."""
+        return [one for completion in self.completions for one in completion.sequences(self.draw.token_ids)]
 
     @property
     def num_tokens(self) -> int:

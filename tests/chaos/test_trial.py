@@ -23,6 +23,9 @@ from ycore.run.paths import RunFolder
 
 
 @pytest.mark.slow
+@pytest.mark.timeout(
+    900
+)  # three whole runs, of which each imports transformers four times, on a machine that may be busy
 def test_killed_and_resumed_is_never_killed(tmp_path: Path) -> None:
     """Its completions have turns, with a tool and an environment that draws at every call."""
     job = Job(write_inputs(tmp_path / "inputs"), steps=5)

@@ -22,14 +22,15 @@ from ycore.errors import ConfigError
 from ycore.rewards.replies import CallFailed
 from ycore.round.agents import Agents, read_request
 from ycore.round.dialogue import Dialogue
+from ycore.round.journal import from_bytes, to_bytes
 from ycore.round.peers import Peers
-from ycore.round.sampling import DrawSource, Rules
+from ycore.round.sampling import Cost, DrawSource, Rules
 from ycore.round.scoring import Scorer, Scoring, Writing
 from ycore.round.step import Controller
 from ycore.round.turns import OneTurn, Start, Turns
 from ycore.trl.advantages import ESTIMATORS
 from ycore.trl.batches import FlatSequence, flatten
-from ycore.types import Completion, Draw, Prompt, Score
+from ycore.types import Completion, Draw, Group, Prompt, Score
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "agents.md").read_text()
 AGENT = DOCS.partition("# my_agent.py\n")[2].partition("```")[0]
@@ -97,11 +98,12 @@ def tells(answers: list[Any], text: str = "3") -> dict[str, Any]:
 
 
 def play(
-    acts: Sequence[Any], turns: Sequence[str], *, name: str = "smollm2", **limits: Any
+    acts: Sequence[Any], turns: Sequence[str], *, name: str = "smollm2", splits: bool = True, **limits: Any
 ) -> tuple[Completion, Writer, Scripted, dict[str, float]]:
     tokenizer, dialogue = dialogues(name)
     writer, agent = Writer(tokenizer, [ids_of(tokenizer, text) for text in turns]), Scripted(acts)
     how = Agents(dialogue, agent, call_s=5.0, **{**LIMITS, **limits})  # type: ignore[arg-type]
+    how.splits = splits
     completion = asyncio.run(how.play(Start(Draw(5, PROMPT, (7, 8)), PROMPT), 1, writer, seed=0))
     assert sum(completion.mask) == sum(turn.num_tokens for turn in completion.turns if turn.by_policy)
     assert len(completion.mask) == len(completion.token_ids) == len(completion.logprobs or ())
@@ -188,9 +190,63 @@ def bare(answers: list[Any]) -> dict[str, Any]:
     return {"messages": [*USER, said(answers)], "tools": [ADD]}
 
 
-@pytest.mark.parametrize("act", [forget, reword, drop_tools, again, prompted, bare])
-def test_a_call_that_does_not_go_on_is_refused_and_ends_the_completion(act: Any) -> None:
-    completion, writer, agent, metrics = play([first, act, tells, Ended(1, "1")], ["add(1, 2)", "three"])
+@pytest.mark.parametrize("act", [forget, reword, drop_tools, again])
+@pytest.mark.parametrize("name", ["smollm2", "qwen3"])
+def test_a_call_that_goes_on_from_no_other_begins_another_sequence(act: Any, name: str) -> None:
+    """To the token: each sequence is what the engine was asked, and what it wrote; each call may go on from any."""
+
+    def goes_on(answers: list[Any]) -> dict[str, Any]:
+        """The first conversation."""
+        made = {"choices": answers[0]["choices"]}
+        return tells([made])
+
+    turns = [call_text(name, 1, 2), "three", "four"]
+    completion, writer, agent, metrics = play([first, act, goes_on, Ended(1, "1")], turns, name=name)
+    tokenizer, _ = dialogues(name)
+    assert agent.statuses == [200] * 3 and metrics["ycore/turns/sequences"] == 2
+    asked = [tuple(ids) for ids, _, _ in writer.asked]
+    new, old = completion.sequences(())  # the one that was written last is last
+    assert new.prompt_ids == asked[1] == completion.prompt_ids and old.prompt_ids == asked[0]
+    assert completion.token_ids[new.start : new.stop] == tuple(ids_of(tokenizer, "three"))
+    whole = asked[2] + tuple(ids_of(tokenizer, "four"))
+    assert old.prompt_ids + completion.token_ids[old.start : old.stop] == whole
+    own = [token for token, ours in zip(completion.token_ids, completion.mask, strict=True) if ours]
+    assert own == [token for text in ("three", turns[0], "four") for token in ids_of(tokenizer, text)]
+    assert completion.logprobs == tuple(-0.5 if ours else 0.0 for ours in completion.mask)
+    assert len({seed for _, seed, _ in writer.asked}) == 3 and completion.text == "four"
+    assert from_bytes(to_bytes(group_of(completion))) == group_of(completion)
+    (flat,) = flatten([group_of(completion)])
+    ((at, length),) = flat.begins
+    assert tuple(flat.completion_ids[at : at + length]) == asked[0] and not any((flat.mask or ())[at : at + length])
+
+
+def group_of(completion: Completion) -> Group:
+    return Group(Draw(5, PROMPT, (7, 8)), (completion,), ((Score(1.0),),))
+
+
+def test_all_sequences_of_a_completion_share_its_tokens_and_turns() -> None:
+    def other(answers: list[Any]) -> dict[str, Any]:
+        return {"messages": [{"role": "user", "content": str(len(answers))}]}
+
+    completion, writer, agent, _ = play([first, other, other, Ended(0)], ["abcdefgh"] * 3, max_tokens=20)
+    sizes = [turn.num_tokens for turn in completion.turns if turn.by_policy]
+    assert [most for _, _, most in writer.asked] == [20, 20 - sizes[0], 20 - sizes[0] - sizes[1]]
+    assert sum(sizes) <= 20 and len(completion.sequences(())) == 3
+    assert Cost().of(group_of(completion)) == sum(one.stop - one.start for one in completion.sequences(()))
+    completion, _, agent, _ = play([first, other, other, Ended(0)], ["a", "b"], max_turns=2)
+    assert agent.statuses == [200, 200, 400] and completion.finish_reason == "turns"
+
+
+@pytest.mark.parametrize("act", [prompted, bare])
+def test_nobody_answers_the_policys_own_message(act: Any) -> None:
+    completion, _, agent, _ = play([first, act, Ended(0)], ["add(1, 2)"])
+    assert agent.statuses == [200, 400] and completion.finish_reason == "stop"
+
+
+@pytest.mark.parametrize("act", [forget, reword, drop_tools, again])
+def test_where_rows_are_not_packed_a_call_that_does_not_go_on_ends_the_completion(act: Any) -> None:
+    acts = [first, act, tells, Ended(1, "1")]
+    completion, writer, agent, metrics = play(acts, ["add(1, 2)", "three"], splits=False)
     assert agent.statuses == [200, 400, 400] and len(writer.asked) == 1
     assert completion.finish_reason == "forked" and metrics["ycore/turns/ended_forked"] == 1
     assert len(completion.turns) == 1 and completion.earned == Score(1.0)

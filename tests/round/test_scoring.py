@@ -369,10 +369,12 @@ def test_a_teacher_scores_the_tokens_of_its_own_rows() -> None:
 
     asked: list[Any] = []
     ours, theirs = (Turn(by_policy=by_policy, num_tokens=1, messages=()) for by_policy in (True, False))
+    prompt = Turn(by_policy=False, num_tokens=2, messages=(), begins=True)
     completions = [
         Completion((5, 6), (-2.0, -1.0), "", "stop", 0),
         Completion((5, 6, 7), (-2.0, 0.0, -2.5), "", "stop", 0, (ours, theirs, ours)),  # an environment's token
         Completion((5, 6, 7, 8), (-1.0,) * 4, "", "stop", 0),
+        Completion((5, 3, 4, 6), (-2.0, 0.0, 0.0, -2.0), "", "stop", 0, (ours, prompt, ours)),  # two sequences
     ]
     meter = TeacherMeter()
 
@@ -388,10 +390,12 @@ def test_a_teacher_scores_the_tokens_of_its_own_rows() -> None:
 
         return [row[0] for row in asyncio.run(work())]
 
-    first, second, third = scored({"subject": "sums"})
-    assert asked == [([9, 8, 7], [5, 6]), ([9, 8, 7], [5, 6, 7])]
+    first, second, third, fourth = scored({"subject": "sums"})
+    sequences = [([9, 8, 7], [5]), ([3, 4], [6])]
+    assert asked == [([9, 8, 7], [5, 6]), ([9, 8, 7], [5, 6, 7]), *sequences]
+    assert fourth == Score(pytest.approx(1.0), logprobs=(-1.0, 0.0, 0.0, -1.0))
     assert first == Score(pytest.approx((1.0 - 0.5) / 2), logprobs=(-1.0, -1.5))
     assert second == Score(pytest.approx((1.0 + 0.5) / 2), logprobs=(-1.0, -1.5, -2.0))
     assert third == Score(None, problem="teacher t: longer than its context")
-    assert (meter.calls, meter.tokens) == (2, 11)
-    assert scored({"subject": "verse"}) == [Score(None)] * 3 and len(asked) == 2
+    assert (meter.calls, meter.tokens) == (3, 18)
+    assert scored({"subject": "verse"}) == [Score(None)] * 4 and len(asked) == 4

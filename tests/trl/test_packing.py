@@ -25,7 +25,7 @@ def test_every_completion_is_in_the_row_once_after_its_own_prompt(
     members = [index for block in blocks for index in block.members]
     assert sorted(members) == [index for index, completion in enumerate(completions) if completion]
     width = max(1, *map(len, completions))
-    row, places = pack(blocks, prompts, completions, width)
+    row, places = pack(blocks, prompts, completions, [index * width for index in range(len(completions))])
     wanted = row["shift_labels"] != IGNORE
     found = torch.zeros(len(batch) * width, dtype=torch.long).scatter(0, places[wanted], row["shift_labels"][wanted])
     for tokens_of_one, completion in zip(found.view(len(batch), width).tolist(), completions, strict=True):
@@ -41,7 +41,7 @@ def test_every_completion_is_in_the_row_once_after_its_own_prompt(
 def test_a_shared_prompt_is_in_the_row_once() -> None:
     prompts, completions = [(1, 2, 3), (7,), (1, 2, 3)], [(4, 5), (8,), (6,)]
     blocks = plan_blocks(prompts, completions, share=True)
-    row, places = pack(blocks, prompts, completions, completion_width=2)
+    row, places = pack(blocks, prompts, completions, [2 * index for index in range(len(completions))])
     assert row["input_ids"].tolist() == [[1, 2, 3, 4, 3, 7]]
     assert row["position_ids"].tolist() == [[0, 1, 2, 3, 2, 0]]
     assert row["shift_labels"].tolist() == [[IGNORE, IGNORE, 4, 5, 6, 8]]

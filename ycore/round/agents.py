@@ -1,12 +1,13 @@
-"""A completion that an agent of the person's own writes with the policy: the calls of its OpenAI client as one talk.
+"""A completion that an agent of the person's own writes with the policy, through the calls of its OpenAI client.
 
 The messages of a call are compared with what was said before, as messages. What they add is appended as tokens, and is
-the environment's. What the policy wrote before is never tokenised again. A call that does not go on from the one before
-is refused, and the completion ends there.
+the environment's. What the policy wrote before is never tokenised again. A call that goes on from no earlier one begins
+another sequence of the completion.
 """
 
 import json
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 from ycore.environments.agent_host import MODEL
@@ -154,17 +155,31 @@ class Agents(OneTurn):
         return event
 
 
+@dataclass(slots=True, eq=False)
+class _Conversation:
+    """Calls that go on from one another: one sequence. `asked` is its prompt, `said` all of it as the agent has it."""
+
+    talk: Talk
+    prompt_ids: tuple[int, ...]
+    dialogue: Dialogue
+    tools: str
+    asked: Sequence[Mapping[str, Any]]
+    said: list[dict[str, Any]] = field(default_factory=list)
+
+    def goes_on(self, request: Request) -> bool:
+        new = request.messages[len(self.said) :]
+        is_the_same = request.messages[: len(self.said)] == self.said and request.tools == self.tools
+        return is_the_same and bool(new) and all(one["role"] in ("tool", "user") for one in new)
+
+
 class _Door:
-    """One completion's calls. `ended` says as what the talk ended, once no call is answered any more."""
+    """One completion's calls. `ended` says as what it ended, once no call is answered any more."""
 
     def __init__(self, limits: Agents, write: Write, seed_of_turn: Callable[[int], int]) -> None:
         self.ended: str | None = None
         self._limits, self._write, self._seed_of_turn = limits, write, seed_of_turn
-        self._talk: Talk | None = None
-        self._prompt_ids: tuple[int, ...] = ()
-        self._dialogue: Dialogue | None = None
-        self._tools = ""
-        self._said: list[dict[str, Any]] = []
+        self._all: list[_Conversation] = []
+        self._last: _Conversation | None = None
         self._turns = 0
         self._seconds = 0.0
 
@@ -172,58 +187,69 @@ class _Door:
         """A call's status and answer, in OpenAI's form. `seconds`: what the agent took so far."""
         try:
             request = read_request(body)
-            talk = self._begun(request) if self._talk is None else self._continued(self._talk, request, seconds)
-            return 200, await self._written(talk, request)
+            one = self._continued(request, seconds) or self._begun(request)
+            return 200, await self._written(one, request)
         except Refused as refusal:
             self.ended = self.ended or refusal.ends
             return 400, {"error": {"message": str(refusal), "type": "invalid_request_error", "code": refusal.ends}}
 
-    def _begun(self, request: Request) -> Talk:
-        if self.ended is not None:
-            raise Refused("the completion is over")
+    def _room(self, one: _Conversation | None = None) -> int:
+        """Tokens that a conversation may have in all, where the others leave that many."""
+        return self._limits.max_tokens - sum(other.talk.num_tokens for other in self._all if other is not one)
+
+    def _begun(self, request: Request) -> _Conversation:
+        """A conversation that goes on from no other."""
+        if request.messages[-1]["role"] == "assistant":
+            raise Refused("the last message is the policy's, and nobody answers it")
+        if self._all and not self._limits.splits:
+            raise Refused("the messages or tools do not go on from those of the call before", ends="forked")
         try:
-            self._dialogue = self._limits.dialogues(request.tools)
+            dialogue = self._limits.dialogues(request.tools)
         except ConfigError as error:
             raise Refused(str(error), ends="failed") from None
-        self._prompt_ids = self._dialogue.prompt_ids([*self._dialogue.heard(request.messages)])
-        self._tools = request.tools
-        num, most = len(self._prompt_ids), self._limits.max_prompt_tokens
+        heard = dialogue.heard(request.messages)
+        prompt_ids = dialogue.prompt_ids([*heard])
+        num, most = len(prompt_ids), self._limits.max_prompt_tokens
         if not 0 < num <= most:
             raise Refused(f"the messages have {num} tokens, and between 1 and {most} fit", ends="length")
-        return Talk(self._prompt_ids, self._limits.max_tokens)
+        if self._room() <= 0:
+            raise Refused("the completion has no room for another turn (max_tokens)", ends="length")
+        return _Conversation(Talk(prompt_ids, self._room()), prompt_ids, dialogue, request.tools, heard)
 
-    def _continued(self, talk: Talk, request: Request, seconds: float) -> Talk:
-        """The talk, with what the messages of the next call add to it."""
+    def _continued(self, request: Request, seconds: float) -> _Conversation | None:
+        """The longest conversation that the call goes on from, with what its messages add; None where there is none."""
         if self.ended is not None:
             raise Refused(f"the completion is over ({self.ended})")
-        if talk.ended == "length":
+        if self._last is not None and self._last.talk.ended == "length":
             raise Refused("the turn before was cut off, and the completion ends with it", ends="length")
-        new = request.messages[len(self._said) :]
-        if request.messages[: len(self._said)] != self._said or request.tools != self._tools:
-            raise Refused("the messages or tools do not go on from those of the call before", ends="forked")
-        if not new or any(one["role"] not in ("tool", "user") for one in new):
-            raise Refused("only messages of tools and users may follow what the policy said", ends="forked")
         if self._turns == self._limits.max_turns:
             raise Refused(f"the policy has had its {self._turns} turns (max_turns)", ends="turns")
-        assert self._dialogue is not None
-        heard, calls = self._dialogue.heard(new), sum(one["role"] == "tool" for one in new)
+        found = [one for one in self._all if one.goes_on(request)]
+        if not found:
+            return None
+        one = max(found, key=lambda one: len(one.said))
+        new = request.messages[len(one.said) :]
+        heard, calls = one.dialogue.heard(new), sum(message["role"] == "tool" for message in new)
         turn = Turn(False, 0, tuple(heard), calls, seconds=seconds - self._seconds)
-        if not talk.add_answer(turn, self._dialogue.answer_ids(heard)):
+        one.talk.max_tokens = self._room(one)
+        if not one.talk.add_answer(turn, one.dialogue.answer_ids(heard)):
             raise Refused("the messages leave no room for another turn (max_tokens)", ends="length")
         self._seconds = seconds
-        return talk
+        return one
 
-    async def _written(self, talk: Talk, request: Request) -> dict[str, Any]:
+    async def _written(self, one: _Conversation, request: Request) -> dict[str, Any]:
         """The policy's next turn, as an answer to the call."""
-        assert self._dialogue is not None
+        talk = one.talk
         limits = [self._limits.turn_tokens, talk.room, *([request.max_tokens] if request.max_tokens else [])]
         part = await self._write(talk.token_ids, self._seed_of_turn(self._turns), max_tokens=min(limits))
-        message, calls = self._dialogue.read(part.token_ids, part.text, prefix=talk.token_ids)
+        message, calls = one.dialogue.read(part.token_ids, part.text, prefix=talk.token_ids)
         before = len(talk.token_ids)
         talk.add(part, message)
-        self._talk = talk
+        if one not in self._all:
+            self._all.append(one)
+        self._last = one
         said = answer_of(message, calls if part.finish_reason == "stop" else [], turn=self._turns)
-        self._said = [*request.messages, _message(said, {})]
+        one.said = [*request.messages, _message(said, {})]
         self._turns += 1
         reason = "tool_calls" if said.get("tool_calls") else part.finish_reason
         used = {"prompt_tokens": before, "completion_tokens": len(part.token_ids), "total_tokens": len(talk.token_ids)}
@@ -238,15 +264,34 @@ class _Door:
 
     async def completion(self, start: Start, ended: str, earned: Score) -> Completion:
         """What was written. Of an agent that never asked, one token that nothing is learned from."""
-        if self._talk is None:
+        if self._last is None:
             part = await self._write(start.draw.token_ids, self._seed_of_turn(0), max_tokens=1)
             logprobs = None if part.logprobs is None else (0.0,) * len(part.token_ids)
             turn = Turn(False, len(part.token_ids), ({"role": "assistant", "content": ""},))
             reason = self.ended or ("failed" if ended == "stop" else ended)
             return Completion(part.token_ids, logprobs, "", reason, part.policy_version, (turn,), earned)
-        talk = self._talk
-        talk.ended = self.ended or (talk.ended if ended == "stop" else ended)
-        return talk.completion(earned, self._prompt_ids)
+        last = self._last.talk
+        last.ended = self.ended or (last.ended if ended == "stop" else ended)
+        first, *others = sorted(self._all, key=lambda one: one is self._last)  # how it ended is told of its end
+        whole = first.talk.completion(earned, first.prompt_ids)
+        for one in others:
+            whole = _followed(whole, one, one.talk.completion(earned))
+        return whole
+
+
+def _followed(whole: Completion, one: _Conversation, part: Completion) -> Completion:
+    """The completion with another sequence behind it."""
+    prompt, logprobs = Turn(False, len(one.prompt_ids), tuple(one.asked), begins=True), None
+    if whole.logprobs is not None and part.logprobs is not None:
+        logprobs = (*whole.logprobs, *(0.0 for _ in one.prompt_ids), *part.logprobs)
+    return replace(
+        part,
+        token_ids=whole.token_ids + one.prompt_ids + part.token_ids,
+        logprobs=logprobs,
+        policy_version=min(whole.policy_version, part.policy_version),
+        turns=(*whole.turns, prompt, *part.turns),
+        prompt_ids=whole.prompt_ids,
+    )
 
 
 def answer_of(message: Mapping[str, Any], calls: Sequence[Call], *, turn: int) -> dict[str, Any]:

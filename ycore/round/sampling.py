@@ -46,7 +46,7 @@ class Cost:
             return cls()
 
     def of(self, group: Group) -> int:
-        sizes = [(len(group.prompt_ids(one)), len(one.token_ids)) for one in group.completions]
+        sizes = [(len(one.prompt_ids), one.stop - one.start) for one in group.sequences]
         return round(sum(length * (1 + self.attention * (prompt + length / 2)) for prompt, length in sizes))
 
 

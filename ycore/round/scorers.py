@@ -245,17 +245,21 @@ class TeacherScorer(Scorer):
 
     async def score_one(self, writing: Writing, index: int) -> Score:
         completion = await writing.tasks_G[index]
-        context = completion.prompt_ids or writing.draw.token_ids
-        own, num_tokens = completion.logprobs, len(context) + len(completion.token_ids)
+        own, parts = completion.logprobs, completion.sequences(writing.draw.token_ids)
+        sizes = [len(one.prompt_ids) + one.stop - one.start for one in parts]
         if not self.teacher.teaches(writing.draw.prompt.columns):
             return Score(None)
-        if num_tokens >= self.max_model_len:  # vLLM has to write a token behind those that it scores
+        if max(sizes) >= self.max_model_len:  # vLLM has to write a token behind those that it scores
             return Score(None, problem=f"teacher {self.name}: longer than its context")
         async with writing.turn(TEACHER) as slot:
             started = time.perf_counter()
-            logprobs = await slot.pick(self.engines).logprobs_of(context, completion.token_ids)
-            slot.num_tokens = num_tokens
-        self.meter.count(seconds=time.perf_counter() - started, tokens=num_tokens)
+            found = [0.0] * len(completion.token_ids)  # also at the prompts of other sequences than the first
+            for context, start, stop in parts:
+                written = completion.token_ids[start:stop]
+                found[start:stop] = await slot.pick(self.engines).logprobs_of(context, written)
+            slot.num_tokens = sum(sizes)
+        logprobs = tuple(found)
+        self.meter.count(seconds=time.perf_counter() - started, tokens=sum(sizes))
         assert own is not None, "a policy's vLLM engine says them"
         gaps = [log_p - log_q for log_p, log_q, ours in zip(logprobs, own, completion.mask, strict=True) if ours]
         value = math.fsum(gaps) / max(1, len(gaps))

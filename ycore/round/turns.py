@@ -36,6 +36,8 @@ class OneTurn:
     """Without tools: the policy writes until it stops."""
 
     meters: Sequence[Meter] = ()
+    splits = True
+    """Whether a completion may have several sequences, which only packed rows keep apart."""
 
     async def start(self, draw: Draw) -> Start:
         return Start(draw, draw.prompt)
@@ -54,6 +56,7 @@ class TurnMeter(Counts):
 
     completions: float = 0
     turns: float = 0
+    sequences: float = 0
     tokens: float = 0
     calls: float = 0
     failures: float = 0
@@ -68,6 +71,7 @@ class TurnMeter(Counts):
         answers = [turn for turn in completion.turns if not turn.by_policy]
         self.completions += 1
         self.turns += len(completion.turns) - len(answers)
+        self.sequences += 1 + sum(turn.begins for turn in answers)
         self.tokens += sum(turn.num_tokens for turn in answers)
         self.calls += sum(turn.calls for turn in answers)
         self.failures += sum(turn.failures for turn in answers)
@@ -84,6 +88,7 @@ class TurnMeter(Counts):
             "tools/call_frequency": total.calls / each,
             "tools/failure_frequency": total.failures / total.calls if total.calls else 0.0,
             "ycore/turns/mean": total.turns / each,
+            "ycore/turns/sequences": total.sequences / each,
             "ycore/turns/masked_tokens": total.tokens / each,
             "ycore/turns/tool_seconds": total.seconds / each,
             **{f"ycore/turns/{name}": value for name, value in asdict(total).items() if name.startswith("ended_")},
@@ -197,19 +202,23 @@ def said_after(prompt: Prompt, said: str) -> list[Message]:
 
 
 class Talk:
-    """A completion as it grows."""
+    """A completion as it grows, or one sequence of it. `max_tokens`: of all that follows the prompt."""
 
     def __init__(self, prompt_ids: Sequence[int], max_tokens: int) -> None:
-        self.ended = "stop"
+        self.ended, self.max_tokens = "stop", max_tokens
         self.token_ids: list[int] = list(prompt_ids)
-        self._first, self._most = len(prompt_ids), len(prompt_ids) + max_tokens
+        self._first = len(prompt_ids)
         self._logprobs: list[float] | None = []
         self._turns: list[Turn] = []
         self._text, self._versions = "", list[int]()
 
     @property
     def room(self) -> int:
-        return self._most - len(self.token_ids)
+        return self.max_tokens - self.num_tokens
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.token_ids) - self._first
 
     def add(self, part: Completion, message: Mapping[str, object]) -> None:
         self.token_ids += part.token_ids

@@ -136,7 +136,7 @@ def forward_cost(tokens: int, path: str, layers: int = 30) -> dict[str, float]:
         prompts = [tuple(draw.choices(words, k=shared + 1))] * _GROUP
         completions = [tuple(draw.choices(words, k=each)) for _ in range(_GROUP)]
         blocks = plan_blocks(prompts, completions, share=path != "varlen")
-        row, _ = pack(blocks, prompts, completions, each)
+        row, _ = pack(blocks, prompts, completions, [index * each for index in range(len(completions))])
         masked = path == "mask"
         layout = {"attention_mask": block_mask(blocks[0]).to(device)} if masked else None
         layout = layout or attention_inputs(path, blocks, device)

@@ -137,6 +137,7 @@ class Preflight:
     def _gap(self, groups: Sequence[Group]) -> float | None:
         """Mean absolute difference, in nats, of the engine's log-probabilities and the model's."""
         pairs = [(group.prompt_ids(completion), completion) for group in groups for completion in group.completions]
+        pairs = [pair for pair in pairs if not any(turn.begins for turn in pair[1].turns)]
         temperature = float(self._parts.config.trl.get("temperature", 1.0)) or 1.0
         return mean(
             abs(engine - computed)

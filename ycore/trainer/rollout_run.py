@@ -65,7 +65,7 @@ class RolloutRun(TrainingRun):
             journal=self._journal,
             slots=parts.slots(engines, self._line),
         )
-        controller.record = self.trainer.record
+        controller.record, controller.turns.splits = self.trainer.record, self.trainer.packed_by is not None
         self.trainer.shares_device, self.trainer.offload = parts.started.sleeps, parts.started.offload
         return controller
 

@@ -31,6 +31,7 @@ class FlatSequence:
     completion_ids: list[int]
     logprobs: list[float] | None
     mask: list[int] | None  # 1 at the policy's tokens, 0 at its environment's; None where all are the policy's
+    begins: list[tuple[int, int]]  # where the prompt of another sequence than the first begins, and its length
     rewards: list[float]  # one per source; NaN where a source gave none
     taught: list[tuple[float, ...] | None]  # one per source: a teacher's log-probabilities of the tokens
     greedy_rewards: list[float]
@@ -47,6 +48,7 @@ def flatten(groups: Sequence[Group]) -> list[FlatSequence]:
             completion_ids=list(completion.token_ids),
             logprobs=None if completion.logprobs is None else list(completion.logprobs),
             mask=list(completion.mask) if completion.turns else None,
+            begins=[(one.start - len(one.prompt_ids), len(one.prompt_ids)) for one in completion.sequences(())[1:]],
             rewards=_values(scores),
             taught=[score.logprobs for score in scores],
             greedy_rewards=_values(group.greedy_scores_R or ()),
@@ -56,6 +58,23 @@ def flatten(groups: Sequence[Group]) -> list[FlatSequence]:
         for group in groups
         for completion, scores in zip(group.completions, group.scores_GR, strict=True)
     ]
+
+
+def begins_of(sequences: Sequence[FlatSequence], width: int) -> torch.Tensor | None:
+    """(B, `width`), n at the first of n tokens that are the prompt of another sequence; None where there is none."""
+    if not any(sequence.begins for sequence in sequences):
+        return None
+    found = torch.zeros(len(sequences), width, dtype=torch.long)
+    for row, sequence in zip(found, sequences, strict=True):
+        for at, length in sequence.begins:
+            row[at] = length
+    return found
+
+
+def loss_mask(inputs: dict[str, Any]) -> torch.Tensor:
+    """(B, T), 1 at the tokens that are learned from, as in TRL's loss: neither padding nor the environment's."""
+    mask: torch.Tensor = inputs["completion_mask"]
+    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
 
 def _values(scores: Sequence[Score]) -> list[float]:

@@ -15,7 +15,7 @@ from torch import Tensor
 from trl import GRPOConfig
 
 from ycore.trl.advantages import ESTIMATORS
-from ycore.trl.seam import loss_mask
+from ycore.trl.batches import loss_mask
 from ycore.trl.token_rewards import TokenRewardTrainer
 
 

@@ -36,6 +36,7 @@ def score_completions(
     attention_mask: torch.Tensor,
     completion_width: int,
     wanted: torch.Tensor | None = None,
+    begins: torch.Tensor | None = None,
     *,
     path: str,
     batch_size: int | None = None,
@@ -48,7 +49,7 @@ def score_completions(
     """
     names = ("log_probs", "entropy")
     logps, entropies = packed_scores(
-        model, input_ids, attention_mask, completion_width, wanted, path=path, names=names, size=batch_size
+        model, input_ids, attention_mask, completion_width, wanted, begins, path=path, names=names, size=batch_size
     )
     return logps, entropies
 
@@ -59,6 +60,7 @@ def packed_scores(
     attention_mask: torch.Tensor,
     completion_width: int,
     wanted: torch.Tensor | None = None,
+    begins: torch.Tensor | None = None,
     *,
     path: str | None,
     names: Sequence[str],
@@ -73,17 +75,21 @@ def packed_scores(
         input_ids, attention_mask: (B, P + T), prompts padded left and completions padded right.
         completion_width: T.
         wanted: (B, T), 0 where no output is needed; None wants all.
+        begins: (B, T), n where n tokens of a completion are the prompt of another sequence, see `batches.begins_of`.
         path: how the model's attention is packed, see `packing.path_of`.
         size: sequences per forward; None takes all at once.
     """
     assert path is not None
     per_pass = size or len(input_ids)
     wanted = torch.ones(len(input_ids), completion_width) if wanted is None else wanted
+    begins = torch.zeros_like(wanted, dtype=torch.long) if begins is None else begins
     found: list[list[torch.Tensor]] = [[] for _ in names]
-    for ids, mask, of_pass in zip(*(one.split(per_pass) for one in (input_ids, attention_mask, wanted)), strict=True):
-        prompts, completions = _unpad(ids, mask, completion_width)
+    for ids, mask, of_pass, begins_of_pass in zip(
+        *(one.split(per_pass) for one in (input_ids, attention_mask, wanted, begins)), strict=True
+    ):
+        prompts, completions, starts = _unpad(ids, mask, completion_width, begins_of_pass.tolist())
         blocks = plan_blocks(prompts, completions, share=path == "segments")
-        row, places = pack(blocks, prompts, completions, completion_width)
+        row, places = pack(blocks, prompts, completions, starts)
         row["shift_labels"].masked_fill_(~of_pass.cpu().bool().flatten()[places], IGNORE)
         inputs = {name: tensor.to(ids.device) for name, tensor in row.items()}
         layout = attention_inputs(path, blocks, ids.device)
@@ -103,14 +109,21 @@ def packed_scores(
 
 
 def _unpad(
-    input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_width: int
-) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-    """Token ids of every prompt and completion, without padding."""
+    input_ids: torch.Tensor, attention_mask: torch.Tensor, completion_width: int, begins: Sequence[Sequence[int]]
+) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[int]]:
+    """Token ids of every sequence's prompt and completion, without padding, and its place among (B, T) outputs."""
     split = input_ids.size(1) - completion_width
     keep, ids = attention_mask.bool().cpu(), input_ids.cpu()
-    prompts = [tuple(row[:split][mask[:split]].tolist()) for row, mask in zip(ids, keep, strict=True)]
-    completions = [tuple(row[split:][mask[split:]].tolist()) for row, mask in zip(ids, keep, strict=True)]
-    return prompts, completions
+    found = []
+    for index, (row, mask, of_row) in enumerate(zip(ids, keep, begins, strict=True)):
+        prompt, written = (row[:split][mask[:split]].tolist(), row[split:][mask[split:]].tolist())
+        start = 0
+        for at, length in ((at, length) for at, length in enumerate(of_row) if length):
+            found.append((tuple(prompt), tuple(written[start:at]), index * completion_width + start))
+            prompt, start = written[at : at + length], at + length
+        found.append((tuple(prompt), tuple(written[start:]), index * completion_width + start))
+    prompts, completions, starts = zip(*found, strict=True)
+    return list(prompts), list(completions), list(starts)
 
 
 def add_compact_head(model: PreTrainedModel, *, temperature: float) -> None:

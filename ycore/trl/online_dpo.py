@@ -16,7 +16,7 @@ from trl import GRPOConfig, GRPOTrainer
 
 from ycore.errors import ConfigError
 from ycore.round.sampling import TOLERANCE
-from ycore.trl.seam import loss_mask
+from ycore.trl.batches import loss_mask
 from ycore.trl.token_rewards import TokenRewardTrainer, packed_inputs
 
 

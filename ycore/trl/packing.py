@@ -98,13 +98,16 @@ def pack(
     blocks: Sequence[Block],
     prompts: Sequence[tuple[int, ...]],
     completions: Sequence[tuple[int, ...]],
-    completion_width: int,
+    starts: Sequence[int],
 ) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
     """The row of `blocks`, and where each of its labels belongs.
 
+    Args:
+        starts: the index at which each completion's outputs begin.
+
     Returns:
         `input_ids`, `position_ids` and `shift_labels`, each (1, L), with labels of `IGNORE` where no token is wanted;
-        and the (1, L) flat indices of the labels in (B, `completion_width`). L is 1 where there is nothing to score.
+        and the (1, L) indices of the labels. L is 1 where there is nothing to score.
     """
     ids: list[int] = []
     positions: list[int] = []
@@ -120,7 +123,7 @@ def pack(
             ids += (prompt[-1], *completions[index][:-1])
             positions += range(block.shared, block.shared + length)
             labels += completions[index]
-            places += range(index * completion_width, index * completion_width + length)
+            places += range(starts[index], starts[index] + length)
     if not ids:
         ids, positions, labels, places = [0], [0], [IGNORE], [0]
     rows = {"input_ids": ids, "position_ids": positions, "shift_labels": labels}

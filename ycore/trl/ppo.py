@@ -80,13 +80,14 @@ class Trainer(TokenRewardTrainer):
         ids, mask = packed_inputs(batch)
         width = batch["completion_ids"].size(1)
         lengths = batch["completion_mask"].sum(dim=1)
-        ids, mask = (torch.nn.functional.pad(one, (0, 1)) for one in (ids, mask))
+        begins = batch.get("begins", torch.zeros_like(batch["completion_ids"]))
+        ids, mask, begins = (torch.nn.functional.pad(one, (0, 1)) for one in (ids, mask, begins))
         rows = torch.arange(len(ids), device=ids.device)
         mask[rows, ids.size(1) - 1 - width + lengths] = cut.to(mask.dtype)
         with torch.no_grad(), self.accelerator.autocast():
             size = self.args.per_device_train_batch_size
             (values,) = packed_scores(
-                self.critic, ids, mask, width + 1, path=self.packed_by, names=(VALUES,), size=size
+                self.critic, ids, mask, width + 1, None, begins, path=self.packed_by, names=(VALUES,), size=size
             )
         return values[:, :width], values[rows, lengths] * cut
 

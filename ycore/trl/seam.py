@@ -24,7 +24,7 @@ from ycore.errors import ConfigError
 from ycore.round.sampling import TOLERANCE
 from ycore.trl.advantages import Estimator
 from ycore.trl.base import BaseTrainer
-from ycore.trl.batches import FlatSequence, Place, deal, flatten
+from ycore.trl.batches import FlatSequence, Place, begins_of, deal, flatten, loss_mask
 from ycore.trl.divergence import stand_in
 from ycore.trl.forward import add_compact_head, score_completions
 from ycore.trl.importance import absolute_gap, importance_ratio
@@ -205,6 +205,8 @@ class SeamGRPOTrainer(DurableTrainer):
         with self._correction_left_to_the_loss(), texts:
             batch: dict[str, Any] = super()._generate_and_score_completions([seq.row for seq in self._round])
         self.teaches = self._some_rewards_differ()
+        begins = begins_of(self._round, batch["completion_ids"].size(1))
+        batch |= {} if begins is None else {"begins": begins.to(self.accelerator.device)}
         batch |= self._own_advantages(batch)
         versions = torch.tensor([sequence.policy_version for sequence in self._round], device=self.accelerator.device)
         batch["teaches"] = torch.full_like(versions, self.teaches)  # with the batch, for a resume within its round
@@ -349,9 +351,8 @@ class SeamGRPOTrainer(DurableTrainer):
         """TRL calls it for every forward, on padded rows (B, P + T): ycore packs them, where the model allows it."""
         if self.packed_by is not None:
             inputs, size = (input_ids, attention_mask, logits_to_keep), kwargs.get("batch_size")
-            wanted = self._policy_mask(logits_to_keep)
             with self.accelerator.autocast():
-                logps, entropies = self._score(model, *inputs, wanted, size=size)
+                logps, entropies = self._score(model, *inputs, *self._marks(logits_to_keep), size=size)
             aux_loss = None
         else:
             inherited = super()._get_per_token_logps_and_entropies
@@ -363,18 +364,17 @@ class SeamGRPOTrainer(DurableTrainer):
                 self._micro_batch["ref_per_token_logps"] = stand_in(self._divergence, logps, reference)
         return logps, entropies, aux_loss
 
-    def _policy_mask(self, completion_width: int) -> torch.Tensor | None:
-        """(B, T), 0 at environments' tokens, of the micro-batch in the loss or of the round that TRL scores; or None.
+    def _marks(self, width: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
+        """Of the micro-batch in the loss, or of the round that TRL scores: (B, T), 0 at environments' tokens, or None;
+        and `begins_of` it.
 
         Both leave these log-probabilities at 0: of a real one and a 0, the ratio could be infinite, and no mask helps.
         """
         if self._micro_batch is not None:
-            found: torch.Tensor | None = self._micro_batch.get("tool_mask")
-            return found
+            return self._micro_batch.get("tool_mask"), self._micro_batch.get("begins")
         masks = self._masks()
-        return (
-            None if masks is None else torch.tensor([[*mask, *[1] * (completion_width - len(mask))] for mask in masks])
-        )
+        padded = masks and torch.tensor([[*mask, *[1] * (width - len(mask))] for mask in masks])
+        return padded, begins_of(self._round, width)
 
     def _masks(self) -> list[list[int]] | None:
         """Of each of the round's sequences, 1 at the policy's tokens; None where all tokens are."""
@@ -414,12 +414,6 @@ class SeamGRPOTrainer(DurableTrainer):
         gap = absolute_gap(logps, inputs["sampling_per_token_logps"], mask)
         if gap.numel():
             self.record("ycore/logprob_gap", gap.mean().item())
-
-
-def loss_mask(inputs: dict[str, Any]) -> torch.Tensor:
-    """(B, T), 1 at the tokens that are learned from, as in TRL's loss: neither padding nor the environment's."""
-    mask: torch.Tensor = inputs["completion_mask"]
-    return mask * inputs["tool_mask"] if "tool_mask" in inputs else mask
 
 
 def _bare(model: torch.nn.Module) -> Any:

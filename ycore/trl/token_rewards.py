@@ -5,9 +5,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ycore.trl.batches import loss_mask
 from ycore.trl.importance import behaviour_logps, effective_share, region_weights
 from ycore.trl.returns import last_token, to_go, whitened
-from ycore.trl.seam import SeamGRPOTrainer, loss_mask
+from ycore.trl.seam import SeamGRPOTrainer
 
 
 class TokenRewardTrainer(SeamGRPOTrainer):

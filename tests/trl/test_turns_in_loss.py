@@ -1,0 +1,144 @@
+"""Completions of several sequences in TRL's loss: value and gradient, against the definition with one forward each."""
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from transformers import AutoTokenizer
+
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+from trl import GRPOConfig
+
+from ycore.models.tiny import write_tiny_model
+from ycore.trl.build import placeholder_rewards
+from ycore.trl.seam import SeamGRPOTrainer
+from ycore.types import Completion, Draw, Group, Prompt, Score, Turn
+
+PROMPT = (9, 8, 20, 21)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def turn(num_tokens: int, *, ours: bool = True, begins: bool = False) -> Turn:
+    return Turn(ours, num_tokens, ({"role": "assistant", "content": ""},), begins=begins)
+
+
+def completion(*turns: tuple[tuple[int, ...], str], version: int = 0) -> Completion:
+    """Each turn is its tokens and who said them: `p`olicy, `e`nvironment, or the `n`ew prompt of another sequence."""
+    ids = tuple(token for tokens, _ in turns for token in tokens)
+    made = tuple(turn(len(tokens), ours=kind == "p", begins=kind == "n") for tokens, kind in turns)
+    logprobs = tuple(-4.0 if one.by_policy else 0.0 for one in made for _ in range(one.num_tokens))
+    return Completion(ids, logprobs, "", "stop", version, made if len(made) > 1 else ())
+
+
+COMPLETIONS = (
+    completion(((30, 31, 32), "p"), ((40, 41), "e"), ((33, 34), "p"), ((50, 51, 52), "n"), ((35, 36, 37, 38), "p")),
+    completion(((30, 60), "p")),
+    completion(((61, 62, 63), "p"), (PROMPT, "n"), ((64,), "p"), ((50, 51, 52), "n"), ((65, 66), "p")),
+    completion(((67,), "p"), ((42,), "e"), ((68, 69), "p")),
+)
+ALONE = [
+    [(PROMPT, (30, 31, 32, 40, 41, 33, 34), (1, 1, 1, 0, 0, 1, 1)), ((50, 51, 52), (35, 36, 37, 38), (1, 1, 1, 1))],
+    [(PROMPT, (30, 60), (1, 1))],
+    [(PROMPT, (61, 62, 63), (1, 1, 1)), (PROMPT, (64,), (1,)), ((50, 51, 52), (65, 66), (1, 1))],
+    [(PROMPT, (67, 42, 68, 69), (1, 0, 1, 1))],
+]
+"""The same, written down by hand: each sequence with its prompt, its tokens, and which of them are the policy's."""
+
+REWARDS = (1.0, 0.0, 0.25, 0.5)
+
+
+class Fixed:
+    def next_round(self, *, step: int, num_groups: int) -> list[Group]:
+        scores = tuple((Score(reward),) for reward in REWARDS)
+        return [Group(Draw(0, Prompt(0, "prompt"), PROMPT), COMPLETIONS, scores)]
+
+
+def made(model: Path, output: Path, kind: type[SeamGRPOTrainer] = SeamGRPOTrainer, **args: Any) -> SeamGRPOTrainer:
+    given = args.pop("given", {})
+    trainer = kind(
+        model=str(model),
+        reward_funcs=placeholder_rewards(["mine"]),
+        args=GRPOConfig(
+            output_dir=str(output),
+            use_cpu=True,
+            bf16=False,
+            gradient_checkpointing=False,
+            report_to="none",
+            num_generations=4,
+            per_device_train_batch_size=4,
+            gradient_accumulation_steps=1,
+            vllm_importance_sampling_correction=False,
+            **args,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": ["tick"] * 4}),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        **given,
+    )
+    trainer.rounds = Fixed()
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
+
+
+def logprobs_alone(model: Any) -> list[list[torch.Tensor]]:
+    """Of the policy's tokens of each sequence, in a forward of its own."""
+    found = []
+    for sequences in ALONE:
+        of_one = []
+        for prompt, tokens, ours in sequences:
+            logits = model(input_ids=torch.tensor([[*prompt, *tokens]]), use_cache=False).logits[0].float()
+            logps = torch.log_softmax(logits[len(prompt) - 1 : -1], -1).gather(-1, torch.tensor(tokens).unsqueeze(-1))
+            of_one.append(logps.squeeze(-1)[torch.tensor(ours).bool()])
+        found.append(of_one)
+    return found
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_the_sequences_of_a_completion_share_its_advantage_and_are_one_in_the_loss(
+    loss_type: str, model: Path, tmp_path: Path
+) -> None:
+    """`grpo`: the mean over completions of the mean over the tokens of all their sequences; `dapo`: over all tokens."""
+    trainer = made(model, tmp_path, loss_type=loss_type, beta=0.0)
+    batch = trainer._generate_and_score_completions([{"prompt": "tick"}] * 4)
+    loss = trainer._compute_loss(trainer.model, batch)
+    loss.backward()
+    seen = {name: one.grad.clone() for name, one in trainer.model.named_parameters() if one.grad is not None}
+    trainer.model.zero_grad()
+    rewards = torch.tensor(REWARDS)
+    advantages = (rewards - rewards.mean()) / (rewards.std() + 1e-4)
+    logps = [torch.cat(of_one) for of_one in logprobs_alone(trainer.model)]
+    sums = [-advantage * (one - one.detach()).exp() for advantage, one in zip(advantages, logps, strict=True)]
+    expected = torch.stack([one.mean() for one in sums]).mean() if loss_type == "grpo" else torch.cat(sums).mean()
+    assert [len(one) for one in logps] == [9, 2, 6, 3]
+    expected.backward()
+    torch.testing.assert_close(loss, expected, atol=1e-6, rtol=0)
+    for name, one in trainer.model.named_parameters():
+        torch.testing.assert_close(seen[name], one.grad, atol=1e-6, rtol=1e-5, msg=name)
+    assert max(float(one.abs().max()) for one in seen.values()) > 1e-3
+
+
+def test_no_sequence_reads_another(model: Path, tmp_path: Path) -> None:
+    """The log-probabilities themselves, in the loss and where TRL scores a whole round; and the control without it."""
+    trainer = made(
+        model, tmp_path, beta=0.1, num_iterations=2
+    )  # the reference and the old ones are scored by the round
+    batch = trainer._generate_and_score_completions([{"prompt": "tick"}] * 4)
+    with torch.no_grad():
+        expected = [torch.cat(of_one) for of_one in logprobs_alone(trainer.model)]
+    mask = batch["completion_mask"] * batch["tool_mask"]
+    for name in ("old_per_token_logps", "ref_per_token_logps"):
+        for row, ours, known in zip(batch[name], mask.bool(), expected, strict=True):
+            torch.testing.assert_close(row[ours], known, atol=1e-5, rtol=0)
+    del batch["begins"]
+    trainer._micro_batch = batch
+    ids, attended = (torch.cat([batch[f"prompt_{of}"], batch[f"completion_{of}"]], dim=1) for of in ("ids", "mask"))
+    with torch.no_grad():
+        told = trainer._get_per_token_logps_and_entropies(trainer.model, ids, attended, mask.size(1))[0]
+    assert float((told[0][mask[0].bool()] - expected[0]).abs().max()) > 1e-2, "one sequence would be another"

@@ -164,7 +164,7 @@ def train(
     elif dry_run:
         print("Nothing was started; leave out --dry-run to train.")
     elif isinstance(config, RunConfig):
-        print_closing(config)
+        print_closing(o.completed(config))
     else:
         print_table(_closing_rows(config, result))
 

@@ -1,7 +1,7 @@
 """One real vLLM server on CPU, in float32: its log-probabilities are the trainer's, before and after updates."""
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +22,7 @@ from ycore.round.sampling import DrawSource, Rules, completion_seed
 from ycore.round.scoring import rules_alone
 from ycore.round.step import Controller
 from ycore.run.paths import RunFolder
+from ycore.trainer.lengths import grow
 from ycore.types import Completion, Prompt
 
 pytestmark = [
@@ -303,3 +304,28 @@ def test_the_probability_of_given_tokens_and_greedy_completions_are_the_models_o
     assert logprobs == pytest.approx([rows[2 + place, token].item() for place, token in enumerate(target)], abs=1e-3)
     assert first.token_ids == second.token_ids, "the seed plays no part"
     assert first.token_ids[0] == int(rows[2].argmax())
+
+
+def test_a_completion_that_was_cut_off_goes_on_where_it_ended(server: Path) -> None:
+    """What chooses a run's `max_tokens`: nearly every completion of a random model is cut off at 4 tokens."""
+    prompts = [tuple(prompt) for prompt in PROMPTS for _ in range(4)]
+    asked: list[tuple[int, int]] = []
+
+    async def work() -> dict[int, float]:
+        engine = engine_at(server, Sampling(max_tokens=4, stop_token_ids=(2, *range(6, 12))))
+
+        async def write(token_ids: Sequence[int], seed: int, /, *, max_tokens: int) -> Completion:
+            asked.append((len(token_ids), max_tokens))
+            return await engine.complete(token_ids, seed, max_tokens=max_tokens)
+
+        try:
+            return await grow(prompts, [write] * len(prompts), first=4, most=40, seed=0)
+        finally:
+            await engine.close()
+
+    shares = asyncio.run(work())
+    assert list(shares) == [4, 8, 16, 32][: len(shares)] and shares[4] > 0.5
+    assert sorted(shares.values(), reverse=True) == list(shares.values())
+    again = asked[len(prompts) :]
+    assert len(again) >= shares[4] * len(prompts)
+    assert all(max_tokens in (4, 8, 16) and num_ids > max_tokens for num_ids, max_tokens in again)

@@ -48,13 +48,16 @@ def resolve(
         layers.insert(0, preset_layer(find_preset(str(preset))))
     layers.insert(0, algorithm.settings)
     merged: dict[str, Any] = {}
+    layers = [_normalised(layer, algorithm) for layer in layers]
     for layer in layers:
-        merged = merge(merged, _normalised(layer, algorithm))
+        merged = merge(merged, layer)
     if algorithm.learns_from == "rollouts":
         _add_teacher(merged)
     if (merged.get("env") or merged.get("agent")) is not None and not merged.get("rewards"):
         merged["rewards"] = [{"reward": "environment"}]
     _add_preset_rewards(merged)
+    if algorithm.learns_from == "rollouts" and merged.get("algorithm") != "eval":
+        _settle_length(merged, layers)
     for path, value in indexed:
         set_key(merged, path, value)
     if "output" not in merged:
@@ -90,6 +93,16 @@ def _add_preset_rewards(merged: dict[str, Any]) -> None:
     trains = merged.get("preset") is not None and merged.get("algorithm") != "eval"
     if trains and isinstance(rewards, list) and isinstance(max_tokens, int):
         merged["rewards"] = preset_rewards(find_preset(str(merged["preset"])), rewards, max_tokens=max_tokens)
+
+
+def _settle_length(merged: dict[str, Any], layers: Sequence[Mapping[str, Any]]) -> None:
+    """`max_tokens` is sampled where no layer gave it; several turns, which end in other ways too, are not."""
+    given = [layer for layer in layers if "max_tokens" in layer]
+    others = [merged.get(key) for key in ("tools", "env", "agent", "replay")]
+    if not given:
+        merged.setdefault("sample_max_tokens", not any(others))
+    elif "sample_max_tokens" not in given[-1]:
+        merged["sample_max_tokens"] = False
 
 
 def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:

@@ -248,7 +248,10 @@ class _Run:
         if self.site.layout.machine_rank > 0:
             return {}
         held_out = dict(read_json(folder.held_out)) if folder.held_out.is_file() else {}
-        compared = isinstance(self.config, RunConfig) and plan_and_measured(self.config, self.site, metrics)
+        config = self.config
+        if isinstance(config, RunConfig) and config.sample_max_tokens:
+            config = config.with_max_tokens(read_json(folder.config)["config"]["max_tokens"])
+        compared = isinstance(config, RunConfig) and plan_and_measured(config, self.site, metrics)
         return held_out | ({"plan_and_measured": compared} if compared else {})
 
     def _draw(self, metrics: list[dict[str, Any]]) -> None:

@@ -106,14 +106,19 @@ class RankLoop:
     def sample(self, prompts: Sequence[tuple[Prompt, tuple[int, ...]]], *, version: int) -> list[dict[str, Any]]:
         """A completion of each prompt (and its token ids) by this version, with the same seeds at every call.
 
-        Returns a dict of `row`, `prompt` and `completion` for each prompt.
+        Returns a dict of `row`, `prompt`, `completion` and `finish_reason` for each prompt.
         """
         self.sync(version)
 
         async def one(prompt: Prompt, token_ids: tuple[int, ...]) -> dict[str, Any]:
             start = await self.turns.start(Draw(prompt.row, prompt, token_ids))
             written = await self.turns.play(start, 0, self.engines[0].complete, seed=0)
-            return {"row": prompt.row, "prompt": start.draw.prompt.content, "completion": written.transcript}
+            return {
+                "row": prompt.row,
+                "prompt": start.draw.prompt.content,
+                "completion": written.transcript,
+                "finish_reason": written.finish_reason,
+            }
 
         async def write() -> list[dict[str, Any]]:
             async with self.slots.awake(ROLLOUT):

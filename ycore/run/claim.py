@@ -173,6 +173,7 @@ def is_finished(folder: RunFolder) -> bool:
 
 def write_description(folder: RunFolder, config: BaseModel, *, resume: bool) -> None:
     """run.json: the settings, and how the run was started."""
+    kept = read_json(folder.config).get("max_tokens") if resume else None  # what chose or judged it
     description = {
         "config": redact(config.model_dump(mode="json")),
         "command": redact_command(sys.argv),
@@ -180,6 +181,7 @@ def write_description(folder: RunFolder, config: BaseModel, *, resume: bool) -> 
         "versions": installed_versions(),
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "resume": resume,
+        **({} if kept is None else {"max_tokens": kept}),
     }
     write_json_atomic(folder.config, description)
 
@@ -221,7 +223,7 @@ FREE = {
     "engine.environment", "reward_workers.workers", "reward_workers.deadline_s", "reward_workers.memory_gib",
     "sandbox.level", "turns.at_once", "turns.memory_gib",
     "eval_dataset", "eval_split", "eval_limit", "eval_every", "eval_rewards", "num_samples",
-    "keep_best", "stop_when",
+    "keep_best", "stop_when", "max_truncated",
 }  # fmt: skip
 """Settings that a resumed run may change: where it lies, what it shows and how fast it is, not what it learns.
 

@@ -27,9 +27,10 @@ def open_run(root: Path) -> "TrainingRun":
 
         return ExampleRun(root)
     from ycore.round.assemble import assemble
+    from ycore.trainer.lengths import with_length
     from ycore.trainer.rollout_run import RolloutRun
 
-    return RolloutRun(assemble(root))
+    return RolloutRun(with_length(assemble(root)))
 
 
 def main() -> int:

@@ -17,6 +17,7 @@ from ycore.run.claim import files_fingerprint, model_fingerprint
 from ycore.run.files import write_json_atomic
 from ycore.run.reports import this_rank
 from ycore.trainer.evaluation import Evaluation
+from ycore.trainer.lengths import NUM_SAMPLED, is_judged, judge_cut, note
 from ycore.trainer.saved_state import Checkpoints, RoundState
 from ycore.trainer.training_run import TrainingRun
 from ycore.trl.build import compute_dtype
@@ -119,6 +120,7 @@ class RolloutRun(TrainingRun):
         self._samples: dict[str, list[dict[str, Any]]] = {}
         if self._parts.config.replay is None:
             self._controller.start(timeout_s=self._parts.config.engine.start_timeout_s)
+            self._judge_length()
             self._samples["before"] = self._sample(version=0)
             self._evaluation.start(timeout_s=self._parts.config.engine.start_timeout_s)
 
@@ -132,10 +134,20 @@ class RolloutRun(TrainingRun):
             write_json_atomic(self.home.samples, self._samples)
             self.page.show_samples(self._samples, self.trainer.args)
 
-    def _sample(self, *, version: int) -> list[dict[str, Any]]:
+    def _judge_length(self) -> None:
+        """Count which of a few completions a given `max_tokens` cuts off, once a run; ConfigError for too many."""
+        if not is_judged(self._parts):
+            return
+        written = self._sample(version=0, count=NUM_SAMPLED)
+        if self.leads:
+            config, num_cut = self._parts.config, sum(one["finish_reason"] == "length" for one in written)
+            words = judge_cut(num_cut, len(written), config)
+            note(self.home, config, words, {config.max_tokens: num_cut / len(written)})
+
+    def _sample(self, *, version: int, count: int = NUM_SAMPLES) -> list[dict[str, Any]]:
         """One completion of each of the same few prompts, always with the same seeds, on the first rank."""
         prompts = self._parts.prompts.prompts
-        rows = random.Random(self._parts.config.seed).sample(range(len(prompts)), min(NUM_SAMPLES, len(prompts)))
+        rows = random.Random(self._parts.config.seed).sample(range(len(prompts)), min(count, len(prompts)))
         asked = [(prompts[row], self._parts.encode(prompts[row])) for row in rows if self.leads]
         with self.trainer.room_for_engines():
             return self._controller.sample(asked, version=version)

@@ -4,12 +4,16 @@
 """
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import typer
 from ycore_cli import options as o
 from ycore_cli.output import number, print_json, print_line, print_table, stdout_for_json
+
+from ycore.errors import ConfigError, DataError
+from ycore.run.files import write_json_atomic
 
 if TYPE_CHECKING:
     from ycore.config.schema import RunConfig
@@ -74,8 +78,8 @@ def fly_first(config: "RunConfig") -> None:
 
 
 @o.takes({
-    "model": o.Model, "dataset": o.Dataset, "reward": o.Reward, "tools": o.Tools, "env": o.Env,
-    "env_python": o.EnvPython,
+    "model": o.Models, "benchmark": o.Benchmark, "dataset": o.Dataset, "reward": o.Reward, "tools": o.Tools,
+    "env": o.Env, "env_python": o.EnvPython,
     "agent": o.Agent, "max_turns": o.MaxTurns, "actions": o.Actions, "split": o.Split, "prompt_column": o.PromptColumn,
     "answer_column": o.AnswerColumn, "system_prompt": o.SystemPrompt, "trust_remote_code": o.TrustRemoteCode,
     "num_samples": o.NumSamples, "limit": o.Limit, "max_tokens": o.MaxTokens, "engine": o.EngineKind, "seed": o.Seed,
@@ -83,7 +87,7 @@ def fly_first(config: "RunConfig") -> None:
     "dry_run": o.DryRun, "json": o.Json,
 })  # fmt: skip
 def evaluate(context: typer.Context, *, output: str | None, dry_run: bool, json: bool, **_: Any) -> None:
-    """Measure a model: mean reward, pass@1, pass@k.
+    """Measure a model, or several side by side: mean reward, pass@1, pass@k.
 
     \b
     pass@k is the unbiased estimate of arXiv 2107.03374.
@@ -92,30 +96,82 @@ def evaluate(context: typer.Context, *, output: str | None, dry_run: bool, json:
 
     \b
     ycore eval --model smollm2-135m --dataset 'task:addition?digits=1' --reward exact_answer
-    ycore eval --model runs/first/model --dataset openai/gsm8k:main --split test \\
-               --reward math --num-samples 8 --limit 200
+    ycore eval --model runs/first/model --benchmark gsm8k --num-samples 8 --limit 200
+    ycore eval --model smollm2-135m --model runs/quickstart/model \\
+               --dataset 'task:addition?digits=1' --reward exact_answer
     """
-    from ycore_cli.checks import checked_plan, plan_rows
-
-    from ycore.config.resolve import require_rollouts
+    from ycore_cli.checks import plan_rows
 
     with stdout_for_json(json):
-        config = require_rollouts(o.resolve_config(context, algorithm="eval"))
-        if output is None:
-            config = config.model_copy(update={"output": o.unused_folder(config.output)})
-        result = checked_plan(config, trains=False)
+        configs = _evaluations(context, output)
+        result = {config.model: _eval_plan(context, config) for config in configs}
         if not (json and dry_run):
-            print_table(plan_rows(result))
+            for plan in result.values():
+                print_table(plan_rows(plan))
         if not dry_run:
             from ycore.launch.launcher import EVALUATOR, run_worker
 
-            result = run_worker(EVALUATOR, config)
+            result = {config.model: run_worker(EVALUATOR, config) for config in configs}
+    if len(configs) == 1:
+        (result,) = result.values()
+        lines = [[key, number(value)] for key, value in result.items() if isinstance(value, int | float | str)]
+    elif not dry_run:
+        result, lines = _compared(configs, result)
     if json:
         print_json(result)
     elif dry_run:
         print("Nothing was started; leave out --dry-run to measure.")
     else:
-        print_table((key, number(value)) for key, value in result.items() if isinstance(value, int | float | str))
+        print_table(lines)
+
+
+def _evaluations(context: typer.Context, output: str | None) -> "list[RunConfig]":
+    """One config for each model; several have folders of their own in one."""
+    from ycore.config.resolve import require_rollouts
+
+    models = context.params["model"] or [None]
+    if len(set(models)) < len(models):
+        raise ConfigError(f"the models to compare must differ; they are {', '.join(models)}; name each once")
+    configs = []
+    for model in models:
+        context.params["model"] = model
+        configs.append(require_rollouts(o.resolve_config(context, algorithm="eval")))
+    root = output or o.unused_folder(configs[0].output)
+    names = [root] if len(configs) == 1 else [f"{root}/model-{count}" for count in range(1, len(configs) + 1)]
+    return [one.model_copy(update={"output": name}) for one, name in zip(configs, names, strict=True)]
+
+
+def _eval_plan(context: typer.Context, config: "RunConfig") -> dict[str, Any]:
+    """What is measured; DataError that says what to fetch where a benchmark's data is out of reach."""
+    from ycore_cli.checks import checked_plan
+
+    from ycore.config.recipe_files import load_benchmark
+
+    benchmark, dataset = context.params.get("benchmark"), context.params.get("dataset")
+    try:
+        plan: dict[str, Any] = checked_plan(config, trains=False)
+    except DataError as problem:
+        if benchmark is None or dataset is not None:
+            raise
+        why = str(problem).rpartition("; ")[0] or str(problem)
+        file = load_benchmark(benchmark)["file"]
+        raise DataError(f"{why}; fetch {file}, and add --dataset FILE") from None
+    return plan
+
+
+def _compared(configs: "Sequence[RunConfig]", summaries: Mapping[str, Any]) -> tuple[dict[str, Any], list[list[str]]]:
+    """The finished evaluations compared with the first, as JSON values and as a table; both are written down too."""
+    from ycore.tools import side_by_side as tool
+
+    root, weights = Path(configs[0].output).parent, [reward.weight for reward in configs[0].rewards]
+    answers = {config.model: tool.read_answers(Path(config.output), weights) for config in configs}
+    first, *others = answers
+    differences = {name: tool.difference(answers[first], answers[name]) for name in others}
+    result = {"models": dict(summaries), "differences": differences, "output": str(root)}
+    tool.write_differences(answers, root / tool.DIFFERENCES)
+    write_json_atomic(root / tool.COMPARISON, result)
+    table = tool.table_lines(summaries, differences)
+    return result, [*table, ["written", str(root / tool.DIFFERENCES), *[""] * (len(table[0]) - 2)]]
 
 
 def _in_own_folder(config: "RunConfig") -> "RunConfig":

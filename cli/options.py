@@ -76,6 +76,10 @@ Actions = text("How it calls tools: template (of its chat template) or calls (in
 PromptColumn = text("Column that holds the prompt; e.g. question.")
 AnswerColumn = text("Column that rewards get as `answer`; e.g. solution.")
 SystemPrompt = text("System prompt of every chat; e.g. 'Answer with a number.'")
+Models = texts(
+    "Hub id, folder or GGUF file; several are measured on the same prompts and compared.", "--model", metavar="MODEL"
+)
+Benchmark = text("Dataset, prompt and reward by name: gsm8k, math500 or humaneval.", metavar="NAME")
 Limit = number("Rows to take from the dataset; e.g. 200.")
 Split = text("Split of the dataset; e.g. test.")
 
@@ -196,12 +200,14 @@ def takes(options: Mapping[str, Any]) -> Callable[[Callable[..., None]], Callabl
 
 def resolve_config(context: typer.Context, *, algorithm: str, resume: bool = False) -> "AnyConfig":
     """The validated config of a command, from its recipe or the run in `--output` (`resume`), and its options."""
-    from ycore.config.recipe_files import load_recipe, recipe_name
+    from ycore.config.recipe_files import load_benchmark, load_recipe, recipe_name
     from ycore.config.resolve import resolve
 
     options = typed_keys(context, algorithm=algorithm) | {"algorithm": algorithm}
     recipe, sets = context.params.get("recipe"), context.params.get("set_") or ()
     base = load_recipe(recipe, command=algorithm) if recipe else _stored(options, resume=resume)
+    if benchmark := context.params.get("benchmark"):
+        base |= load_benchmark(benchmark)["run"]
     if algorithm == "eval":
         base.pop("output", None)  # a recipe's own folder is its training run's
     run_name = recipe_name(recipe) if recipe else None

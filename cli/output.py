@@ -44,12 +44,12 @@ def print_line(text: str, *, stream: TextIO | None = None) -> None:
     print(printable(text, one_line=True), file=stream, flush=True)
 
 
-def print_table(rows: Iterable[tuple[str, str]]) -> None:
-    """Two columns, the first as wide as its longest entry."""
+def print_table(rows: Iterable[Sequence[str]]) -> None:
+    """Columns, each but the last as wide as its longest entry; every row has as many."""
     rows = list(rows)
-    width = max((len(name) for name, _ in rows), default=0)
-    for name, text in rows:
-        print_line(f"{name:<{width}}  {text}".rstrip())
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
+    for row in rows:
+        print_line("  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip())
 
 
 def number(value: Any) -> str:

@@ -10,10 +10,13 @@ from ycore_cli import measure
 from ycore_cli.main import run
 
 from ycore.config.schema import RewardConfig, RunConfig
+from ycore.models.hub import HubAnswer
 from ycore.models.tiny import write_tiny_model
 from ycore.plan.preflight_verdict import Measurements, verdict
 
 pytestmark = pytest.mark.timeout(300)
+
+SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 REWARD = """
 def spread(completion_ids):
@@ -100,3 +103,63 @@ def test_weights_that_never_arrive_and_a_judge_that_never_parses_are_found_in_re
     found = " ".join(finding["what"] for finding in told["findings"])
     assert "changed weights do not arrive" in found
     assert measured["judges"]["calls"] == measured["judges"]["unreadable"] > 0 and "judge" in found
+
+
+def test_a_benchmark_is_its_row_of_the_table_under_the_users_options(
+    place: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (place / "test.jsonl").write_text(json.dumps({"question": "1 + 1?", "answer": "It is two.\n#### 2"}) + "\n")
+    words = f"--model {place}/model --benchmark gsm8k --dataset {place}/test.jsonl --output {place}/b --dry-run --json"
+    assert run(["eval", *words.split(), "--max-tokens", "32"]) == 0
+    config = json.loads(capsys.readouterr().out)["config"]
+    assert (config["prompt_column"], config["split"], config["max_tokens"]) == ("question", "test", 32)
+    assert [reward["reward"] for reward in config["rewards"]] == ["math"] and "boxed" in config["system_prompt"]
+
+
+def test_a_benchmark_out_of_reach_or_unknown_is_one_line(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answer = HubAnswer("unreachable", problem="no network")
+    monkeypatch.setattr("ycore.data.source.ask_hub", lambda ask: answer)
+    words = ["eval", "--model", f"{place}/model", "--output", f"{place}/c", "--dry-run"]
+    assert run([*words, "--benchmark", "math500"]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith("error: ") and told.count("\n") == 1
+    assert "no network; fetch test.jsonl of huggingface.co/datasets/HuggingFaceH4/MATH-500, and add --dataset" in told
+    assert run([*words, "--benchmark", "gsm8"]) == 2
+    assert "did you mean 'gsm8k'?" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not SHARED.is_dir(), reason="the data sets that developers share are not on this machine")
+@pytest.mark.parametrize(
+    ("name", "file", "rows"), [("gsm8k", "gsm8k/train.jsonl", 7473), ("humaneval", "humaneval/HumanEval.jsonl.gz", 164)]
+)
+def test_a_benchmarks_real_rows_fit_its_row_of_the_table(
+    place: Path, capsys: pytest.CaptureFixture[str], name: str, file: str, rows: int
+) -> None:
+    words = f"--model {place}/model --benchmark {name} --dataset {SHARED}/{file} --output {place}/d --max-tokens 64"
+    assert run(["eval", *words.split(), "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["dataset"]["rows"] == rows
+
+
+def test_two_models_are_compared_on_the_same_prompts(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write_tiny_model(place / "other", seed=1)
+    words = f"eval --model {place}/model --model {place}/other --dataset {place}/train.jsonl --limit 6 --num-samples 2"
+    words += f" --reward {place}/rewards.py:spread --engine transformers --max-tokens 8 --output {place}/side"
+    words += " --set dtype=float32 --set reward_workers.workers=1"
+    assert run(words.split()) == 0
+    told = capsys.readouterr().out
+    lines = [line for line in told.splitlines() if line.startswith((f"{place}/model", f"{place}/other", "model  "))]
+    assert "reward less the first's" in told and len(lines) >= 2
+    compared = json.loads((place / "side/comparison.json").read_text())
+    first, other = (compared["models"][f"{place}/{name}"] for name in ("model", "other"))
+    gap = compared["differences"][f"{place}/other"]
+    assert gap["num_prompts"] == 6 and gap["reward/low"] <= gap["reward"] <= gap["reward/high"]
+    assert gap["reward"] == pytest.approx(other["reward"] - first["reward"])
+    assert len((place / "side/differences.jsonl").read_text().splitlines()) == 6
+
+
+def test_a_model_is_not_compared_with_itself(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    words = f"eval --model {place}/model --model {place}/model --dataset {place}/train.jsonl --reward length --dry-run"
+    assert run(words.split()) == 2
+    assert "must differ" in capsys.readouterr().err

@@ -1,6 +1,7 @@
 """The pages are true: what they tell a reader to type works, and what they list is what there is."""
 
 import ast
+import itertools
 import json
 import os
 import re
@@ -23,11 +24,12 @@ from ycore_cli.main import app
 from tests.chaos.__main__ import make_parser as scorecard_parser
 from tests.models.test_gguf_file import write_random_model
 from ycore.config.algorithms import ALGORITHMS
-from ycore.config.recipe_files import list_recipes, load_recipe
+from ycore.config.recipe_files import list_recipes, load_benchmark, load_recipe
 from ycore.config.schema import RewardConfig, RunConfig, TuneConfig
 from ycore.config.trl_arguments import aliases, refusal
 from ycore.config.trl_fields import fields_of
 from ycore.data.generated import TASKS
+from ycore.errors import ConfigError
 from ycore.rewards.builtin import BUILTIN, CODE, ENVIRONMENT
 from ycore.rewards.code import TEST_COLUMNS, CodeSettings
 from ycore.rewards.loading import SUPPLIED, inputs_of, load_reward
@@ -170,8 +172,10 @@ def dry_run(line: str, folder: Path) -> "subprocess.CompletedProcess[str]":
     words = shlex.split(line, comments=True)[1:]
     if (words[0] in (*STARTS, "serve") or "--gpu" in words) and "--dry-run" not in words:
         words.append("--dry-run")
-    if (model := option(line, "--model")).startswith("runs/"):
-        write_stand_in(folder / model)
+    models = [word for before, word in itertools.pairwise(words) if before == "--model"]
+    for model in models:
+        if model.startswith("runs/"):
+            write_stand_in(folder / model)
     caches = {"HF_HOME": str(folder / "hub"), "YCORE_CACHE": str(folder / "cache")}
     return subprocess.run(
         [sys.executable, "-c", ENTRY, *words],
@@ -229,6 +233,7 @@ def needs_hub(line: str) -> bool:
         return False
     recipe = option(line, "--recipe")
     base = load_recipe(recipe) if recipe in {entry.name for entry in list_recipes()} else {}
+    base |= load_benchmark(name)["run"] if (name := option(line, "--benchmark")) else {}
     values = [option(line, f"--{key}") or base.get(key, "") for key in ("model", "dataset")]
     return any(_HUB_ID.fullmatch(value) and not value.startswith("runs/") for value in values)
 
@@ -398,6 +403,17 @@ def test_trl_names_that_ycore_owns_are_documented() -> None:
     told = {name for names, _ in rows for name in quoted(names) if not name.endswith("...")}
     refused = {name for name in fields_of("GRPOConfig") if refusal(name, ALGORITHMS["grpo"])}
     assert told == {name for name in refused if not name.startswith("vllm_")}
+
+
+def test_benchmarks_are_documented_as_they_are() -> None:
+    rows = table("docs/evaluation.md", "## Benchmarks by name")
+    for name, data, reward, _, tokens, source in rows:
+        known = load_benchmark(quoted(name)[0])
+        run = known["run"]
+        assert quoted(data) == [run["dataset"]] and run["split"] in data and int(tokens) == run["max_tokens"]
+        assert quoted(reward) == [run["rewards"][0]["reward"]] and source in known["source"]
+    with pytest.raises(ConfigError, match=", ".join(quoted(row[0])[0] for row in rows)):
+        load_benchmark("none")
 
 
 def test_built_in_rewards_are_documented_with_their_arguments() -> None:

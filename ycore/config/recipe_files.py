@@ -120,6 +120,16 @@ def load_recipe(name_or_file: str, *, command: str | None = None) -> dict[str, A
     return recipe
 
 
+def load_benchmark(name: str) -> dict[str, Any]:
+    """`title`, `source`, `file`, and under `run` the keys of its evaluation; ConfigError for an unknown benchmark."""
+    rows = yaml.safe_load(Path(__file__).with_name("benchmarks.yaml").read_text(encoding="utf-8"))
+    if name not in rows:
+        way_out = "other data is evaluated with --dataset and --reward"
+        raise ConfigError(f"a benchmark is one of {', '.join(rows)}; it is {name!r}{nearest(name, rows)}; {way_out}")
+    row: dict[str, Any] = rows[name]
+    return row
+
+
 def _command(recipe: Mapping[str, Any]) -> str | None:
     """The command that a recipe names by its `algorithm`, or shows by having stages or rewards."""
     if "stages" in recipe:

@@ -31,9 +31,11 @@ PREFIX = "ycore/eval/"
 
 NO_GAIN, NOTHING_TO_LEARN = "no-gain", "nothing-to-learn"
 
-_RIGHT_FROM = 1.0
+RIGHT_FROM = 1.0
+"""The first reward of a completion that is right."""
+
 _COMPARABLE = ("exact_answer", "numeric_answer", "math", "gym")
-_BOOTSTRAPS = 1000
+BOOTSTRAPS = 1000
 _AT_ONCE = 64  # prompts in flight where the engines' own limit is not known
 
 Table = npt.NDArray[np.float64]
@@ -104,7 +106,7 @@ def _row(group: Group, config: RunConfig) -> list[float]:
         values = [scores[source].value for scores in group.scores_GR]
         known = [value for value in values if value is not None]
         row += [len(known), sum(known)]
-    is_right = [(scores[0].value or 0.0) >= _RIGHT_FROM for scores in group.scores_GR]
+    is_right = [(scores[0].value or 0.0) >= RIGHT_FROM for scores in group.scores_GR]
     answers = [final_answer(completion.text) for completion in group.completions]
     (winner, _), *_ = Counter(answers).most_common(1)  # of several with as many votes, the first that was written
     cut = sum(completion.finish_reason == "length" for completion in group.completions)
@@ -123,7 +125,7 @@ def figures(table: Table, config: RunConfig) -> dict[str, float]:
     parts |= {name: (values, ones) for name, values in passes.items()}
     if _votes(config.rewards, size):
         parts[f"majority@{size}"] = (vote, ones)
-    drawn = np.random.default_rng(0).integers(0, len(table), (_BOOTSTRAPS, len(table)))
+    drawn = np.random.default_rng(0).integers(0, len(table), (BOOTSTRAPS, len(table)))
     measured: dict[str, float] = {}
     for name, (sums, counts) in parts.items():
         if counts.sum() == 0:

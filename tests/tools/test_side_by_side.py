@@ -1,0 +1,76 @@
+"""Several evaluations on the same prompts: what is read from their folders, paired differences, the table, the file."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ycore.tools.side_by_side import difference, read_answers, table_lines, write_differences
+
+
+def folder_of(place: Path, name: str, rewards: list[list[list[float | None]]]) -> Path:
+    """What `ycore eval` leaves: for each prompt and completion, the rewards of two sources."""
+    folder = place / name
+    folder.mkdir()
+    lines = [
+        {"row": row, "prompt": f"p{row}", "completion": f"{name} {index}", "finish_reason": "stop", "rewards": values}
+        for row, of_prompt in enumerate(rewards)
+        for index, values in enumerate(of_prompt)
+    ]
+    (folder / "completions.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return folder
+
+
+def test_a_prompts_figures_are_those_of_its_completions(tmp_path: Path) -> None:
+    folder = folder_of(tmp_path, "a", [[[1.0, 0.5], [0.0, None]], [[None, None], [None, None]]])
+    answers = read_answers(folder, [1.0, 2.0])
+    assert (answers[0].reward, answers[0].right, answers[0].completions) == (1.0, 0.5, ("a 0", "a 1"))
+    assert (answers[1].reward, answers[1].right) == (None, 0.0)  # masked: no reward, and not right
+
+
+def test_differences_are_paired(tmp_path: Path) -> None:
+    """Prompts differ by a lot, models by 0.1 on every prompt: apart from each other only in pairs."""
+    first = read_answers(folder_of(tmp_path, "a", [[[n % 2 * 1.0]] for n in range(40)]), [1.0])
+    other = read_answers(folder_of(tmp_path, "b", [[[n % 2 * 1.0 + 0.1]] for n in range(40)]), [1.0])
+    found = difference(first, other)
+    assert found["num_prompts"] == 40
+    assert found["reward"] == pytest.approx(0.1) == found["reward/low"] == found["reward/high"]
+    assert (found["pass@1"], found["pass@1/low"], found["pass@1/high"]) == (0.0, 0.0, 0.0)
+    back = difference(other, first)
+    assert back["reward"] == pytest.approx(-0.1)
+
+
+def test_a_prompt_that_one_could_not_be_scored_on_is_in_no_difference_of_rewards(tmp_path: Path) -> None:
+    first = read_answers(folder_of(tmp_path, "a", [[[0.0]], [[None]]]), [1.0])
+    other = read_answers(folder_of(tmp_path, "b", [[[1.0]], [[1.0]]]), [1.0])
+    found = difference(first, other)
+    assert (found["reward"], found["pass@1"]) == (1.0, 1.0)
+    none = difference({1: first[1]}, other)
+    assert "reward" not in none and none["num_prompts"] == 1
+
+
+def test_the_file_begins_with_the_prompts_on_which_they_differ_most(tmp_path: Path) -> None:
+    answers = {
+        "a": read_answers(folder_of(tmp_path, "a", [[[1.0]], [[0.0]], [[0.5]]]), [1.0]),
+        "b": read_answers(folder_of(tmp_path, "b", [[[1.0]], [[1.0]], [[0.25]]]), [1.0]),
+    }
+    write_differences(answers, tmp_path / "out.jsonl")
+    rows = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [(row["row"], row["spread"]) for row in rows] == [(1, 1.0), (2, 0.25), (0, 0.0)]
+    assert rows[0]["models"]["b"] == {"reward": 1.0, "right": 1.0, "completions": ["b 0"]}
+
+
+def test_the_table_has_a_row_for_each_model() -> None:
+    summary = {
+        "reward": 0.5,
+        "reward/low": 0.4,
+        "reward/high": 0.6,
+        "pass@1": 0.5,
+        "pass@1/low": 0.4,
+        "pass@1/high": 0.6,
+    }
+    gap = {"num_prompts": 9, "reward": 0.1, "reward/low": -0.05, "reward/high": 0.2}
+    head, first, other = table_lines({"m": summary | {"cut_off": 0.0}, "n": summary | {"cut_off": 0.25}}, {"n": gap})
+    assert head == ["model", "reward", "pass@1", "reward less the first's", "cut off"]
+    assert first == ["m", "0.500 (0.400 to 0.600)", "0.500 (0.400 to 0.600)", "", "0%"]
+    assert other[3:] == ["+0.100 (-0.050 to +0.200)", "25%"]

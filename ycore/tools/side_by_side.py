@@ -1,0 +1,119 @@
+"""Evaluations of several models on the same prompts, side by side: figures, paired differences, prompt by prompt.
+
+A difference is that of the means over the prompts that both have a figure for. Its interval is the paired bootstrap's
+(Efron 1979): prompts are drawn again, each with both models' figures, and the middle 95 % of 1000 such differences is
+kept. Where the interval is above 0 or below it, the models differ by more than the choice of prompts.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from ycore.round.held_out import BOOTSTRAPS, RIGHT_FROM
+from ycore.round.sampling import total_reward
+from ycore.run.files import write_bytes_atomic
+from ycore.trainer.evaluator import mean
+from ycore.types import Score
+
+COMPARISON, DIFFERENCES = "comparison.json", "differences.jsonl"
+
+
+@dataclass(frozen=True, slots=True)
+class Answered:
+    """One prompt's completions by one model: the mean reward (None if none was scored), the share that is right."""
+
+    prompt: Any
+    completions: tuple[str, ...]
+    reward: float | None
+    right: float
+
+
+def read_answers(folder: Path, weights: Sequence[float]) -> dict[int, Answered]:
+    """Row of the dataset -> what `ycore eval` wrote in `completions.jsonl`, with these weights of the rewards."""
+    by_row: dict[int, list[dict[str, Any]]] = {}
+    for line in (folder / "completions.jsonl").read_text(encoding="utf-8").splitlines():
+        one = json.loads(line)
+        by_row.setdefault(one["row"], []).append(one)
+    return {
+        row: Answered(
+            prompt=written[0]["prompt"],
+            completions=tuple(one["completion"] for one in written),
+            reward=mean(total_reward([Score(value) for value in one["rewards"]], weights) for one in written),
+            right=sum((one["rewards"][0] or 0.0) >= RIGHT_FROM for one in written) / len(written),
+        )
+        for row, written in by_row.items()
+    }
+
+
+def difference(first: Mapping[int, Answered], other: Mapping[int, Answered]) -> dict[str, Any]:
+    """`other` less `first`: `reward` and `pass@1`, each with `/low` and `/high`; `num_prompts` that both have."""
+    rows = sorted(first.keys() & other.keys())
+    found: dict[str, Any] = {"num_prompts": len(rows)}
+    for name, values in {
+        "reward": [
+            theirs - ours
+            for row in rows
+            if (ours := first[row].reward) is not None and (theirs := other[row].reward) is not None
+        ],
+        "pass@1": [other[row].right - first[row].right for row in rows],
+    }.items():
+        if not values:
+            continue
+        drawn = np.random.default_rng(0).integers(0, len(values), (BOOTSTRAPS, len(values)))
+        low, high = np.percentile(np.array(values)[drawn].mean(axis=1), (2.5, 97.5))
+        found |= {name: float(np.mean(values)), f"{name}/low": float(low), f"{name}/high": float(high)}
+    return found
+
+
+def write_differences(answers: Mapping[str, Mapping[int, Answered]], file: Path) -> None:
+    """One line of JSON a prompt with every model's reward and completions, those first on which they differ most."""
+    rows = set.intersection(*(set(of_model) for of_model in answers.values()))
+
+    def spread(row: int) -> float:
+        rewards = [known for of_model in answers.values() if (known := of_model[row].reward) is not None]
+        return max(rewards) - min(rewards) if rewards else 0.0
+
+    lines = []
+    for row in sorted(rows, key=lambda row: (-spread(row), row)):
+        models = {
+            name: {
+                "reward": of_model[row].reward,
+                "right": of_model[row].right,
+                "completions": of_model[row].completions,
+            }
+            for name, of_model in answers.items()
+        }
+        prompt = next(iter(answers.values()))[row].prompt
+        lines.append(
+            json.dumps({"row": row, "spread": spread(row), "prompt": prompt, "models": models}, ensure_ascii=False)
+        )
+    write_bytes_atomic(file, "".join(line + "\n" for line in lines).encode())
+
+
+def table_lines(
+    summaries: Mapping[str, Mapping[str, Any]], differences: Mapping[str, Mapping[str, Any]]
+) -> list[list[str]]:
+    """The table: a head, and a row for each model with its figures and, for all but the first, its differences."""
+
+    def cell(values: Mapping[str, Any], name: str, sign: str = "") -> str:
+        if name not in values:
+            return "" if sign else "-"
+        return f"{values[name]:{sign}.3f} ({values[f'{name}/low']:{sign}.3f} to {values[f'{name}/high']:{sign}.3f})"
+
+    shown = ["reward", *(name for name in next(iter(summaries.values())) if name.startswith(("pass@", "majority@")))]
+    shown = [name for name in shown if not name.endswith(("/low", "/high"))]
+    compared = [name for name in ("reward", "pass@1") if any(name in one for one in differences.values())]
+    head = ["model", *shown, *(f"{name} less the first's" for name in compared), "cut off"]
+    return [head] + [
+        [
+            name,
+            *(cell(summary, figure) for figure in shown),
+            *(cell(differences.get(name, {}), figure, "+") for figure in compared),
+            f"{summary['cut_off']:.0%}",
+        ]
+        for name, summary in summaries.items()
+    ]

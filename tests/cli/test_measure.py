@@ -121,7 +121,7 @@ def test_a_benchmark_out_of_reach_or_unknown_is_one_line(
 ) -> None:
     answer = HubAnswer("unreachable", problem="no network")
     monkeypatch.setattr("ycore.data.source.ask_hub", lambda ask: answer)
-    words = ["eval", "--model", f"{place}/model", "--output", f"{place}/c", "--dry-run"]
+    words = ["eval", "--model", f"{place}/model", "--output", f"{place}/c", "--max-tokens", "64", "--dry-run"]
     assert run([*words, "--benchmark", "math500"]) == 2
     told = capsys.readouterr().err
     assert told.startswith("error: ") and told.count("\n") == 1

@@ -7,6 +7,7 @@ from typing import Any
 
 from ycore.config.algorithms import find_algorithm
 from ycore.config.batch import derive_batch, derive_tune_batch
+from ycore.config.learner_rules import BY_TURN
 from ycore.config.presets import find_preset, preset_lines
 from ycore.config.resolve import check_needs
 from ycore.config.schema import AnyConfig, RunConfig, TuneConfig
@@ -156,6 +157,11 @@ def _check_turns(config: RunConfig, model: ModelPlan) -> None:
     assert described is not None
     if any(is_environment(reward) for reward in config.rewards) and not described.pays:
         raise RewardError(f"environment {config.env!r} has no get_reward, and gives no reward; name one with --reward")
+    if config.advantage == BY_TURN and not described.pays_turns:
+        raise RewardError(
+            f"environment {config.env!r} pays for no single turn: its class has no attribute turn_reward; "
+            f"give it one, or leave out --advantage {BY_TURN}"
+        )
     if model.folder is not None and (model.folder / "tokenizer_config.json").is_file():
         from ycore.round.assemble import load_tokenizer
         from ycore.round.dialogue import Dialogue

@@ -63,6 +63,7 @@ class Turn:
 
     `messages` are what TRL's reward functions see of it: the assistant's message, or those of tools or a user. Of the
     environment's turns, `calls` of tools were asked, `failures` of them gave an error, and all took `seconds`.
+    `reward` is what an environment paid for a turn of the policy, where it pays for single ones and is asked to.
     One that `begins` is the prompt of another sequence: what comes after it was written without what came before it.
     """
 
@@ -73,6 +74,7 @@ class Turn:
     failures: int = 0
     seconds: float = 0.0
     begins: bool = False
+    reward: float | None = None
 
 
 class TokenSequence(NamedTuple):
@@ -119,6 +121,14 @@ class Completion:
         return [*map(TokenSequence, prompts, [0, *(end for _, end in own)], stops)]
 
     @property
+    def paid_turns(self) -> list[tuple[int, int, float | None]]:
+        """Where the policy's turns are in `token_ids`, and their rewards. The last turn is not there: what is paid for
+        it is the outcome's, which all turns share."""
+        ends = itertools.accumulate(turn.num_tokens for turn in self.turns)
+        own = [(end - turn.num_tokens, end, turn) for turn, end in zip(self.turns, ends, strict=True) if turn.by_policy]
+        return [(start, end, turn.reward) for start, end, turn in own[:-1]]
+
+    @property
     def messages(self) -> list[Mapping[str, Any]]:
         """All turns as chat messages."""
         if not self.turns:
@@ -150,6 +160,11 @@ class Group:
     def prompt_ids(self, completion: Completion) -> tuple[int, ...]:
         """What one of its completions follows."""
         return self.draw.token_ids if completion.prompt_ids is None else completion.prompt_ids
+
+    @property
+    def turn_rewards(self) -> list[list[float | None]]:
+        """Of each completion's turns but its last."""
+        return [[reward for _, _, reward in completion.paid_turns] for completion in self.completions]
 
     @property
     def sequences(self) -> list[TokenSequence]:

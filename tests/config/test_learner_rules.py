@@ -88,6 +88,8 @@ def test_where_every_scored_completion_teaches() -> None:
         ({"algorithm": "online-dpo", "trust_region": "dppo-tv"}, "they are dpo and reverse-kl; leave it out"),
         ({"kl_in": "reward", "trl": {"beta": 0.1}}, "kl_in=reward needs advantages by token"),
         ({"advantage": "reinforce++", "preset": "gspo"}, "--advantage reinforce++ has an advantage for each token"),
+        ({"advantage": "turn"}, "--advantage turn learns from rewards of turns, which only an environment gives"),
+        ({"advantage": "turn", "env": "a.py:A", "loss_from": "gmpo"}, "the loss gmpo takes one advantage a completion"),
         ({"advantage": "reinforce++", "loss_from": "gmpo"}, "the loss gmpo takes one advantage a completion"),
         ({"trust_region": "dppo-tv", "preset": "cispo"}, "they are cispo and reverse-kl; leave it out"),
         (

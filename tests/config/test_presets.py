@@ -8,7 +8,7 @@ from trl import GRPOConfig
 from trl.experimental.gmpo import GMPOConfig
 
 from ycore.config.algorithms import ALGORITHMS
-from ycore.config.learner_rules import BY_TOKEN
+from ycore.config.learner_rules import BY_TOKEN, BY_TURN
 from ycore.config.presets import ADVANTAGES, Preset, TrustRegion, find_preset, preset_layer, preset_lines, presets
 from ycore.config.resolve import resolve
 from ycore.config.trl_arguments import aliases, refusal
@@ -212,7 +212,7 @@ def test_run_keys_are_those_that_presets_may_set() -> None:
 
 
 def test_names_for_the_command_line_are_those_of_the_functions() -> None:
-    assert tuple(ESTIMATORS) == tuple(name for name in ADVANTAGES if name != BY_TOKEN)
+    assert tuple(ESTIMATORS) == tuple(name for name in ADVANTAGES if name not in (BY_TOKEN, BY_TURN))
     assert set(LIMITS) | {"clip"} == set(get_args(TrustRegion)) and BY_TOKEN in ADVANTAGES
 
 

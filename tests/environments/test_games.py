@@ -30,7 +30,7 @@ def reward(host: Host) -> Any:
 
 def test_a_game_of_textarena_is_played_to_its_end_and_says_only_what_is_new() -> None:
     host = host_of("textarena:GuessTheNumber-v0")
-    assert host.describe(schemas=True) == {"tools": [], "takes_text": True, "pays": True}
+    assert host.describe(schemas=True) == {"tools": [], "takes_text": True, "pays": True, "pays_turns": False}
     said = reset(host, 5)
     assert "Guess The Number" in said
     low, high = 1, 20

@@ -171,10 +171,13 @@ def test_a_typed_action_is_the_tool_step(place: Path) -> None:
 
     async def play(episode: Episode) -> list[Any]:
         begun = await episode.begin()
-        calls = [await episode.call("step", {"by": by}) for by in (1, "much", 2, 1)]
-        return [begun, *calls, await episode.reward()]
+        calls = [await episode.call("step", {"by": by}) for by in (1, "much")]
+        paid = await episode.turn_reward()
+        calls += [await episode.call("step", {"by": by}) for by in (2, 1)]
+        return [begun, *calls, await episode.reward(), paid, await episode.turn_reward()]
 
-    begun, first, wrong, last, beyond, reward = played(place, "Grid", play)
+    begun, first, wrong, last, beyond, reward, *paid = played(place, "Grid", play)
+    assert found.pays_turns and paid == [0.1, 0.3]
     assert begun == "0" and first == Answer("1") and wrong.failed and last == Answer("3")
     assert beyond == Answer("{'error': 'the episode is over'}", failed=True) and reward == Score(0.3)
 

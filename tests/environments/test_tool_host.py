@@ -68,6 +68,27 @@ class Steps:
     def step(self, text: str):
         return None if text == "end" else text.upper()
 
+class Pays:
+    turn_reward = None
+
+    def reset(self, **row):
+        self.turn_reward = 100.0
+
+    def go(self, by: int) -> str:
+        """Go.
+
+        Args:
+            by: How far.
+        """
+        self.turn_reward = by / 4
+        if by == 3:
+            raise ValueError("too far")
+        return "went"
+
+    def rest(self) -> str:
+        """Rest."""
+        return "rested"
+
 class NoReset:
     def draw(self) -> int:
         """Draw."""
@@ -120,9 +141,25 @@ def test_an_environments_public_methods_are_tools_and_the_seed_is_the_worlds() -
 
 def test_an_environment_whose_only_method_is_step_takes_text() -> None:
     host = Host([], "tools.py:Steps")
-    assert host.describe(schemas=True) == {"tools": [], "takes_text": True, "pays": False}
+    assert host.describe(schemas=True) == {"tools": [], "takes_text": True, "pays": False, "pays_turns": False}
     assert host.answer({"op": "step", "text": "go"}) == "GO" and host.answer({"op": "step", "text": "end"}) is None
     assert not Host([], "tools.py:Game").describe(schemas=False)["takes_text"]
+
+
+def test_what_calls_paid_is_added_up_until_it_is_asked_for() -> None:
+    host = Host([], "tools.py:Pays")
+    assert host.describe(schemas=False)["pays_turns"] and sorted(host._tools) == ["go", "rest"]
+    for _ in range(2):
+        host.answer({"op": "reset", "row": {}})
+        assert host.answer({"op": "turn_reward"}) == 100.0, "once: what reset pays is the first turn's"
+        call(host, "rest")
+        assert host.answer({"op": "turn_reward"}) is None
+        call(host, "go", by=1)
+        with pytest.raises(ValueError, match="too far"):
+            call(host, "go", by=3)
+        call(host, "rest")
+        assert host.answer({"op": "turn_reward"}) == 1.0 and host.answer({"op": "turn_reward"}) is None
+        call(host, "go", by=2)  # another completion's, which ended without asking
 
 
 @pytest.mark.parametrize(

@@ -46,6 +46,8 @@ def secrets() -> str:
     return str([dict(os.environ), [str(p) for p in Path(__file__).parent.rglob("*")]])
 
 class Walk:
+    turn_reward = None
+
     def __init__(self):
         self.many = 0
 
@@ -60,6 +62,7 @@ class Walk:
             by: How far.
         """
         self.at += by * random.randint(1, 9)
+        self.turn_reward = by
         if by == 13:
             time.sleep(1000)
         if by == 14:
@@ -259,6 +262,20 @@ def test_another_python_runs_them_with_its_own_packages_alone(
 def test_what_is_no_other_python_is_refused_in_one_line(place: Path, python: str, problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         describe_tools(config_of(place, env="tools.py:Walk", env_python=python))
+
+
+def test_a_turn_is_paid_once_also_by_an_environment_that_came_back(run: Callable[..., Any]) -> None:
+    async def work(pool: ToolPool) -> list[Any]:
+        async with episode(pool, start=5) as one:
+            await one.begin()
+            paid = [await one.turn_reward()]
+            for turn in ((1, 2), (14, 3), ()):
+                for by in turn:
+                    await one.call("step_on", {"by": by})
+                paid.append(await one.turn_reward())
+            return paid
+
+    assert run(work, env="tools.py:Walk") == [None, 3.0, 3.0, None]  # 14 ended the process, and paid nothing
 
 
 def test_a_tool_finds_no_secret_and_nothing_of_the_run(run: Callable[..., Any]) -> None:

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ycore.round.sampling import TOLERANCE, can_teach, total_reward
-from ycore.types import Completion, Draw, Group, Prompt, Score
+from ycore.types import Completion, Draw, Group, Prompt, Score, Turn
 
 REWARDS = st.one_of(st.none(), st.floats(-10, 10))
 
@@ -55,3 +55,18 @@ def test_a_shift_or_another_order_changes_nothing(rewards: list[float | None], s
     expected = can_teach(group(*[(reward,) for reward in rewards]), [1.0])
     assert can_teach(group(*[(reward,) for reward in moved]), [1.0]) is expected
     assert can_teach(group(*[(reward,) for reward in reversed(rewards)]), [1.0]) is expected
+
+
+def test_rewards_of_turns_that_differ_teach_though_the_outcomes_are_equal() -> None:
+    def paid(*rewards: float | None) -> Completion:
+        turns = [Turn(True, 1, (), reward=reward) for reward in rewards]
+        return Completion((1,) * len(turns), None, "", "stop", 0, tuple(turns))
+
+    def teaches(*completions: Completion, scores: tuple[float | None, ...] = (1.0, 1.0)) -> bool:
+        draw = Draw(0, Prompt(0, "q"), (1,))
+        return can_teach(Group(draw, completions, tuple((Score(one),) for one in scores)), [1.0])
+
+    assert teaches(paid(0.5, None, None), paid(0.0, None))
+    assert not teaches(paid(0.5, None), paid(0.5, None)) and not teaches(paid(0.5, None), paid(None, None))
+    assert not teaches(paid(None, 0.5), paid(None, 0.0)), "the last turn's is the outcome's"
+    assert not teaches(paid(0.5, None, None), paid(0.0, None), scores=(1.0, None)), "one counts nowhere"

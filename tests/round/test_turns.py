@@ -67,6 +67,9 @@ class Script:
         self.asked.append(text)
         return self._next()
 
+    async def turn_reward(self) -> float | None:
+        return len(self.asked) / 4
+
     async def reward(self) -> Score:
         return Score(float(len(self.asked)))
 
@@ -86,6 +89,7 @@ def play(
     *,
     max_turns: int = 8,
     max_tokens: int = 4000,
+    pays_turns: bool = False,
 ) -> tuple[Completion, Writer, Turns]:
     monkeypatch.setattr(turns_module, "Episode", script)
     writer = Writer(tokenizer, turns)
@@ -97,6 +101,7 @@ def play(
         turn_tokens=None,
         max_prompt_tokens=1000,
         pays=True,
+        pays_turns=pays_turns,
     )
     prompt = Prompt(0, [{"role": "user", "content": "12 + 30?"}])
     draw = Draw(5, prompt, dialogue.prompt_ids(prompt.content))
@@ -178,6 +183,22 @@ def test_a_talk_is_what_the_template_renders_of_it(name: str, monkeypatch: pytes
     after = whole.partition("12 + 30?")[2]
     assert after and after in rendered.replace("<think>\n\n</think>\n\n", "")
     assert completion.text == "three" and completion.earned == Score(1.0)
+
+
+def test_each_turn_of_the_policy_has_what_it_was_paid(monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer, dialogue = dialogue_of("smollm2")
+    asks, script = ids_of(tokenizer, "add(1, 2)"), Script([Answer("3")] * 2)
+    turns = [asks, asks, ids_of(tokenizer, "six")]
+    completion, _, how = play(tokenizer, dialogue, turns, script, monkeypatch, pays_turns=True)
+    assert [turn.reward for turn in completion.turns] == [0.25, None, 0.5, None, None]
+    assert how.meter.metrics(how.meter.take())["ycore/turns/reward"] == 0.375
+    (first, second), size = completion.paid_turns, len(asks)
+    assert first == (0, size, 0.25) and second[2] == 0.5
+    assert completion.token_ids[second[0] : second[1]] == tuple(asks)
+    assert all(
+        turn.reward is None
+        for turn in play(tokenizer, dialogue, turns, Script([Answer("3")] * 2), monkeypatch)[0].turns
+    )
 
 
 def test_what_a_tool_says_ends_no_turn(monkeypatch: pytest.MonkeyPatch) -> None:

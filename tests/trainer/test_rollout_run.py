@@ -183,12 +183,15 @@ def test_a_users_mistake_is_one_line_and_exit_2(
 
 ECHO = """
 class Echo:
+    turn_reward = None
+
     def reset(self, answer, **row):
         self.heard = []
         return " Go on."
 
     def step(self, text):
         self.heard.append(text)
+        self.turn_reward = len(text) / 12
         return f"{len(self.heard)} so far" if len(self.heard) < 3 else None
 
     def get_reward(self):
@@ -204,7 +207,14 @@ def test_a_policy_learns_in_an_environment_of_several_turns(
     (model / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
     (tmp_path / "echo.py").write_text(ECHO)
     env = f"{tmp_path / 'echo.py'}:Echo"
-    settings = {"env": env, "max_turns": 4, "max_tokens": 120, "keep_journal": True, "turns": {"max_tokens": 12}}
+    settings = {
+        "env": env,
+        "advantage": "turn",
+        "max_turns": 4,
+        "max_tokens": 120,
+        "keep_journal": True,
+        "turns": {"max_tokens": 12},
+    }
     folder = run_folder(tmp_path, model, **settings, rewards=[RewardConfig(reward="environment")])
     write_json_atomic(folder.engines, {**json.loads(folder.engines.read_text()), "max_model_len": 256})
     code, told = finish(folder, ended)
@@ -217,9 +227,12 @@ def test_a_policy_learns_in_an_environment_of_several_turns(
     for completion in written:
         answers = [message["content"] for turn in completion.turns if not turn.by_policy for message in turn.messages]
         assert answers == [f"{number} so far" for number in range(1, len(answers) + 1)]
+        texts = [turn for turn in completion.turns if turn.by_policy]
+        assert [turn.reward for turn in texts[:-1]] == [len(turn.messages[0]["content"]) / 12 for turn in texts[:-1]]
         assert 0 < sum(completion.mask) <= 4 * 12 and completion.earned is not None
     rows = read_metrics(folder.metrics)
     assert len(rows) == 2 and all(row["ycore/turns/mean"] > 1.2 for row in rows)
+    assert all(0 < row["ycore/turns/reward"] <= 1 for row in rows)
     assert all(row["ycore/turns/masked_tokens"] > 5 and row["ycore/masked"] == 0 for row in rows)
     samples = json.loads(folder.samples.read_text())
     assert "\nuser: 1 so far\n" in "".join(sample["completion"] for sample in samples["after"])

@@ -1,6 +1,7 @@
-"""Completions of several sequences in TRL's loss: value and gradient, against the definition with one forward each."""
+"""Completions of several sequences, and rewards of turns, in TRL's loss: value and gradient, against the definition."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from trl import GRPOConfig
 from ycore.models.tiny import write_tiny_model
 from ycore.trl.build import placeholder_rewards
 from ycore.trl.seam import SeamGRPOTrainer
+from ycore.trl.token_rewards import TokenRewardTrainer, turn_advantages
 from ycore.types import Completion, Draw, Group, Prompt, Score, Turn
 
 PROMPT = (9, 8, 20, 21)
@@ -142,3 +144,73 @@ def test_no_sequence_reads_another(model: Path, tmp_path: Path) -> None:
     with torch.no_grad():
         told = trainer._get_per_token_logps_and_entropies(trainer.model, ids, attended, mask.size(1))[0]
     assert float((told[0][mask[0].bool()] - expected[0]).abs().max()) > 1e-2, "one sequence would be another"
+
+
+NAN = float("nan")
+
+
+def test_a_turns_advantage_is_among_the_groups_turns_of_its_number() -> None:
+    """Two groups of three, worked out by hand; a deviation of the sample, with 1e-4 added."""
+    rewards = [[1.0, 2.0], [2.0], [3.0, 4.0, 5.0], [0.5, NAN], [0.5, 1.0], [NAN, 3.0]]
+    spread = 2**0.5  # of 2 and 4, and of 1 and 3
+    expected = [
+        [-1 / 1.0001, -1 / (spread + 1e-4), 0],
+        [0, 0, 0],
+        [1 / 1.0001, 1 / (spread + 1e-4), 0],
+        [0, 0, 0],
+        [0, -1 / (spread + 1e-4), 0],
+        [0, 1 / (spread + 1e-4), 0],
+    ]
+    torch.testing.assert_close(torch.tensor(turn_advantages(rewards, group_size=3)), torch.tensor(expected))
+    assert turn_advantages([[], []], group_size=2) == [[0.0], [0.0]]
+
+
+def paid(completions: tuple[Completion, ...], rewards: list[list[float | None]]) -> tuple[Completion, ...]:
+    """The completions, with rewards of the policy's turns."""
+    found = []
+    for one, given in zip(completions, rewards, strict=True):
+        left = list(given)
+        found.append(replace(one, turns=tuple(replace(t, reward=left.pop(0)) if t.by_policy else t for t in one.turns)))
+    return tuple(found)
+
+
+class Paid(Fixed):
+    def __init__(self, rewards: list[list[float | None]]) -> None:
+        self.completions = paid(COMPLETIONS, rewards)
+
+    def next_round(self, *, step: int, num_groups: int) -> list[Group]:
+        return [replace(group, completions=self.completions) for group in super().next_round(step=0, num_groups=1)]
+
+
+def test_rewards_of_turns_are_beside_the_outcomes_advantage_at_their_own_tokens(model: Path, tmp_path: Path) -> None:
+    trainer = made(model, tmp_path, TokenRewardTrainer, given={"by_turn": True}, loss_type="dapo", beta=0.0)
+    trainer.rounds = Paid([[1.0, 2.0, 9.0], [], [0.0, None, 9.0], [0.5, 9.0]])
+    batch = trainer._generate_and_score_completions([{"prompt": "tick"}] * 4)
+    outcome = torch.tensor(REWARDS)
+    outcome = (outcome - outcome.mean()) / (outcome.std() + 1e-4)
+    first = torch.tensor([1.0, 0.0, 0.5])
+    first = (first - first.mean()) / (first.std() + 1e-4)  # of three: the second completion has one turn, its last
+    of_turns = [[first[0]] * 3 + [0.0] * 6, [0.0] * 2, [first[1]] * 3 + [0.0] * 3, [first[2]] + [0.0] * 2]
+    expected = [outcome[row] + torch.tensor(of_turns[row]) for row in range(4)]
+    mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    for row, ours, known in zip(batch["advantages"], mask, expected, strict=True):
+        torch.testing.assert_close(row[ours], known, atol=1e-6, rtol=0)
+    assert not batch["advantages"][~mask].any()
+    loss = trainer._compute_loss(trainer.model, batch)
+    loss.backward()
+    seen = {name: one.grad.clone() for name, one in trainer.model.named_parameters() if one.grad is not None}
+    trainer.model.zero_grad()
+    logps = [torch.cat(of_one) for of_one in logprobs_alone(trainer.model)]
+    terms = [-advantage * (one - one.detach()).exp() for advantage, one in zip(expected, logps, strict=True)]
+    torch.cat(terms).mean().backward()
+    for name, one in trainer.model.named_parameters():
+        torch.testing.assert_close(seen[name], one.grad, atol=1e-6, rtol=1e-5, msg=name)
+
+
+def test_rewards_at_the_last_turn_alone_are_the_groups_advantage(model: Path, tmp_path: Path) -> None:
+    trainer = made(model, tmp_path, TokenRewardTrainer, given={"by_turn": True}, beta=0.0)
+    trainer.rounds = Paid([[None, None, 1.0], [], [None, None, 0.25], [None, 0.5]])
+    batch = trainer._generate_and_score_completions([{"prompt": "tick"}] * 4)
+    plain = made(model, tmp_path / "plain", beta=0.0)._generate_and_score_completions([{"prompt": "tick"}] * 4)
+    mask = batch["completion_mask"] * batch["tool_mask"]
+    torch.testing.assert_close(batch["advantages"], plain["advantages"].unsqueeze(1) * mask)

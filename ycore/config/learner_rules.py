@@ -6,6 +6,9 @@ from ycore.errors import ConfigError
 BY_TOKEN = "reinforce++"
 """The advantage that differs from token to token."""
 
+BY_TURN = "turn"
+"""The advantage that differs from turn to turn."""
+
 ALONE = (BY_TOKEN, "remax")
 """Advantages that do not compare a completion with others of its group."""
 
@@ -58,7 +61,12 @@ def check_learner(config: RunConfig) -> None:
         _check_pairs(config)
     if config.kl_in == "reward":
         _check_kl_in_reward(config)
-    if config.critic is not None or config.advantage == BY_TOKEN or config.algorithm == "distill":
+    if config.advantage == BY_TURN and (config.env is None or config.algorithm == "distill"):
+        raise ConfigError(
+            f"--advantage {BY_TURN} learns from rewards of turns, which only an environment gives; say --env with "
+            "ycore grpo, or take another advantage"
+        )
+    if config.critic is not None or config.advantage in (BY_TOKEN, BY_TURN) or config.algorithm == "distill":
         _check_token_advantages(config)
     loss = config.trl.get("loss_type", "dapo") if config.loss_from == "grpo" else config.loss_from
     if config.trust_region != "clip" and (loss not in _CLIPPED or config.divergence != "reverse-kl"):

@@ -9,10 +9,10 @@ from typing import Any, Literal, get_args
 from ycore.errors import ConfigError, nearest
 
 Advantage = Literal[
-    "group", "dr-grpo", "rloo", "lite-ppo", "reinforce++", "reinforce++-baseline", "remax", "maxrl", "raft"
+    "group", "dr-grpo", "rloo", "lite-ppo", "reinforce++", "reinforce++-baseline", "remax", "maxrl", "raft", "turn"
 ]
-"""The names for `--advantage`: the keys of `ycore.trl.advantages.ESTIMATORS`, and `reinforce++`, which has an advantage
-for each token. `group` leaves the advantage to TRL."""
+"""The names for `--advantage`: the keys of `ycore.trl.advantages.ESTIMATORS`; `reinforce++`, which has an advantage
+for each token; and `turn`, which has one for each turn. `group` leaves the advantage to TRL."""
 
 ADVANTAGES: tuple[str, ...] = get_args(Advantage)
 

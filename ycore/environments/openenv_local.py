@@ -46,6 +46,7 @@ class Local:
     """What both kinds have: their tools, declared as an MCP server's are, and the last reward."""
 
     takes_text = False
+    turn_reward: float | None = None
 
     def __init__(self, name: str) -> None:
         self.name = name
@@ -76,6 +77,7 @@ class Local:
         return self._reward
 
     def _note(self, *, reward: Any, done: bool) -> None:
+        self.turn_reward = None if reward is None else float(reward)
         self._reward = self._reward if reward is None else float(reward)
         self._is_over = done
 

@@ -37,6 +37,9 @@ PYTHON = "python"
 
 MOST_TEXT = 16_000  # characters of an answer
 _NOT_TOOLS = ("reset", "get_reward")
+_TURN_REWARD = "turn_reward"
+"""An attribute that a class of the person's declares: what a call or step paid, a number, or None. It is read after
+each, and set to None."""
 _variables: dict[str, Any] = {}
 
 
@@ -63,6 +66,7 @@ class Host:
         self._tools: dict[str, Callable[..., Any]] = {}
         self._runner = asyncio.Runner()
         self._env: Any = None
+        self._paid: float | None = None  # for calls and steps since the turn's reward was last asked for
         self._servers = [McpServer(name) for name in tools if name.startswith(PREFIX)]
         self._declared: list[McpServer | Local] = [*self._servers]  # who say themselves what tools they have
         for name in tools:
@@ -119,11 +123,28 @@ class Host:
             "tools": found,
             "takes_text": takes_text,
             "pays": callable(getattr(self._env, "get_reward", None)),
+            "pays_turns": hasattr(type(self._env), _TURN_REWARD),
         }
 
     def answer(self, request: Mapping[str, Any]) -> object:
         """What an operation gives; any exception of the person's or model's code goes on."""
         seed(request.get("seed", 0))
+        if request["op"] == "reset":
+            self._paid = None
+        try:
+            return self._answered(request)
+        finally:
+            if request["op"] in ("reset", "step", "call") and hasattr(type(self._env), _TURN_REWARD):
+                self._collect()
+
+    def _collect(self) -> None:
+        """Add what the environment paid since it was last looked at to what is paid for the turn."""
+        paid = getattr(self._env, _TURN_REWARD)
+        self._env.turn_reward = None
+        if paid is not None:
+            self._paid = (self._paid or 0.0) + float(paid)
+
+    def _answered(self, request: Mapping[str, Any]) -> object:
         match request["op"]:
             case "reset":
                 return self._text_or_none(self._waited(self._env.reset(**request["row"])), "reset")
@@ -137,6 +158,9 @@ class Host:
                 for server in self._servers:
                     server.end()
                 return None
+            case "turn_reward":
+                paid, self._paid = self._paid, None
+                return paid
             case "reward":
                 value = self._waited(self._env.get_reward())
                 if isinstance(value, str | bytes):

@@ -41,11 +41,13 @@ class Description:
     """What a run's tools and environment are: JSON schemas, as transformers makes them, of everything to be called.
 
     `takes_text`: the environment's only tool is `step(text)`, and gets whole turns. `pays`: it has `get_reward`.
+    `pays_turns`: it pays for single turns too.
     """
 
     tools: tuple[Mapping[str, Any], ...]
     takes_text: bool = False
     pays: bool = False
+    pays_turns: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -90,7 +92,8 @@ def _description(line: bytes, nonce: str) -> Description:
         raise CallFailed(plain_text(reply["error"], most=600))
     try:
         ready = reply["ready"]
-        found = Description(tuple(ready["tools"]), bool(ready["takes_text"]), bool(ready["pays"]))
+        told = (bool(ready[name]) for name in ("takes_text", "pays", "pays_turns"))
+        found = Description(tuple(ready["tools"]), *told)
         if all(isinstance(name, str) for name in found.names):
             return found
     except (KeyError, TypeError):
@@ -303,6 +306,14 @@ class Episode:
         except (CallFailed, RewardError) as failure:
             return Answer(str({"error": str(failure)}), failed=True)
         return None if answer is None else Answer(str(answer))
+
+    async def turn_reward(self) -> float | None:
+        """What the environment paid since the last turn, which is a number; None where it paid nothing, or is lost."""
+        try:
+            value = await self._timed(self._asked("turn_reward", {}))
+        except (CallFailed, RewardError):
+            return None
+        return value if isinstance(value, int | float) and math.isfinite(value) else None
 
     async def reward(self) -> Score:
         """What the environment pays for the whole episode."""

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from pydantic import TypeAdapter
 from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
-from ycore.config.learner_rules import teaches_alone
+from ycore.config.learner_rules import BY_TURN, teaches_alone
 from ycore.config.schema import Offload, RunConfig
 from ycore.data.prompts import PromptSet, load_prompts
 from ycore.engine import Engine, Sampling
@@ -122,7 +122,8 @@ class Assembly:
         if self.dialogue is None or self.described is None:
             return None
         tools = ToolPool(config, log=folder.log("tools"), **where)
-        return Turns(self.dialogue, tools, pays=self.described.pays, **limits)
+        pays = {"pays": self.described.pays, "pays_turns": config.advantage == BY_TURN}
+        return Turns(self.dialogue, tools, **pays, **limits)
 
     @cached_property
     def dialogue(self) -> Dialogue | None:

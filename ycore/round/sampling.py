@@ -5,6 +5,7 @@ import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
+from itertools import zip_longest
 from typing import Any, Self
 
 from ycore.data.prompts import PromptOrder
@@ -87,14 +88,18 @@ def can_teach(group: Group, weights_R: Sequence[float], *, alone: bool = False, 
 
     That takes two scored completions whose rewards differ by more than `tolerance`. Where the prompt's greedy
     completion is the baseline (ReMax), one completion whose reward differs from the baseline's is enough. With `alone`
-    (`Rules.teaches_alone`) one scored completion is enough.
+    (`Rules.teaches_alone`) one scored completion is enough. Rewards of turns that differ teach too.
     """
     totals = [total_reward(scores_R, weights_R) for scores_R in group.scores_GR]
     known = [total for total in totals if total is not None]
     if group.greedy_scores_R is not None:
         baseline = total_reward(group.greedy_scores_R, weights_R)
         return baseline is not None and any(abs(total - baseline) > tolerance for total in known)
-    return bool(known) if alone else len(known) > 1 and max(known) - min(known) > tolerance
+    if alone or len(known) < 2:
+        return alone and bool(known)
+    counted = [own for own, total in zip(group.turn_rewards, totals, strict=True) if total is not None]
+    at_turns = [[one for one in rewards if one is not None] for rewards in zip_longest(*counted)]
+    return any(max(rewards) - min(rewards) > tolerance for rewards in (known, *at_turns) if rewards)
 
 
 @dataclass(slots=True)

@@ -61,6 +61,8 @@ class TurnMeter(Counts):
     calls: float = 0
     failures: float = 0
     seconds: float = 0
+    paid_turns: float = 0
+    paid: float = 0
     ended_turns: float = 0
     ended_length: float = 0
     ended_deadline: float = 0
@@ -76,6 +78,9 @@ class TurnMeter(Counts):
         self.calls += sum(turn.calls for turn in answers)
         self.failures += sum(turn.failures for turn in answers)
         self.seconds += sum(turn.seconds for turn in answers)
+        paid = [turn.reward for turn in completion.turns if turn.reward is not None]
+        self.paid_turns += len(paid)
+        self.paid += sum(paid)
         name = f"ended_{completion.finish_reason}"
         if name in self.__dict__:
             setattr(self, name, getattr(self, name) + 1)
@@ -91,6 +96,7 @@ class TurnMeter(Counts):
             "ycore/turns/sequences": total.sequences / each,
             "ycore/turns/masked_tokens": total.tokens / each,
             "ycore/turns/tool_seconds": total.seconds / each,
+            **({"ycore/turns/reward": total.paid / total.paid_turns} if total.paid_turns else {}),
             **{f"ycore/turns/{name}": value for name, value in asdict(total).items() if name.startswith("ended_")},
         }
 
@@ -101,6 +107,7 @@ class Turns(OneTurn):
     Args:
         max_turns: turns of the policy. `max_tokens`: of a completion, whoever wrote them. `turn_tokens`: of one turn.
         max_prompt_tokens: a prompt that what the environment said makes longer is not used.
+        pays, pays_turns: whether the environment is asked for a reward, at the end and after each turn.
     """
 
     def __init__(
@@ -113,10 +120,11 @@ class Turns(OneTurn):
         turn_tokens: int | None,
         max_prompt_tokens: int,
         pays: bool,
+        pays_turns: bool = False,
     ) -> None:
         self.meter = TurnMeter()
         self.meters = [self.meter]
-        self._dialogue, self._pool, self._pays = dialogue, pool, pays
+        self._dialogue, self._pool, self._pays, self._pays_turns = dialogue, pool, pays, pays_turns
         self._max_turns, self._max_tokens, self._turn_tokens = max_turns, max_tokens, turn_tokens or max_tokens
         self._max_prompt_tokens = max_prompt_tokens
 
@@ -150,8 +158,11 @@ class Turns(OneTurn):
                 if not calls and not self._dialogue.takes_text:
                     break
                 is_last = number + 1 == self._max_turns
+                place = talk.num_turns
                 try:
                     goes_on = await self._answer(talk, episode, part.text, calls, is_last=is_last)
+                    if self._pays_turns:
+                        talk.pay(place, await episode.turn_reward())
                 except OutOfTime:
                     talk.ended = "deadline"
                     break
@@ -227,6 +238,14 @@ class Talk:
         self._turns.append(Turn(True, len(part.token_ids), (message,)))
         self._text, self.ended = part.text, part.finish_reason
         self._versions.append(part.policy_version)
+
+    @property
+    def num_turns(self) -> int:
+        return len(self._turns)
+
+    def pay(self, number: int, reward: float | None) -> None:
+        """Note what the environment paid for the turn before that many."""
+        self._turns[number - 1] = replace(self._turns[number - 1], reward=reward)
 
     def add_answer(self, turn: Turn, token_ids: Sequence[int]) -> bool:
         """Whether it fits and leaves room for a turn. What does not fit is cut, and counts as said by nobody."""

@@ -1,5 +1,6 @@
 """A round as TRL sees it: flat sequences and their micro-batches."""
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -32,6 +33,7 @@ class FlatSequence:
     logprobs: list[float] | None
     mask: list[int] | None  # 1 at the policy's tokens, 0 at its environment's; None where all are the policy's
     begins: list[tuple[int, int]]  # where the prompt of another sequence than the first begins, and its length
+    turns: list[tuple[int, int, float]]  # the policy's but its last: their tokens, and rewards; NaN where none was paid
     rewards: list[float]  # one per source; NaN where a source gave none
     taught: list[tuple[float, ...] | None]  # one per source: a teacher's log-probabilities of the tokens
     greedy_rewards: list[float]
@@ -49,6 +51,7 @@ def flatten(groups: Sequence[Group]) -> list[FlatSequence]:
             logprobs=None if completion.logprobs is None else list(completion.logprobs),
             mask=list(completion.mask) if completion.turns else None,
             begins=[(one.start - len(one.prompt_ids), len(one.prompt_ids)) for one in completion.sequences(())[1:]],
+            turns=[(start, end, math.nan if paid is None else paid) for start, end, paid in completion.paid_turns],
             rewards=_values(scores),
             taught=[score.logprobs for score in scores],
             greedy_rewards=_values(group.greedy_scores_R or ()),

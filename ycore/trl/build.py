@@ -12,7 +12,7 @@ from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase, TrainerCal
 
 from ycore.config.algorithms import find_algorithm
 from ycore.config.batch import derive_batch, derive_tune_batch
-from ycore.config.learner_rules import BY_TOKEN
+from ycore.config.learner_rules import BY_TOKEN, BY_TURN
 from ycore.config.schema import AnyConfig, LoraSettings, RunConfig, TuneConfig
 from ycore.config.trl_arguments import trl_arguments
 from ycore.data.examples import ExampleSet
@@ -97,7 +97,8 @@ def _for_rollouts(
         "by_token": config.advantage == BY_TOKEN,
         "trust_region": config.trust_region,
         "reward_funcs": placeholder_rewards(reward_names(config.rewards)),
-        "advantage": None if config.advantage in ("group", BY_TOKEN) else ESTIMATORS[config.advantage],
+        "by_turn": config.advantage == BY_TURN,
+        "advantage": None if config.advantage in ("group", BY_TOKEN, BY_TURN) else ESTIMATORS[config.advantage],
         "divergence": config.divergence,
         # The round draws the prompts; the rows of TRL's loader only say that a round is due.
         "train_dataset": Dataset.from_dict({"prompt": ["tick"] * rows_per_round}),

@@ -1,10 +1,13 @@
-"""GRPO's trainer with a reward, and so an advantage, for each token: REINFORCE++, and what PPO shares with it."""
+"""GRPO's trainer with an advantage for each token: REINFORCE++, rewards of turns, and what PPO shares with them."""
 
+import math
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ycore.trl.advantages import ESTIMATORS
 from ycore.trl.batches import loss_mask
 from ycore.trl.importance import behaviour_logps, effective_share, region_weights
 from ycore.trl.returns import last_token, to_go, whitened
@@ -20,18 +23,26 @@ class TokenRewardTrainer(SeamGRPOTrainer):
     Args:
         by_token: REINFORCE++ (arXiv 2501.03262, eqs. 4 and 5): each token's advantage is the score less beta times the
             KL of the tokens from it on, whitened over the tokens of all ranks.
+        by_turn: MT-GRPO (arXiv 2505.11821): the advantage of a turn's tokens is that of its reward among the group's
+            turns of the same number, and the completion's own by GRPO; the last turn has the completion's alone.
         trust_region: `clip`, TRL's; or one of `importance.LIMITS`, anchored at the policy that wrote the tokens.
     """
 
     beta: float
 
     def __init__(
-        self, *args: Any, kl_in: str = "loss", by_token: bool = False, trust_region: str = "clip", **kwargs: Any
+        self,
+        *args: Any,
+        kl_in: str = "loss",
+        by_token: bool = False,
+        by_turn: bool = False,
+        trust_region: str = "clip",
+        **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self._by_token, self._trust_region = by_token, trust_region
+        self._by_token, self._by_turn, self._trust_region = by_token, by_turn, trust_region
         self._kl_in_reward = kl_in == "reward" and self.beta != 0.0
-        if by_token or self._kl_in_reward:
+        if by_token or by_turn or self._kl_in_reward:
             self.skips_equal_rewards = False
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -44,10 +55,27 @@ class TokenRewardTrainer(SeamGRPOTrainer):
             self.beta = beta
 
     def _own_advantages(self, batch: dict[str, Any]) -> dict[str, Tensor]:
+        if self._by_turn:
+            outcome, mask = self._estimated_advantages(ESTIMATORS["group"]), loss_mask(batch)
+            return {"advantages": outcome.unsqueeze(1) * mask + self._of_turns(mask)}
         if not self._by_token:
             return super()._own_advantages(batch)
         rewards, mask = self._token_rewards(batch)
         return {"advantages": whitened(to_go(rewards), mask, self._add_up).float()}
+
+    def _of_turns(self, mask: Tensor) -> Tensor:
+        """(B, T): the advantage of each turn's reward, at its tokens. A completion without a reward counts nowhere."""
+        counts = (~self._of_this_rank(self._totals(self._rewards)).isnan()).tolist()
+        rewards = [
+            [paid if counted else math.nan for _, _, paid in one.turns]
+            for one, counted in zip(self._round, counts, strict=True)
+        ]
+        found = torch.zeros_like(mask, dtype=torch.float32)
+        advantages = turn_advantages(rewards, group_size=self.num_generations)
+        for row, one, of_turns in zip(found, self._round, advantages, strict=True):
+            for (start, end, _), advantage in zip(one.turns, of_turns, strict=False):
+                row[start:end] = advantage
+        return found
 
     def _fill_in_correction(self, inputs: dict[str, Any], logps: Tensor) -> None:
         """Also measure how far the policy is from the one that wrote the tokens, and apply DPPO's trust region.
@@ -105,6 +133,21 @@ class TokenRewardTrainer(SeamGRPOTrainer):
     def _of_this_rank(self, values: Tensor) -> Tensor:
         first = self.accelerator.process_index * len(self._round)
         return values[first : first + len(self._round)]
+
+
+def turn_advantages(rewards: Sequence[Sequence[float]], *, group_size: int) -> list[list[float]]:
+    """GRPO's advantage of each turn's reward among those of its group's turns of the same number.
+
+    Args:
+        rewards: of each completion's turns; NaN where none was paid. Such a turn gets 0, and counts nowhere.
+        group_size: completions of a group, which are next to each other.
+    """
+    width = max(1, *map(len, rewards))
+    rows = [[*of_one, *[math.nan] * (width - len(of_one))] for of_one in rewards]
+    by_turn = torch.tensor(rows).view(-1, group_size, width).transpose(1, 2).reshape(-1, group_size)
+    found = ESTIMATORS["group"](by_turn, ~by_turn.isnan())
+    spread: list[list[float]] = found.view(-1, width, group_size).transpose(1, 2).reshape(-1, width).tolist()
+    return spread
 
 
 def packed_inputs(batch: dict[str, Any]) -> tuple[Tensor, Tensor]:

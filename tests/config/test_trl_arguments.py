@@ -11,7 +11,7 @@ from ycore.config.algorithms import ALGORITHMS, Algorithm
 from ycore.config.batch import derive_batch, derive_tune_batch
 from ycore.config.resolve import resolve
 from ycore.config.schema import RunConfig
-from ycore.config.trl_arguments import trl_arguments
+from ycore.config.trl_arguments import refusal, trl_arguments
 from ycore.errors import ConfigError
 from ycore.run.paths import RunFolder
 
@@ -90,3 +90,17 @@ def test_ligers_kernels_are_for_gpus_and_said_so(tmp_path: Path) -> None:
     assert _arguments(config, tmp_path, on_cpu=False)["use_liger_kernel"] is True
     with pytest.raises(ConfigError, match=r"use_liger_kernel needs a GPU: .* leave it out"):
         _arguments(config, tmp_path)
+
+
+def test_flex_attention_is_for_gpus(tmp_path: Path) -> None:
+    config = _config(trl={"model_init_kwargs": {"attn_implementation": "flex_attention"}})
+    assert _arguments(config, tmp_path, on_cpu=False)["model_init_kwargs"] == {"attn_implementation": "flex_attention"}
+    with pytest.raises(ConfigError, match=r"flex_attention needs a GPU: .* leave it out"):
+        _arguments(config, tmp_path)
+
+
+def test_what_makes_transformers_compile_is_refused_with_rollouts() -> None:
+    """Each of these three alone does: see `TrainingArguments.__post_init__`."""
+    for name in ("torch_compile", "torch_compile_backend", "torch_compile_mode"):
+        assert "compiled anew" in str(refusal(name, ALGORITHMS["grpo"]))
+        assert refusal(name, ALGORITHMS["sft"]) is None

@@ -18,10 +18,12 @@ def trl_arguments(config: AnyConfig, batch: BatchPlan | TuneBatch, folder: RunFo
         batch: what `derive_batch` or `derive_tune_batch` made of this config.
 
     Raises:
-        ConfigError: Liger's kernels on a CPU.
+        ConfigError: Liger's kernels or flex attention on a CPU.
     """
     if batch.on_cpu and config.trl.get("use_liger_kernel"):
         raise ConfigError("use_liger_kernel needs a GPU: Liger's kernels are written in Triton; leave it out")
+    if batch.on_cpu and (config.trl.get("model_init_kwargs") or {}).get("attn_implementation") == "flex_attention":
+        raise ConfigError("attn_implementation=flex_attention needs a GPU: on a CPU it has no gradients; leave it out")
     return {**_defaults(config, batch), **config.trl, **_owned(config, batch, folder)}
 
 
@@ -90,6 +92,7 @@ _EVALUATION = ("do_eval", "do_predict", "eval_strategy", "eval_steps", "eval_on_
 _NO_EVALUATION = "ycore evaluates by rollouts; say `--eval-dataset` and `--eval-every`, or `--keep-best pass@1`"
 _HELD_OUT = "ycore measures on held-out rows before and after training; say `--held-out 200`"
 _DATA_ORDER = "ycore owns the order of the data, by `--seed`"
+_COMPILED_ANEW = "a packed row has another length at every pass, and each would be compiled anew; leave it out"
 _ENGINE = "ycore starts, feeds and stops the engines itself; say `--engine vllm` or `--engine transformers`"
 
 _REFUSED: Mapping[str, Mapping[str, str]] = {
@@ -105,7 +108,7 @@ _REFUSED: Mapping[str, Mapping[str, str]] = {
         "remove_unused_columns": "rewards read the dataset's columns, so they are always kept",
         "shuffle_dataset": _DATA_ORDER,
         "do_train": "`ycore grpo` trains",
-        "torch_compile": "a packed row has another length at every pass, and each would be compiled anew; leave it out",
+        **dict.fromkeys(("torch_compile", "torch_compile_backend", "torch_compile_mode"), _COMPILED_ANEW),
         **dict.fromkeys((*_EVALUATION, "num_generations_eval"), _NO_EVALUATION),
     },
     "examples": {

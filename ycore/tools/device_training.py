@@ -32,7 +32,7 @@ from ycore.trl.forward import add_compact_head
 from ycore.trl.packing import attention_inputs, block_mask, pack, plan_blocks, use_segments
 
 GIB = 2**30
-PATHS = ("mask", "segments", "varlen")
+PATHS = ("mask", "segments", "flex", "varlen")
 _SMOLLM2: dict[str, Any] = {
     "hidden_size": 576, "intermediate_size": 1536, "num_attention_heads": 9, "num_key_value_heads": 3,
     "num_hidden_layers": 30, "vocab_size": 49152, "tie_word_embeddings": True, "max_position_embeddings": 65536,
@@ -95,7 +95,7 @@ def attention(folder: Path) -> str:
     for tokens in (2048, 8192, 16384, 32768) if on_device else (1024,):
         found: dict[str, dict[str, float]] = {}
         words = []
-        for path in PATHS:
+        for path in PATHS if on_device else PATHS[:2]:
             command = [sys.executable, "-P", "-m", __spec__.name, str(tokens), path, str(30 if on_device else 2)]
             done = subprocess.run(command, capture_output=True, text=True, timeout=240)
             if done.returncode == 0:
@@ -105,7 +105,7 @@ def attention(folder: Path) -> str:
             problem = done.stderr.strip().rpartition("\n")[2]
             if path == "segments":
                 raise RunError(f"{tokens} tokens by segments: {problem}")
-            words.append(f"{path} not run ({problem[:80]})")  # without flash attention, or the mask has no room
+            words.append(f"{path} not run ({problem[:80]})")  # e.g. without flash attention, or the mask has no room
         lines.append(f"{tokens} tokens: {', '.join(words)}")
         means = [one["mean_logprob"] for one in found.values()]
         if max(means) - min(means) > _MEANS_WITHIN:
@@ -120,7 +120,7 @@ def forward_cost(tokens: int, path: str, layers: int = 30) -> dict[str, float]:
     prompt, so its row is longer. `mask`: one dense mask, made on the host, as long as the row in both directions.
     """
     shape = _SMOLLM2 | {"num_hidden_layers": layers}
-    policy = _policy("flash_attention_2" if path == "varlen" else "sdpa", shape=shape)
+    policy = _policy({"varlen": "flash_attention_2", "flex": "flex_attention"}.get(path, "sdpa"), shape=shape)
     device, model = policy.device, policy.get_base_model()
     add_compact_head(model, temperature=1.0)
     policy.gradient_checkpointing_enable()

@@ -88,7 +88,7 @@ def packed_scores(
         *(one.split(per_pass) for one in (input_ids, attention_mask, wanted, begins)), strict=True
     ):
         prompts, completions, starts = _unpad(ids, mask, completion_width, begins_of_pass.tolist())
-        blocks = plan_blocks(prompts, completions, share=path == "segments")
+        blocks = plan_blocks(prompts, completions, share=path != "varlen")
         row, places = pack(blocks, prompts, completions, starts)
         row["shift_labels"].masked_fill_(~of_pass.cpu().bool().flatten()[places], IGNORE)
         inputs = {name: tensor.to(ids.device) for name, tensor in row.items()}

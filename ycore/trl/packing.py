@@ -7,7 +7,8 @@ predicts its first token, so each member needs a copy of its own.
     [ prompt[:-1] | prompt[-1] completion_1[:-1] | prompt[-1] completion_2[:-1] | ... ] [ next block ] ...
 
 Attention is computed segment by segment: a completion sees its block's prompt and itself. A dense mask would hold
-L x L entries for a row of L tokens, and attention would be computed between all of them.
+L x L entries for a row of L tokens, and attention would be computed between all of them. Flex attention, where the
+model is loaded with it, gets the same rule as a function, and skips the tiles of 128 x 128 in which nothing is seen.
 """
 
 import functools
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch.nn.attention.bias import causal_lower_right
+from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -54,7 +56,7 @@ class Segments:
 
 
 def path_of(model: PreTrainedModel) -> str | None:
-    """How the model's attention can be packed: "segments", "varlen" (flash attention), or None.
+    """How the model's attention can be packed: "segments", "flex", "varlen" (flash attention), or None.
 
     Packing needs full attention in every layer, computed by one of transformers' attention functions.
     """
@@ -66,6 +68,8 @@ def path_of(model: PreTrainedModel) -> str | None:
     attention = model.config._attn_implementation
     if attention in _FLASH or "flash-attn" in attention:
         return "varlen"
+    if attention == "flex_attention":
+        return "flex"
     return "segments" if attention in ("sdpa", SEGMENTS) else None
 
 
@@ -132,6 +136,8 @@ def pack(
 
 def attention_inputs(path: str, blocks: Sequence[Block], device: torch.device) -> dict[str, Any]:
     """What the model must be given beside the row, so that no sequence sees another."""
+    if path == "flex":
+        return {"attention_mask": flex_mask(blocks, device)}
     if path == "segments":
         # transformers makes no mask of its own where it is given one of four dimensions; nobody reads this one.
         return {"attention_mask": torch.ones(1, 1, 1, 1, device=device), "segments": Segments(list(blocks))}
@@ -146,6 +152,21 @@ def block_mask(block: Block) -> torch.Tensor:
     owners = torch.repeat_interleave(torch.arange(1 + len(block.lengths)), torch.tensor([block.shared, *block.lengths]))
     may_see = (owners.unsqueeze(1) == owners) | (owners == 0)
     return may_see.tril()[None, None]
+
+
+def flex_mask(blocks: Sequence[Block], device: torch.device) -> BlockMask:
+    """(1, 1, L, L): the same of a whole row. Only tiles are stored, each seen whole, in part or not at all."""
+    parts = [(number, member) for number, block in enumerate(blocks) for member in range(1 + len(block.lengths))]
+    lengths = torch.tensor([length for block in blocks for length in (block.shared, *block.lengths)] or [1])
+    owners, members = torch.tensor(parts or [(0, 0)]).repeat_interleave(lengths, dim=0).to(device).unbind(1)
+
+    def may_see(_batch: Any, _head: Any, query: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
+        own = (members[query] == members[key]) | (members[key] == 0)
+        return (query >= key) & (owners[query] == owners[key]) & own
+
+    size = len(owners)
+    # Compiled, it needs no memory for L x L entries on the way.
+    return create_block_mask(may_see, None, None, size, size, device=device, _compile=device.type == "cuda")
 
 
 def segment_attention(

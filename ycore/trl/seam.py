@@ -122,7 +122,7 @@ class SeamGRPOTrainer(DurableTrainer):
         models = [one for one in (self.model, self.ref_model) if one is not None]
         bare_models = [_bare(self.accelerator.unwrap_model(one)) for one in models]
         self.packed_by = None if self.aux_loss_enabled else path_of(bare_models[0])
-        """How the forward packs sequences: "segments", "varlen", or None where TRL pads them."""
+        """How the forward packs sequences: as `path_of` says, or None where TRL pads them."""
         self._away: Offload | None = None
         self._round: list[FlatSequence] = []
         self._rewards = torch.empty(0)

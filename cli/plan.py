@@ -1,6 +1,6 @@
 """`ycore plan`: the memory and time of a run, from the model's config.json alone and without its devices."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -84,9 +84,15 @@ def sizes_of(context: typer.Context, recipe: str | None, **fill_in: str) -> "Run
     from ycore.config.recipe_files import load_recipe
     from ycore.config.resolve import require_rollouts, resolve
 
-    options = o.typed_keys(context, algorithm="grpo") | {"algorithm": "grpo"}
     base = _EXAMPLE | fill_in | (load_recipe(recipe) if recipe else {})
+    algorithm = _algorithm_of(base)
+    options = o.typed_keys(context, algorithm=algorithm) | {"algorithm": algorithm}
     return require_rollouts(resolve(recipe=base, sets=context.params.get("set_") or (), options=options))
+
+
+def _algorithm_of(recipe: Mapping[str, Any]) -> str:
+    """A critic costs memory and time; the others that have rollouts are planned as GRPO."""
+    return "ppo" if recipe.get("algorithm") == "ppo" else "grpo"
 
 
 def _with_judge(config: "RunConfig", judge: str | None) -> "RunConfig":
@@ -114,7 +120,7 @@ def _command(made: "Plan", recipe: str | None) -> str | None:
         return None
     base = {"model": made.first.model} | _EXAMPLE | (load_recipe(recipe) if recipe else {})
     preset = {"preset": made.first.preset} if made.first.preset else {}
-    alone = require_rollouts(resolve(recipe=base, options=preset | {"algorithm": "grpo"}))
+    alone = require_rollouts(resolve(recipe=base, options=preset | {"algorithm": made.first.algorithm}))
     if made.fleet.device.on_cpu or made.fleet.count == 1:
         alone = alone.model_copy(update={"processes": 1})  # what `auto` is there
     return command_line(made.first, alone, recipe=recipe)

@@ -11,6 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from ycore.launch import processes
 from ycore.launch.processes import ManagedProcess, RankedTrainer, meaningful_line
 from ycore.run.files import write_json_atomic
 from ycore.run.paths import RunFolder
@@ -41,12 +42,15 @@ def test_output_exit_status_and_error_are_told(tmp_path: Path) -> None:
     assert process.log.stat().st_mode & 0o777 == 0o600
 
 
-def test_a_signal_is_named(tmp_path: Path) -> None:
+def test_a_signal_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     process = start(tmp_path, "import time; time.sleep(600)")
     assert process.exit_code is None
     process.send(signal.SIGKILL)
     assert process.wait(timeout_s=WITHIN_S) == -9
     assert process.how_it_ended() == "killed by SIGKILL"
+    count = processes.out_of_memory_kills()
+    monkeypatch.setattr(processes, "out_of_memory_kills", lambda: count + 1)
+    assert process.how_it_ended().startswith("killed by SIGKILL, and the machine ran out of memory meanwhile")
     process.send(signal.SIGKILL)
 
 

@@ -1,5 +1,7 @@
 """A run's settings become the job that is planned."""
 
+from dataclasses import replace
+
 import pytest
 
 from ycore.config.resolve import resolve
@@ -23,6 +25,19 @@ def test_a_job_is_the_runs_sizes() -> None:
     assert (job.prompts_per_step, job.group_size, job.max_tokens, job.completion_tokens) == (4, 2, 32, 32)
     assert (job.lora_rank, job.bytes_per_value, job.has_reference, job.draws) == (None, 4, True, 1.5)
     assert job_of(run_of(sampling={"dynamic": False}), SMALL).draws == 1.0
+
+
+def test_a_critic_is_trained_beside_the_policy_and_every_group_counts() -> None:
+    """16 adapters of rank a layer have 4,884,480 weights in SmolLM2-135M, and its hidden state 576."""
+    base = {"model": "smollm2-135m", "dataset": "task:addition", "rewards": ["exact_answer"]}
+    config = resolve(recipe=base, sets=(), options={"algorithm": "ppo"})
+    assert isinstance(config, RunConfig)
+    job = job_of(config, SMALL)
+    assert (job.has_critic, job.draws) == (True, 1.0)
+    assert job.trainable == 2 * 4_884_480 + 577
+    assert replace(job, lora_rank=None).trainable == 2 * SMALL.num_params + 577, "its embeddings are also its head"
+    untied = replace(job, lora_rank=None, policy=model_facts("Qwen3-8B"))
+    assert untied.trainable == 2 * untied.policy.num_params - untied.policy.head_params + untied.policy.hidden_size + 1
 
 
 @pytest.mark.parametrize(("settings", "ranks", "size"), [({}, 1, 8), ({"prompts_per_step": 3}, 2, 1)])

@@ -2,6 +2,8 @@
 
 from dataclasses import replace
 
+import pytest
+
 from ycore.plan.devices import DEVICES, GIB, Device, Fleet
 from ycore.plan.job import Job, Way
 from ycore.plan.memory import activations, engine_weights, largest_weight, trainer_peak, trainer_states
@@ -27,6 +29,17 @@ def test_a_reference_costs_memory_without_adapters_only() -> None:
     full = replace(JOB, lora_rank=None, has_reference=True)
     assert trainer_states(full, WAY)["reference"] == 2 * SMALL.num_params
     assert "reference" not in trainer_states(replace(JOB, has_reference=True), WAY)
+
+
+def test_a_critic_shares_the_frozen_weights_and_keeps_activations_of_its_own() -> None:
+    """A 7.6B base has 40.4 M adapter weights of rank 16: 16 bytes each are 0.65 GB."""
+    alone = replace(JOB, policy=model_facts("Qwen2.5-7B-Instruct"))
+    both = replace(alone, has_critic=True)
+    before, after = trainer_states(alone, WAY), trainer_states(both, WAY)
+    assert after["frozen weights"] == before["frozen weights"]
+    more = sum(after[name] - before[name] for name in ("weights", "gradients", "optimizer"))
+    assert more == pytest.approx(0.65e9, rel=0.01)
+    assert activations(both, WAY)["activations"] == 2 * activations(alone, WAY)["activations"]
 
 
 def test_a_mixtures_tokens_pass_through_few_experts() -> None:

@@ -27,6 +27,11 @@ def test_training_costs_more_for_every_weight_for_recomputing_and_for_more_token
     assert train(replace(JOB, completion_tokens=64)) < train()
 
 
+def test_a_critic_costs_up_to_two_passes_and_a_half_with_adapters() -> None:
+    """4P for the policy, 4P for the critic, and 2P for the values before it; the vocabulary is the policy's alone."""
+    assert 2.0 < train(replace(JOB, has_critic=True)) / train() < 2.5
+
+
 def test_sharded_weights_are_gathered_in_every_pass() -> None:
     full = replace(JOB, lora_rank=None)
     assert timing.gather_s(full, replace(WAY, sharding="zero3"), H100) > timing.gather_s(full, WAY, H100) > 0

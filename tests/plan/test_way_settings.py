@@ -177,3 +177,13 @@ def test_a_declared_width_is_kept() -> None:
     made = planned({"model": "Qwen/Qwen2.5-7B-Instruct", "engine": {"tensor_parallel": 2}}, "4xH100")
     assert {one.way.tensor_parallel for one in made.fitting} == {2}
     assert {why for _, why in made.refused} == {"engine.tensor_parallel is 2"}
+
+
+def test_ways_that_a_learner_refuses_are_not_among_those_that_fit() -> None:
+    """PPO clips and warms up its critic apart, which ZeRO cannot."""
+    base = {"model": "smollm2-135m", "dataset": "task:addition", "rewards": ["exact_answer"]}
+    config = resolve(recipe=base, sets=(), options={"algorithm": "ppo"})
+    assert isinstance(config, RunConfig)
+    made = make_plan(config, devices="2xa100", check=check_described)
+    assert {one.way.sharding for one in made.fitting} == {"ddp"} and made.first is not None
+    assert any("take --accelerate ddp" in why for _, why in made.refused)

@@ -107,7 +107,12 @@ def peak_bytes(pid: int) -> int | None:
 def plan_and_measured(config: RunConfig, site: Site, metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     """What a finished run took beside what the plan says; nothing where the two cannot be compared."""
     files = (site.folder.memory, site.folder.engines)
-    if config.algorithm != "grpo" or site.machine.devices or not metrics or not all(file.is_file() for file in files):
+    if (
+        config.algorithm not in ("grpo", "ppo")
+        or site.machine.devices
+        or not metrics
+        or not all(file.is_file() for file in files)
+    ):
         return []
     try:
         return [row.as_json() for row in compared(config, site, metrics, core=measured_core())]

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from ycore.config.batch import derive_batch
+from ycore.config.learner_rules import check_learner
 from ycore.config.schema import RunConfig
 from ycore.engine.arguments import check_arguments
 from ycore.errors import ConfigError
@@ -58,6 +59,7 @@ def check_run(
 
 def check_described(config: RunConfig, fleet: Fleet, *, known: FactsOf = facts_here) -> None:
     """The same on described devices, or on cores of this machine, with what is installed here."""
+    check_learner(config)
     device, machine = fleet.device, described(fleet)
     layout = layout_of(config, machine)
     if device.on_cpu:

@@ -69,6 +69,7 @@ class ManagedProcess:
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
             )
+        self._num_killed = out_of_memory_kills()
         own(self.pid, run_id)
         if cores is not None and sys.platform == "linux":
             # It may have ended, which the caller notices; or the container forbids it, which only costs speed.
@@ -103,9 +104,12 @@ class ManagedProcess:
         if code >= 0:
             return f"exit status {code}"
         try:
-            return f"killed by {signal.Signals(-code).name}"
+            how = f"killed by {signal.Signals(-code).name}"
         except ValueError:
             return f"killed by signal {-code}"
+        if code == -signal.SIGKILL and out_of_memory_kills() > self._num_killed:
+            how += ", and the machine ran out of memory meanwhile (`ycore plan` shows what a run takes)"
+        return how
 
     def members(self) -> dict[str, int]:
         return {self.name: self.pid}
@@ -150,6 +154,14 @@ class StopWatch:
         self._since = {pid: self._since.get(pid, now - unwatched_s) + unwatched_s for pid in pids if is_stopped(pid)}
         longest_s = max((now - since for since in self._since.values()), default=0.0)
         return longest_s if longest_s > self._allowed_s else None
+
+
+def out_of_memory_kills() -> int:
+    """Processes that the kernel has ended so far because the machine, or a container, had no memory left (Linux)."""
+    with suppress(OSError, ValueError, StopIteration):
+        lines = (line.split() for line in Path("/proc/vmstat").read_text().splitlines())
+        return next(int(count) for name, count in lines if name == "oom_kill")
+    return 0
 
 
 def is_stopped(pid: int) -> bool:

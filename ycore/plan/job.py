@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ycore.config.batch import derive_batch
+from ycore.config.learner_rules import teaches_alone
 from ycore.config.schema import Offload, RunConfig
 from ycore.errors import ConfigError
 from ycore.placement.placement import ROLLOUT, Kind
@@ -29,6 +30,7 @@ class Job:
     bytes_per_value: int = 2  # 2 computes in bfloat16, 4 in float32
     draws: float = 1.0  # groups generated for each one trained on (dynamic sampling)
     has_reference: bool = False  # for the KL term; with LoRA, the policy without adapters, so it costs nothing
+    has_critic: bool = False  # PPO's: the policy's frozen weights with adapters of its own, or every weight again
     judge: ModelFacts | None = None
     judge_prompt_tokens: int = 256
     judge_tokens: int = 128
@@ -40,7 +42,13 @@ class Job:
 
     @property
     def trainable(self) -> int:
-        return self.policy.num_params if self.lora_rank is None else self.policy.lora_params(self.lora_rank)
+        """Of the policy, and of its critic."""
+        facts = self.policy
+        if self.lora_rank is None:
+            own, critic = facts.num_params, facts.num_params - (0 if facts.tied else facts.head_params)
+        else:
+            own = critic = facts.lora_params(self.lora_rank)
+        return own + (critic + facts.hidden_size + 1 if self.has_critic else 0)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,8 +129,9 @@ def job_of(
         lora_rank=None if config.lora is None else config.lora.r,
         quantized=config.quantize is not None,
         bytes_per_value=4 if config.dtype == "float32" else 2,
-        draws=_DYNAMIC_DRAWS if config.sampling.dynamic else 1.0,
+        draws=_DYNAMIC_DRAWS if config.sampling.dynamic and not teaches_alone(config) else 1.0,
         has_reference=bool(config.trl.get("beta")),
+        has_critic=config.critic is not None,
         judge=judge,
         judge_tokens=judge_tokens or _VERDICT_TOKENS,
     )

@@ -256,7 +256,7 @@ def activations(job: Job, way: Way) -> Parts:
 
     Checkpointing keeps every layer's input and the activations of one layer (arXiv 2205.05198, section 5).
     """
-    facts, tokens = job.policy, micro_batch_tokens(job, way)
+    facts, tokens = job.policy, micro_batch_tokens(job, way) * (2 if job.has_critic else 1)  # one backward for both
     a_layer = tokens * saved_per_token(job)
     inputs = tokens * job.bytes_per_value * facts.hidden_size
     kept = a_layer + facts.num_hidden_layers * inputs if way.checkpointing else facts.num_hidden_layers * a_layer

@@ -93,12 +93,14 @@ def train_s(job: Job, way: Way, device: Device, *, cores: int = 1) -> float:
     tokens = micro_batch_tokens(job, way) * filled
     completion_tokens = way.micro_batch * job.completion_tokens
     per_token = (4.0 if has_lora else 6.0) + (2.0 if way.checkpointing else 0.0)
-    linear = per_token * facts.linear_params * tokens
+    # The critic's forward and backward, and before them a forward pass for its values alone.
+    passes = 1.0 if not job.has_critic else 2.0 + 2.0 / per_token
+    linear = passes * per_token * facts.linear_params * tokens
     row = job.prompt_tokens + way.micro_batch * job.completion_tokens / max(1.0, way.micro_batch / job.group_size)
-    attention = (per_token / 2 + 1) * 4 * facts.num_hidden_layers * facts.query_size * tokens * row / 2
+    attention = passes * (per_token / 2 + 1) * 4 * facts.num_hidden_layers * facts.query_size * tokens * row / 2
     head = (4.0 if has_lora else 8.0) * facts.head_params * completion_tokens
-    adapters = 0.0 if job.lora_rank is None else 6.0 * facts.lora_params(job.lora_rank) * tokens
-    layers = pace.passes * facts.num_hidden_layers * saved_per_token(job) * tokens  # bytes, as the next two
+    adapters = 0.0 if job.lora_rank is None else 6.0 * passes * facts.lora_params(job.lora_rank) * tokens
+    layers = passes * pace.passes * facts.num_hidden_layers * saved_per_token(job) * tokens  # bytes, as the next two
     logits = 20.0 * facts.vocab_size * completion_tokens
     casts = (10.0 if job.bytes_per_value == 2 else 4.0) * job.trainable
     products_s, moves_s = (linear + attention + head + adapters) / flops, (layers + logits + casts) / bandwidth

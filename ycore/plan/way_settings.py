@@ -80,7 +80,7 @@ def command_line(config: RunConfig, base: RunConfig, *, recipe: str | None) -> s
     Args:
         base: the run that `ycore grpo --recipe RECIPE` starts; without a recipe, what is required is always said.
     """
-    words = ["ycore", "grpo"] if recipe is None else ["ycore", "grpo", "--recipe", recipe]
+    words = ["ycore", config.algorithm, *([] if recipe is None else ["--recipe", recipe])]
     now, before = config.model_dump(mode="json"), base.model_dump(mode="json")
     if recipe is None:
         before |= {"model": None, "dataset": None, "rewards": []}

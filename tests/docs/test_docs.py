@@ -405,6 +405,13 @@ def test_trl_names_that_ycore_owns_are_documented() -> None:
     assert told == {name for name in refused if not name.startswith("vllm_")}
 
 
+def test_learning_rates_are_documented_as_they_are() -> None:
+    documented = {}
+    for commands_of, every, adapters, _ in table("docs/algorithms.md", "## Learning rates"):
+        documented |= dict.fromkeys(quoted(commands_of), (float(every), float(adapters)))
+    assert documented == {name: (row.learning_rate, row.lora_learning_rate) for name, row in ALGORITHMS.items()}
+
+
 def test_benchmarks_are_documented_as_they_are() -> None:
     rows = table("docs/evaluation.md", "## Benchmarks by name")
     for name, data, reward, _, tokens, source in rows:

@@ -59,6 +59,16 @@ def test_the_command_on_a_device() -> None:
     assert engine_environment(replace(gpu, sleeps=True), base={}) == engine_environment(gpu, base={})
 
 
+def test_an_engine_that_gets_adapters_has_one_place_for_them() -> None:
+    command = engine_command(replace(CPU, lora_rank=24))
+    assert "--enable-lora" in command and command[command.index("--max-lora-rank") + 1] == "32"
+    assert command[command.index("--max-loras") + 1] == "1"
+    assert engine_environment(replace(CPU, lora_rank=24))["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] == "1"
+    assert "VLLM_ALLOW_RUNTIME_LORA_UPDATING" not in engine_environment(CPU, base={})
+    with pytest.raises(ConfigError, match="rank 512 at most, not 600"):
+        engine_command(replace(CPU, lora_rank=600))
+
+
 def test_the_environment_carries_the_marker_and_no_secrets() -> None:
     base = {"PATH": "/bin", "HF_TOKEN": "canary", "WANDB_API_KEY": "canary", "OMP_NUM_THREADS": "64", "TMPDIR": "/t"}
     environment = engine_environment(CPU, base=base)

@@ -59,6 +59,17 @@ def server(model: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any, cp
         yield engine.socket
 
 
+@pytest.fixture(scope="module")
+def adapter_server(
+    model: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any, cpu_engine: Any
+) -> Iterator[Path]:
+    """The same, of an engine that takes the policy's adapters alone."""
+    folder = RunFolder(tmp_path_factory.mktemp("adapters"))
+    engine = cpu_engine(folder, model, max_model_len=64, lora_rank=6)
+    with serve(folder, [engine]):
+        yield engine.socket
+
+
 def engine_at(socket: Path, sampling: Sampling = SAMPLING) -> VllmEngine:
     return VllmEngine("rollout-0", socket, sampling, request_timeout_s=60)
 
@@ -223,6 +234,73 @@ def test_a_sync_that_does_not_arrive_is_an_error_on_that_step(server: Path, mode
     assert told_version(server) == "6"
     with pytest.raises(SyncError, match=r"stale weights: .* holds policy version 6, and 7 was to be sent"):
         asyncio.run(engine_at(server).load_weights(tmp_path, 7))
+
+
+def test_adapters_alone_give_what_merged_weights_give(
+    server: Path, adapter_server: Path, model: Path, tmp_path: Path
+) -> None:
+    """Tokens at temperature 0 and log-probabilities, over two versions; then a sync that does not arrive."""
+    import torch
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    from ycore.engine import weights
+    from ycore.engine.weights import write_adapters, write_weights
+
+    torch.manual_seed(0)
+    lora = LoraConfig(r=6, lora_alpha=24, target_modules="all-linear", task_type="CAUSAL_LM", init_lora_weights=False)
+    policy = get_peft_model(AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32), lora)
+    base = next(parameter for name, parameter in policy.named_parameters() if name.endswith("q_proj.base_layer.weight"))
+    merged, alone = tmp_path / "merged", tmp_path / "alone"
+
+    async def ask_both(version: int) -> list[list[Completion]]:
+        answers = []
+        for socket, folder in ((server, merged), (adapter_server, alone)):
+            engine = engine_at(socket)
+            try:
+                await engine.load_weights(folder, version)
+                answers.append([await engine.complete(prompt, 0, greedy=True) for prompt in PROMPTS])
+                assert engine.verified_share == 1.0
+            finally:
+                await engine.close()
+        return answers
+
+    async def send(version: int) -> None:
+        engine = engine_at(adapter_server)
+        try:
+            await engine.load_weights(alone, version)
+        finally:
+            await engine.close()
+
+    def change() -> None:
+        with torch.no_grad():
+            for name, parameter in policy.named_parameters():
+                parameter.mul_(1.5 if ".lora_" in name else 1.0)
+
+    said = []
+    for version in (1, 2):
+        change()
+        size = write_weights(policy, merged, dtype=torch.float32, version=version)
+        assert write_adapters(policy, alone, dtype=torch.float32, version=version) < size
+        ours, theirs = asyncio.run(ask_both(version))
+        assert [one.token_ids for one in ours] == [one.token_ids for one in theirs]
+        for one, other in zip(ours, theirs, strict=True):
+            assert logprobs(one) == pytest.approx(logprobs(other), abs=1e-4)
+        said.append([one.token_ids for one in ours])
+    assert said[0] != said[1], "the second version says something else"
+
+    stale = (alone / "adapter_model.safetensors").read_bytes()
+    change()
+    write_adapters(policy, alone, dtype=torch.float32, version=3)
+    (alone / "adapter_model.safetensors").write_bytes(stale)
+    with pytest.raises(SyncError, match=r"rollout-0: policy version 3: 28 of .* not the trainer's .*lora_A.weight"):
+        asyncio.run(send(3))
+    with torch.no_grad():
+        base.add_(1e-3)
+    weights._BASE_SUMS.clear()
+    write_adapters(policy, alone, dtype=torch.float32, version=4)
+    with pytest.raises(SyncError, match=r"policy version 4: 1 of .* not the trainer's .*q_proj.weight"):
+        asyncio.run(send(4))
 
 
 def told_version(server: Path) -> str:

@@ -1,6 +1,7 @@
 """The policy's weights as written for an engine."""
 
 import copy
+import json
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig, LlamaConfig
 
 from ycore.engine import weights
 from ycore.engine.weight_proof import read_manifest, tensor_sums
-from ycore.engine.weights import engine_weights, save_merged, write_weights
+from ycore.engine.weights import engine_weights, save_merged, write_adapters, write_weights
 from ycore.errors import SyncError
 from ycore.models.tiny import write_tiny_model
 
@@ -123,6 +124,48 @@ def test_an_adapter_of_the_embedding_is_merged(tmp_path: Path) -> None:
     assert given.keys() == merged.keys()
     for name, weight in given.items():
         torch.testing.assert_close(weight, merged[name], rtol=0, atol=1e-6)
+
+
+def test_adapters_alone_add_up_to_what_is_merged(checkpoint: Path, tmp_path: Path) -> None:
+    """Times the base of the manifest: B has the scale, and both are padded to a rank that vLLM allocates."""
+    model = policy(checkpoint, lora=True)
+    num_bytes = write_adapters(model, tmp_path, dtype=torch.float32, version=7)
+    sent = {name.removeprefix("base_model.model."): tensor for name, tensor in stored_in(tmp_path).items()}
+    assert num_bytes == sum(tensor.nbytes for tensor in sent.values())
+    base = dict(engine_weights(model, dtype=torch.float32, merges=False))
+    merged = dict(engine_weights(model, dtype=torch.float32))
+    for name, weight in base.items():
+        down, up = (sent.get(f"{name.removesuffix('weight')}lora_{letter}.weight") for letter in "AB")
+        if down is not None and up is not None:
+            assert down.size(0) == up.size(1) == 8
+            weight = weight + up @ down
+        torch.testing.assert_close(weight, merged[name], rtol=0, atol=1e-6)
+    assert len(sent) == 2 * 14
+    assert read_manifest(tmp_path, version=7) == {name: tensor_sums(one) for name, one in (base | sent).items()}
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"]) == (8, 8)
+    assert config["target_modules"] == sorted({name.split(".")[-3] for name in sent})
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (None, "all weights are trained"),
+        ({"use_dora": True}, r"self_attn.q_proj has another kind"),
+        ({"target_modules": ["embed_tokens"]}, r"embed_tokens has another kind"),
+        ({"modules_to_save": ["norm"]}, r"norm.modules_to_save.default.weight is trained too"),
+    ],
+)
+def test_what_an_engine_cannot_add_to_its_base_is_refused(
+    checkpoint: Path, tmp_path: Path, settings: dict[str, Any] | None, message: str
+) -> None:
+    model: Any = AutoModelForCausalLM.from_pretrained(checkpoint)
+    if settings is not None:
+        lora = {"r": 4, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM", **settings}
+        model = get_peft_model(model, LoraConfig(**lora))
+    with pytest.raises(SyncError, match=rf"engine.sync=adapter sends .*{message}"):
+        write_adapters(model, tmp_path, dtype=torch.float32, version=1)
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_rank_that_does_not_write_leaves_nothing(checkpoint: Path, tmp_path: Path) -> None:

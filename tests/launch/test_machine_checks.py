@@ -58,6 +58,7 @@ def check(
         (TWO_24, {"model": EIGHT, "engine": {"gpu_memory_utilization": 0.8}}),
         (SLICES, {"judge": SMALL, "placement": "split:1:1"}),
         (CORES, {"judge": SMALL, "processes": 2}),
+        (SMALL_SHM, {"engine": {"sync": "adapter"}}),  # the base stays where it is
         (SMALL_SHM, {"sync_weights": False}),
         (SMALL_SHM, {"algorithm": "eval"}),
         (SMALL_SHM, {"engine": {"kind": "transformers"}}),
@@ -149,6 +150,17 @@ def test_what_works_passes(machine: Machine, settings: dict[str, Any]) -> None:
             "are free; make it larger, e.g. docker run --shm-size=8g",
         ),
         (CORES, {"engine": {"count": 3}}, "engine.count 3 is more than the 2 cores here; lower it"),
+        *(
+            (machine, {**settings, "engine": {"sync": "adapter", **settings.get("engine", {})}}, f"here: {reason}")
+            for machine, settings, reason in [
+                (CORES, {"lora": None}, "all weights are trained (--full)"),
+                (CORES, {"quantize": "4bit"}, "the trainer's base is quantised"),
+                (CORES, {"accelerate": "zero3", "processes": 2}, "zero3 and fsdp2 cut up the base"),
+                (CORES, {"engine": {"tensor_parallel": 2}}, "workers of a wide engine divide the adapters"),
+                (TWO_24, {"engine": {"sleep": True}}, "engines that sleep drop their base (engine.sleep)"),
+                (CORES, {"engine": {"kind": "transformers"}}, "transformers is sent no weights"),
+            ]
+        ),
         (
             CORES,
             {"engine": {"kind": "transformers"}, "accelerate": "zero3"},

@@ -86,6 +86,8 @@ class EngineSettings(Strict):
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     # How long an engine may be stopped, or not answer `/health`, before it is killed and started again.
     health_timeout_s: Annotated[float, Field(gt=0)] = 60.0
+    # What a sync sends of a policy with LoRA: all weights with the adapters merged, or the adapters alone.
+    sync: Literal["merged", "adapter"] = "merged"
     # Share of the policy's tensors and bytes that must be verified in an engine after each sync of weights.
     min_verified: Annotated[float, Field(ge=0, le=1)] = 1.0
     # Variables of the environment that engines get beside the usual ones: names, or beginnings such as `SLURM_*`.

@@ -17,6 +17,7 @@ from ycore.errors import ConfigError, nearest
 _SOCKET = "ycore talks to an engine over a socket of its own"
 _ONE_ENGINE = "say --set engine.count=2 for more engines, or --set engine.tensor_parallel=2 for wider ones"
 _WEIGHTS = "an engine holds the policy's weights as they are sent, which is proved after each sync; leave it out"
+_ADAPTERS = "say --set engine.sync=adapter, which sends the policy's adapters without merging them"
 _ROLE = "ycore sets it by the engine's role; leave it out"
 
 _OWNED: Mapping[str, str] = {
@@ -26,6 +27,7 @@ _OWNED: Mapping[str, str] = {
     **dict.fromkeys(("worker_cls", "generation_config", "override_generation_config"), _ROLE),
     **dict.fromkeys(("quantization", "quantization_config", "load_format"), _WEIGHTS),
     **dict.fromkeys(("data_parallel_size", "pipeline_parallel_size", "device_ids"), _ONE_ENGINE),
+    **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype"), _ADAPTERS),
     "dtype": "say --set dtype=float32",
     "seed": "say --seed",
     "trust_remote_code": "say --trust-remote-code",

@@ -81,6 +81,7 @@ class EngineSpec:
     has_neighbours: bool = False  # engines of other roles use the same cores or device
     arguments: tuple[tuple[str, Any], ...] = ()  # of vLLM, by name, beside those that ycore sets
     variables: tuple[str, ...] = ()  # of the environment, that the user lets it have beside the usual ones
+    lora_rank: int = 0  # of the policy's adapters, where they are sent alone; 0 where they are merged
 
     @property
     def on_cpu(self) -> bool:
@@ -105,6 +106,9 @@ def engine_command(engine: EngineSpec) -> list[str]:
     flags = ["--disable-uvicorn-access-log", "--no-enable-log-requests", "--disable-log-stats"]
     if engine.tensor_parallel > 1:
         options["--tensor-parallel-size"] = engine.tensor_parallel
+    if engine.lora_rank:
+        options |= {"--max-lora-rank": engine_rank(engine.lora_rank), "--max-loras": 1, "--max-cpu-loras": 1}
+        flags.append("--enable-lora")
     if engine.on_cpu:
         options |= {"--distributed-executor-backend": "uni"} if engine.tensor_parallel == 1 else {}
         # No chunked prefill: when a prompt is read in parts, vLLM rewinds its seeded generator, which a CPU generator
@@ -120,6 +124,14 @@ def engine_command(engine: EngineSpec) -> list[str]:
     given = words_of(engine.arguments)  # last, since of an option that comes twice the last one counts
     words = [word for option, value in options.items() for word in (option, str(value))]
     return [sys.executable, "-m", "vllm.entrypoints.openai.api_server", *words, *flags, *given]
+
+
+def engine_rank(rank: int) -> int:
+    """The least rank that vLLM allocates for adapters of this one (`MaxLoRARanks`); ConfigError above the largest."""
+    fits = next((one for one in (1, 8, 16, 32, 64, 128, 256, 320, 512) if one >= rank), None)
+    if fits is None:
+        raise ConfigError(f"engine.sync=adapter: vLLM's engines take adapters of rank 512 at most, not {rank}")
+    return fits
 
 
 def engine_environment(engine: EngineSpec, *, base: Mapping[str, str] | None = None) -> dict[str, str]:
@@ -139,6 +151,8 @@ def engine_environment(engine: EngineSpec, *, base: Mapping[str, str] | None = N
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
+    if engine.lora_rank:
+        environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if not engine.on_cpu:
         return {**environment, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(engine.devices)}
     shares = split_evenly(engine.cores or (0,), engine.tensor_parallel)

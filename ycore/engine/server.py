@@ -119,7 +119,9 @@ class Server:
         within = f"{self._timeout_s:.0f} s (engine.request_timeout_s)"
         raise EngineError(f"{self.name}: no answer to {path} within {within}{why}")
 
-    async def request_once(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    async def request_once(
+        self, method: str, path: str, body: Mapping[str, Any] | None = None, *, is_json: bool = True
+    ) -> Any:
         """Send one request to whatever process is there; NoAnswer where a retry may help, else EngineError."""
         try:
             response = await self._client.request(method, path, json=body)
@@ -131,7 +133,7 @@ class Server:
             kind = NoAnswer if response.is_server_error else rejected
             raise kind(f"{self.name}: {path} answered {response.status_code}: {response.text[:300]}")
         try:
-            return response.json() if response.content else None
+            return response.json() if response.content and is_json else None
         except ValueError:
             raise EngineError(f"{self.name}: {path} answered {response.text[:300]!r}, which is not JSON") from None
 

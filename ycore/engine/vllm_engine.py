@@ -13,12 +13,13 @@ from typing import Any
 from ycore.engine import Sampling
 from ycore.engine.server import Server
 from ycore.engine.sleeping import SleepingEngine, reload_from_disk
-from ycore.engine.weight_proof import check_read_back, read_manifest
+from ycore.engine.weight_proof import check_read_back, has_adapters, read_manifest
 from ycore.errors import EngineError, SyncError
 from ycore.placement.placement import REWARD_MODEL, ROLLOUT, TEACHER
 from ycore.types import Completion
 
 _WEIGHT_INFO = "/weight_info"
+_LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 _LOCK_LOOK_S = 0.02
 
 
@@ -55,13 +56,14 @@ class VllmEngine(Server):
         self._sampling = sampling
         self._min_verified = min_verified
         self._weights: tuple[Path, int] | None = None  # folder, version
+        self._model = ROLLOUT  # what requests ask for; adapters are a model of their own, named by their version
 
     async def complete(
         self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False, max_tokens: int | None = None
     ) -> Completion:
         version = self.version
         request = {
-            "model": ROLLOUT,
+            "model": self._model,
             "prompt": list(prompt_ids),
             "seed": seed,
             **asdict(self._sampling),
@@ -81,11 +83,12 @@ class VllmEngine(Server):
         )
 
     async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
-        return await _logprobs_of(self, ROLLOUT, context_ids, target_ids)
+        return await _logprobs_of(self, self._model, context_ids, target_ids)
 
     async def load_weights(self, folder: Path, version: int) -> None:
-        read_manifest(folder, version=version)
+        sums = read_manifest(folder, version=version)
         self._weights = folder, version
+        self._model = f"{ROLLOUT}-{version}" if has_adapters(sums) else ROLLOUT
         if not self.is_home:  # its home sends them; the next request's preparation checks that it has
             self.prepare_again()
             self.version = version
@@ -127,8 +130,11 @@ class VllmEngine(Server):
     async def _send(self, folder: Path, version: int) -> None:
         """Have the process load the weights, and compare each tensor's sums with those read back from the model."""
         sums = read_manifest(folder, version=version)
-        load = {"method": "load_policy", "kwargs": {"weights_path": str(folder)}}
-        workers = (await self.request_once("POST", "/collective_rpc", load))["results"]
+        call: dict[str, Any] = {"method": "load_policy", "kwargs": {"weights_path": str(folder)}}
+        if has_adapters(sums):
+            await self._load_adapters(folder)
+            call = {"method": "held_policy"}
+        workers = (await self.request_once("POST", "/collective_rpc", call))["results"]
         pieces = [piece for worker in workers for piece in worker or ()]
         try:
             self.verified_share = check_read_back(sums, pieces, at_least=self._min_verified)
@@ -136,6 +142,14 @@ class VllmEngine(Server):
             raise SyncError(f"{self.name}: policy version {version}: {error}") from None
         await self.request_once("POST", "/reset_prefix_cache")
         await self.request_once("POST", "/update_weight_version", {"new_version": str(version)})
+
+    async def _load_adapters(self, folder: Path) -> None:
+        """Under a new name each time: with `load_inplace`, vLLM would read the files again at each step of decoding."""
+        models = (await self.request_once("GET", "/v1/models"))["data"]
+        for model in models:
+            if model["parent"] is not None:
+                await self.request_once("POST", _UNLOAD, {"lora_name": model["id"]}, is_json=False)
+        await self.request_once("POST", _LOAD, {"lora_name": self._model, "lora_path": str(folder)}, is_json=False)
 
 
 @asynccontextmanager

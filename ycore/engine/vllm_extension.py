@@ -34,7 +34,12 @@ class PolicyWorker:
             for module in model.modules():
                 if isinstance(module, ParallelLMHead):
                     module.quant_method.process_weights_after_loading(module)
-        return held_pieces(model, dtype=self.model_config.dtype, workers=self.parallel_config.tensor_parallel_size)
+        return self.held_policy()  # type: ignore[no-any-return]
+
+    def held_policy(self: Any) -> list[Piece]:
+        """`held_pieces` of the model and of its adapters, if it has some."""
+        model, workers = self.model_runner.get_model(), self.parallel_config.tensor_parallel_size
+        return held_pieces(model, dtype=self.model_config.dtype, workers=workers) + adapter_pieces(model)
 
 
 def held_pieces(model: Any, *, dtype: Any, workers: int = 1) -> list[Piece]:
@@ -58,6 +63,23 @@ def held_pieces(model: Any, *, dtype: Any, workers: int = 1) -> list[Piece]:
                 pieces += pieces_of(
                     checkpoint_names(name, fused_parts), sums, column_shard=column_shard_of(module, leaf)
                 )
+    return pieces
+
+
+def adapter_pieces(model: Any) -> list[Piece]:
+    """The sums of the adapters that linear layers multiply with: those in vLLM's only place for adapters, the first."""
+    fused_parts = vars(type(model)).get("packed_modules_mapping") or {}
+    pieces: list[Piece] = []
+    for module_name, module in model.named_modules():
+        stacks = [getattr(module, f"lora_{side}_stacked", None) for side in "ab"]
+        for letter, stack in zip("AB", stacks, strict=True):
+            names = checkpoint_names(f"{module_name}.weight", fused_parts)
+            if isinstance(stack, tuple) and len(stack) == len(names):
+                for name, tensor in zip(names, stack, strict=True):
+                    matrix = tensor[0, 0]
+                    owner = name.removesuffix("weight")
+                    sums = part_sums(matrix, [Part(len(matrix), len(matrix))])
+                    pieces += pieces_of([f"{owner}lora_{letter}.weight"], sums)
     return pieces
 
 
@@ -93,7 +115,7 @@ def _divides_columns(layer: Any) -> bool:
 
 def checkpoint_names(name: str, fused_parts: dict[str, list[str]]) -> list[str]:
     """`a.qkv_proj.weight` is the checkpoint's `a.q_proj.weight`, `a.k_proj.weight` and `a.v_proj.weight`."""
-    *owner, module, leaf = name.split(".")
+    *owner, module, leaf = name.replace(".base_layer.", ".").split(".")
     return [".".join([*owner, part, leaf]) for part in fused_parts.get(module, [module])]
 
 

@@ -118,6 +118,11 @@ def read_manifest(folder: Path, *, version: int) -> dict[str, TensorSums]:
     return {name: TensorSums(**one) for name, one in manifest["tensors"].items()}
 
 
+def has_adapters(sums: Iterable[str]) -> bool:
+    """Whether these are the names of adapters and their base, and not of merged weights."""
+    return any(".lora_" in name for name in sums)
+
+
 def check_read_back(sent: Mapping[str, TensorSums], held: Iterable[Piece], *, at_least: float = 1.0) -> float:
     """The verified share of the tensors that were sent: the lesser one of their number and of their bytes.
 

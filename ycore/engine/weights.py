@@ -17,13 +17,16 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
+from ycore.engine.commands import engine_rank
 from ycore.engine.weight_proof import TensorSums, remove_manifest, tensor_sums, write_manifest
 from ycore.errors import SyncError
 
@@ -32,6 +35,7 @@ QUEUED_BYTES = 2**29  # of weights that wait to be written, unless one weight ha
 _DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}  # as safetensors names them
 _TILE = 2**19  # numbers of a weight that are merged at a time on a CPU: 2 MiB
 _ENTRY = 200  # bytes of a tensor's entry in a header, at most, beside its name
+_BASE_SUMS: WeakKeyDictionary[torch.nn.Module, dict[str, TensorSums]] = WeakKeyDictionary()  # they are frozen
 
 
 def write_weights(
@@ -73,6 +77,47 @@ def write_weights(
     if version is not None:
         write_manifest(folder, version, sums)
     return num_bytes
+
+
+def write_adapters(model: torch.nn.Module, folder: Path, *, dtype: torch.dtype, version: int) -> int:
+    """Write the policy's adapters into `folder` for an engine that has the base; their bytes. For whole weights only.
+
+    The manifest has the sums of the adapters and of the base. The scale is in B, and ranks are padded with zeros, so
+    that an engine holds every number as it is sent.
+
+    Raises:
+        SyncError: An engine cannot add what is trained to its base: no plain LoRA of linear layers.
+    """
+    if not isinstance(model, PeftModel):
+        raise SyncError("engine.sync=adapter sends adapters, and all weights are trained; leave it out")
+    base = model.get_base_model()
+    tensors: dict[str, torch.Tensor] = {}
+    for owner, layer in base.named_modules():
+        if not isinstance(layer, LoraLayer):
+            continue
+        (name,) = layer.active_adapters
+        if name not in layer.lora_A or name in layer.lora_variant or getattr(layer, "fan_in_fan_out", False):
+            raise SyncError(f"engine.sync=adapter sends plain LoRA of linear layers, and {owner} has another kind")
+        down, up = layer.lora_A[name].weight.detach(), layer.lora_B[name].weight.detach() * layer.scaling[name]
+        pad = engine_rank(len(down)) - len(down)
+        tensors[f"{owner}.lora_A.weight"] = torch.nn.functional.pad(down, (0, 0, 0, pad)).to("cpu", dtype)
+        tensors[f"{owner}.lora_B.weight"] = torch.nn.functional.pad(up, (0, pad)).to("cpu", dtype)
+    trained = [name for name, weight in base.named_parameters() if weight.requires_grad and ".lora_" not in name]
+    if trained := [name for name in trained if not name.startswith("critic.")]:
+        raise SyncError(f"engine.sync=adapter sends adapters alone, and {trained[0]} is trained too")
+    if model not in _BASE_SUMS:
+        _BASE_SUMS[model] = {
+            name: tensor_sums(weight) for name, weight in engine_weights(model, dtype=dtype, merges=False)
+        }
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    remove_manifest(folder)
+    save_file({f"base_model.model.{name}": one for name, one in tensors.items()}, folder / "adapter_model.safetensors")
+    rank = max(tensor.size(0) for name, tensor in tensors.items() if name.endswith("lora_A.weight"))
+    modules = sorted({name.split(".")[-3] for name in tensors})
+    config = {"peft_type": "LORA", "r": rank, "lora_alpha": rank, "target_modules": modules, "bias": "none"}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    write_manifest(folder, version, _BASE_SUMS[model] | {name: tensor_sums(one) for name, one in tensors.items()})
+    return sum(tensor.nbytes for tensor in tensors.values())
 
 
 class _File:
@@ -138,15 +183,16 @@ def save_merged(model: PeftModel, folder: Path, *, dtype: torch.dtype, writes: b
 
 
 def engine_weights(
-    model: torch.nn.Module, *, dtype: torch.dtype, writes: bool = True
+    model: torch.nn.Module, *, dtype: torch.dtype, writes: bool = True, merges: bool = True
 ) -> Iterator[tuple[str, torch.Tensor]]:
     """Every weight with its checkpoint name, adapters merged, on its device; tied ones once, under their first name.
 
     What is given may be the policy's own memory: it must be read before the policy changes. `writes=False` gives
-    nothing, and does a rank's part in gathering.
+    nothing, and does a rank's part in gathering. `merges=False` leaves the adapters out.
     """
     base = model.get_base_model() if isinstance(model, PeftModel) else model
-    adapted = {name: layer for name, layer in base.named_modules() if isinstance(layer, LoraLayer)}
+    layers = base.named_modules() if merges else ()
+    adapted = {name: layer for name, layer in layers if isinstance(layer, LoraLayer)}
     seen: set[int] = set()
     for name, parameter in base.named_parameters(remove_duplicate=False):
         if ".lora_" in name or ".modules_to_save." in name or id(parameter) in seen:

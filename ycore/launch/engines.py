@@ -195,6 +195,7 @@ def _spec(
         role=model.role,
         variables=tuple(config.engine.environment),
         arguments=tuple(config.engine.args.items()) if is_policy else (),
+        lora_rank=config.lora.r if is_policy and config.lora and config.engine.sync == "adapter" else 0,
     )
     if site.machine.devices:  # there, vLLM sizes its cache by itself
         return spec

@@ -40,6 +40,8 @@ def check_run(
     is_installed = engines.is_vllm_installed() if vllm is None else vllm
     kind, _ = engines.choose_kind(config.engine.kind, vllm_installed=is_installed)
     if kind == "transformers":
+        if config.engine.sync == "adapter":
+            raise ConfigError("engine.sync=adapter cannot be used here: transformers is sent no weights; leave it out")
         if site.layout.shards_weights:
             raise ConfigError(
                 "transformers generates with the trainer's own weights, which no rank has whole under zero3 or fsdp2; "
@@ -50,9 +52,11 @@ def check_run(
     check_arguments(config.engine.args)
     models, slots, sharing = engines.arrange(config, site, known)
     check_run_placement(config, models, num_slots=len(slots))
+    if config.engine.sync == "adapter":
+        _check_adapter_sync(config, site, models, sharing)
     if not site.machine.devices:
         _check_host(config, site.machine, len(slots), models, known)
-    if config.algorithm != "eval" and config.sync_weights:
+    if config.algorithm != "eval" and config.sync_weights and config.engine.sync == "merged":
         _check_shared_memory(config, site.machine, known)
     return sharing
 
@@ -108,6 +112,19 @@ def _check_host(
         f"the engines' weights take {num_slots * total / GIB:.1f} GiB ({num_slots} of each: {parts}), and this machine "
         f"has {machine.host_bytes / GIB:.1f} GiB; {way_out}"
     )
+
+
+def _check_adapter_sync(config: RunConfig, site: Site, models: Sequence[ServedModel], sharing: Sharing | None) -> None:
+    reasons = {
+        "all weights are trained (--full)": config.lora is None,
+        "the trainer's base is quantised, and the engine's is not": config.quantize is not None,
+        "zero3 and fsdp2 cut up the base, whose sums are compared": site.layout.shards_weights,
+        "workers of a wide engine divide the adapters": models[0].width > 1,
+        "engines that sleep drop their base (engine.sleep)": sharing is not None and sharing.sleeps,
+    }
+    for reason, holds in reasons.items():
+        if holds:
+            raise ConfigError(f"engine.sync=adapter cannot be used here: {reason}; leave it out")
 
 
 def _check_shared_memory(config: RunConfig, machine: Machine, known: FactsOf) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from ycore.engine import Engine
 from ycore.engine.transformers_engine import TransformersEngine
-from ycore.engine.weights import write_weights
+from ycore.engine.weights import write_adapters, write_weights
 from ycore.environments.agent_pool import agent_files
 from ycore.round.assemble import Assembly
 from ycore.round.journal import Journal, ReplayedRounds
@@ -93,13 +93,11 @@ class RolloutRun(TrainingRun):
     def _share_weights(self, version: int) -> Path:
         """Write the policy's weights for the engines: the first rank of a machine does, and the others wait."""
         folder, accelerator = self._parts.folder.shared_memory, self.trainer.accelerator
-        num_bytes = write_weights(
-            self.trainer.bare_model,
-            folder,
-            dtype=compute_dtype(self.config),
-            writes=accelerator.is_local_main_process,
-            version=version,
-        )
+        model, dtype, writes = self.trainer.bare_model, compute_dtype(self.config), accelerator.is_local_main_process
+        if self._parts.config.engine.sync == "merged":
+            num_bytes = write_weights(model, folder, dtype=dtype, writes=writes, version=version)
+        else:
+            num_bytes = write_adapters(model, folder, dtype=dtype, version=version) if writes else 0
         accelerator.wait_for_everyone()
         if version > 0:  # the first weights are sent before the first step begins
             self.trainer.record("ycore/sync_mb", num_bytes / 1e6)

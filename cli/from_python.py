@@ -196,9 +196,9 @@ def _run(algorithm: str, settings: Mapping[str, Any], *, resume: bool) -> Run:
     from ycore.launch.launcher import EVALUATOR, run_worker
     from ycore.run.claim import Resume
 
-    config = _config(algorithm, dict(settings), resume=resume)
+    config = config_of(algorithm, dict(settings), resume=resume)
     how = Resume(step=None, accept_changes=False)
-    plan = _outside_a_loop(lambda: checked_plan(config, resume=resume, how=how))
+    plan = outside_a_loop(lambda: checked_plan(config, resume=resume, how=how))
     if algorithm == "eval":
         summary = run_worker(EVALUATOR, config)
     else:
@@ -207,7 +207,7 @@ def _run(algorithm: str, settings: Mapping[str, Any], *, resume: bool) -> Run:
     return Run(Path(config.output), summary)
 
 
-def _outside_a_loop(call: Callable[[], _T]) -> _T:
+def outside_a_loop(call: Callable[[], _T]) -> _T:
     """What `call` returns. It runs in a thread where this one has an event loop, as a notebook has: only one can be."""
     import asyncio
     from concurrent.futures import ThreadPoolExecutor
@@ -220,7 +220,7 @@ def _outside_a_loop(call: Callable[[], _T]) -> _T:
         return thread.submit(call).result()
 
 
-def _config(algorithm: str, settings: dict[str, Any], *, resume: bool) -> "AnyConfig":
+def config_of(algorithm: str, settings: dict[str, Any], *, resume: bool) -> "AnyConfig":
     """The validated config; rows and functions are written beside the run's folder, and stand in it by their files."""
     from ycore_cli.options import completed, stored_config, unused_folder
 

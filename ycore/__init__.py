@@ -9,10 +9,24 @@ import importlib
 from typing import Any
 
 __version__ = "0.1.0"
-__all__ = ["Run", "distill", "dpo", "evaluate", "grpo", "kto", "online_dpo", "ppo", "reward_model", "rloo", "sft"]
+__all__ = [
+    "Round",
+    "Run",
+    "distill",
+    "dpo",
+    "evaluate",
+    "grpo",
+    "kto",
+    "online_dpo",
+    "ppo",
+    "reward_model",
+    "rloo",
+    "sft",
+]
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'ycore' has no attribute {name!r}")
-    return getattr(importlib.import_module("ycore_cli.from_python"), name)
+    module = "ycore_cli.own_loop" if name == "Round" else "ycore_cli.from_python"
+    return getattr(importlib.import_module(module), name)

@@ -9,6 +9,7 @@ from ycore_cli.from_python import ppo as ppo
 from ycore_cli.from_python import reward_model as reward_model
 from ycore_cli.from_python import rloo as rloo
 from ycore_cli.from_python import sft as sft
+from ycore_cli.own_loop import Round as Round
 
 __version__: str
 __all__: list[str]

@@ -93,7 +93,7 @@ def run_worker(
         progress = open_progress(config.steps or num_steps, stream=stream, look=RunActivity(site.folder.root).look)
     else:
         progress = open_progress(None, unit="prompts", stream=stream)
-    run = _Run(worker, config, site, progress, began)
+    run = LocalRun(worker, config, site, progress, began)
     try:
         with StopRequests() as stops, guarded(site.folder, held):
             run.work(stops)
@@ -118,7 +118,9 @@ def _note_sandbox(folder: RunFolder, config: AnyConfig) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class _Run:
+class LocalRun:
+    """A run on this machine: what is started for it, and how it is summed up."""
+
     worker: Worker
     config: AnyConfig
     site: Site
@@ -128,7 +130,7 @@ class _Run:
     def work(self, stops: StopRequests) -> None:
         """Fetch the models, start engines and worker, and return when the worker has finished."""
         with stops.at_once():
-            engines = self._start_engines()
+            engines = self.start_engines()
         limits = Limits()
         if isinstance(self.config, RunConfig):
             engine = self.config.engine
@@ -145,7 +147,7 @@ class _Run:
             saves=self.worker.trains,
         ).watch()
 
-    def _start_engines(self) -> EngineWatch:
+    def start_engines(self) -> EngineWatch:
         """Fetch the models and start the engines; engines.json describes both to the worker."""
         config, folder, say = self.config, self.site.folder, self.progress.say
         fetch = cache(self._fetch)

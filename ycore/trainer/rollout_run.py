@@ -40,10 +40,10 @@ class RolloutRun(TrainingRun):
         )
         self._line = parts.line()
         self._peers = self._make_peers()
-        self._controller = self.step_metrics.controller = self._make_controller()
-        self.stop = self._controller.stop  # which also ends a round that is being generated
+        self.controller = self.step_metrics.controller = self._make_controller()
+        self.stop = self.controller.stop  # which also ends a round that is being generated
         self.save_with(self._take_rounds())
-        self._evaluation = Evaluation(self, parts.config, self._controller, parts.evaluation(self._controller))
+        self._evaluation = Evaluation(self, parts.config, self.controller, parts.evaluation(self.controller))
         self.trainer.add_callback(self._evaluation)  # after the checkpoints', which remember the step's end
 
     def _make_peers(self) -> Peers:
@@ -74,9 +74,9 @@ class RolloutRun(TrainingRun):
         """Let the trainer learn from the controller's rounds, or from those in another run's journal."""
         config, peers, trainer = self._parts.config, self._peers, self.trainer
         if config.replay is None:
-            trainer.rounds = self._controller
+            trainer.rounds = self.controller
             journal = None if config.keep_journal else self._journal
-            return Checkpoints(self.home, trainer, RoundState(trainer, self._controller), journal)
+            return Checkpoints(self.home, trainer, RoundState(trainer, self.controller), journal)
         rounds = ReplayedRounds(
             Path(config.replay), rank=peers.rank, world=peers.world, group_size=config.group_size, record=trainer.record
         )
@@ -104,7 +104,7 @@ class RolloutRun(TrainingRun):
         return folder
 
     def should_stop(self) -> bool:
-        return self._controller.should_stop()
+        return self.controller.should_stop()
 
     def fail_others(self, error: BaseException) -> None:
         """The others stop at once, instead of at a collective's timeout."""
@@ -117,7 +117,7 @@ class RolloutRun(TrainingRun):
             print(_FORWARD[self.trainer.packed_by], flush=True)
         self._samples: dict[str, list[dict[str, Any]]] = {}
         if self._parts.config.replay is None:
-            self._controller.start(timeout_s=self._parts.config.engine.start_timeout_s)
+            self.controller.start(timeout_s=self._parts.config.engine.start_timeout_s)
             self._judge_length()
             self._samples["before"] = self._sample(version=0)
             self._evaluation.start(timeout_s=self._parts.config.engine.start_timeout_s)
@@ -148,10 +148,10 @@ class RolloutRun(TrainingRun):
         rows = random.Random(self._parts.config.seed).sample(range(len(prompts)), min(count, len(prompts)))
         asked = [(prompts[row], self._parts.encode(prompts[row])) for row in rows if self.leads]
         with self.trainer.room_for_engines():
-            return self._controller.sample(asked, version=version)
+            return self.controller.sample(asked, version=version)
 
     def close(self) -> None:
-        self._controller.close()
+        self.controller.close()
         super().close()
 
 

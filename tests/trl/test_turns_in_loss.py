@@ -14,8 +14,10 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 from trl import GRPOConfig
 
+from ycore.config.schema import CriticSettings
 from ycore.models.tiny import write_tiny_model
 from ycore.trl.build import placeholder_rewards
+from ycore.trl.ppo import Trainer as PPO
 from ycore.trl.seam import SeamGRPOTrainer
 from ycore.trl.token_rewards import TokenRewardTrainer, turn_advantages
 from ycore.types import Completion, Draw, Group, Prompt, Score, Turn
@@ -214,3 +216,20 @@ def test_rewards_at_the_last_turn_alone_are_the_groups_advantage(model: Path, tm
     plain = made(model, tmp_path / "plain", beta=0.0)._generate_and_score_completions([{"prompt": "tick"}] * 4)
     mask = batch["completion_mask"] * batch["tool_mask"]
     torch.testing.assert_close(batch["advantages"], plain["advantages"].unsqueeze(1) * mask)
+
+
+def test_a_critic_reads_each_sequence_alone(model: Path, tmp_path: Path) -> None:
+    trainer = made(model, tmp_path, PPO, given={"critic": CriticSettings(whiten=False)}, loss_type="dapo", beta=0.0)
+    assert isinstance(trainer, PPO)
+    torch.nn.init.normal_(trainer.critic.head.weight)
+    batch = trainer._generate_and_score_completions([{"prompt": "tick"}] * 4)
+    mask = (batch["completion_mask"] * batch["tool_mask"]).bool()
+    for row, ours, sequences in zip(batch["old_values"], mask, ALONE, strict=True):
+        alone = []
+        for prompt, tokens, own in sequences:
+            with torch.no_grad():
+                states = trainer.critic.backbone(torch.tensor([[*prompt, *tokens]])).last_hidden_state[0]
+                values = trainer.critic.head(states).squeeze(-1)[len(prompt) - 1 : -1]
+            alone.append(values[torch.tensor(own).bool()])
+        torch.testing.assert_close(row[ours], torch.cat(alone), atol=1e-5, rtol=0)
+    assert float(batch["old_values"][mask].std()) > 0.1

@@ -5,8 +5,8 @@ r"""Groups per hour that can teach, with and without dynamic sampling, in turn, 
         --steps 20 --tokens 16 --repeats 3 --learning-rate 2e-4
 
 The task `flat` is one-digit additions. For two thirds of them the reward is the same for every completion, so two
-thirds of the groups have no variance. For the others the reward differs with every completion. Both sides run `ycore grpo` with
-the same seed and sizes; only the side's own option differs.
+thirds of the groups have no variance. For the others the reward differs with every completion. Both sides run
+`ycore grpo` with the same seed and sizes; only the side's own option differs.
 
 The task `mixed` has 120 rows for a real reward: 40 sums of one digit, which the model learns, and 80 of five digits,
 which it never gets right. The order comes round to a row again every few steps, so a curriculum can remember it.

@@ -87,9 +87,10 @@ def fly_first(config: "RunConfig") -> None:
     "dry_run": o.DryRun, "json": o.Json,
 })  # fmt: skip
 def evaluate(context: typer.Context, *, output: str | None, dry_run: bool, json: bool, **_: Any) -> None:
-    """Measure a model, or several side by side: mean reward, pass@1, pass@k.
+    """Measure a model, or several on the same prompts.
 
     \b
+    It tells the mean reward, pass@1 and pass@k, and of several models the differences with their intervals.
     pass@k is the unbiased estimate of arXiv 2107.03374.
     Sampling fields of TRL's GRPOConfig are options too: --temperature 0.7, --top-p 0.95.
     All of them are in docs/options.md.

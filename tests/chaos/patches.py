@@ -231,7 +231,7 @@ class Point:
 
 
 _SAVER = "ycore/trainer/saved_state.py"
-_COMMIT = "        self._journal.commit(step, groups, self.state(), metrics)\n"
+_COMMIT = "        self._journal.commit(step, groups, state, metrics)\n"
 
 POINTS: tuple[Point, ...] = (
     Point("weights written, not loaded", _LOOP, "            self.run(load())\n", before=True),

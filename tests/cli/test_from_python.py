@@ -56,20 +56,20 @@ def test_a_mistake_is_the_commands_own(tmp_path: Path, model: Path) -> None:
 
 
 def test_rows_lie_beside_the_run(tmp_path: Path) -> None:
-    from ycore_cli.from_python import _config
+    from ycore_cli.from_python import config_of
 
     settings = {"model": "m", "dataset": [{"prompt": "é"}], "rewards": [letters], "output": str(tmp_path / "run")}
-    config = _config("grpo", settings, resume=False)
+    config = config_of("grpo", settings, resume=False)
     assert json.loads(Path(config.dataset).read_text()) == {"prompt": "é"}
     assert Path(config.dataset).parent == tmp_path and config.rewards[0].reward == f"{Path(__file__).resolve()}:letters"
 
 
 def test_a_later_call_leaves_what_an_earlier_one_wrote(tmp_path: Path) -> None:
-    from ycore_cli.from_python import _config
+    from ycore_cli.from_python import config_of
 
     def rows(prompt: str) -> Path:
         settings = {"model": "m", "dataset": [{"prompt": prompt}], "rewards": ["length"]}
-        return Path(_config("grpo", settings | {"output": str(tmp_path / "run")}, resume=False).dataset)
+        return Path(config_of("grpo", settings | {"output": str(tmp_path / "run")}, resume=False).dataset)
 
     first, second = rows("a"), rows("b")
     assert rows("a") == first != second

@@ -126,7 +126,7 @@ def test_the_output_has_a_default(recipe: dict[str, str], run_name: str | None, 
         (
             {"advantage": "reinforce+"},
             "advantage must be 'group', 'dr-grpo', 'rloo', 'lite-ppo', 'reinforce++', 'reinforce++-baseline', 'remax', "
-            "'maxrl' or 'raft'; it is 'reinforce+'; did you mean 'reinforce++'?",
+            "'maxrl', 'raft' or 'turn'; it is 'reinforce+'; did you mean 'reinforce++'?",
         ),
         (
             {"engine": {"gpu_memory_utilization": float("nan")}},

@@ -93,7 +93,9 @@ def test_a_preset_trains(name: str, spread: str, model: Path, tmp_path: Path) ->
     assert ("rewards/overlong/mean" in metrics[0]) == (name == "dapo")
 
 
-@pytest.mark.parametrize("name", sorted({*ADVANTAGES} - {"group", "dr-grpo", "lite-ppo", "reinforce++-baseline"}))
+@pytest.mark.parametrize(
+    "name", sorted({*ADVANTAGES} - {"group", "dr-grpo", "lite-ppo", "reinforce++-baseline", "turn"})
+)
 def test_an_estimator_that_no_preset_has_trains(name: str, spread: str, model: Path, tmp_path: Path) -> None:
     assert all(row["grad_norm"] > 0 for row in trained(tmp_path, model, [spread], advantage=name))
 

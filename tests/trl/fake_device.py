@@ -46,7 +46,7 @@ def score() -> None:
     model = on_the_device()
     packing.use_segments(model.get_base_model())
     forward.add_compact_head(model.get_base_model(), temperature=1.0)
-    forward._unpad = lambda *_: (PROMPTS, COMPLETIONS)  # type: ignore[assignment]  # reads values
+    forward._unpad = lambda *_: (PROMPTS, COMPLETIONS, [0, 4, 8])  # type: ignore[assignment]  # reads values
     forward.score_tokens = untiled  # type: ignore[assignment]  # splits by a number that is a value
     ids = torch.zeros(3, 13, dtype=torch.long, device=DEVICE)
     logps, entropies = forward.score_completions(model, ids, torch.ones_like(ids), 4, path="segments")

@@ -171,8 +171,10 @@ class Supervisor:
         mark = self.folder.step_began
         began_ns = mark.stat().st_mtime_ns if mark.exists() else 0
         if began_ns > self._step_began_ns:
-            if not self._step_began_ns and (about := read_json(self.home.config).get("max_tokens")):
-                self.progress.say(about["in_words"])
+            if not self._step_began_ns and self.home.config.is_file():  # of another machine, it may lie there alone
+                about = read_json(self.home.config).get("max_tokens")
+                if about:
+                    self.progress.say(about["in_words"])
             self._step_began_ns, self._progressed = began_ns, time.monotonic()
 
     def _check_limits(self) -> None:

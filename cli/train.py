@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 
 
 _ROLLOUTS = {
-    "dataset": o.Dataset, "teacher": o.Teacher, "reward": o.Reward, "tools": o.Tools, "env": o.Env,
-    "env_python": o.EnvPython,
+    "dataset": o.Dataset, "teacher": o.Teacher, "reward": o.Reward, "constraint": o.Constraint, "tools": o.Tools,
+    "env": o.Env, "env_python": o.EnvPython,
     "agent": o.Agent, "max_turns": o.MaxTurns, "actions": o.Actions, "prompt_column": o.PromptColumn,
     "answer_column": o.AnswerColumn,
     "system_prompt": o.SystemPrompt, "prompts_per_step": o.PromptsPerStep, "group_size": o.GroupSize,
@@ -43,7 +43,7 @@ _HOW = {
 }  # fmt: skip
 _TRAINING = {
     "steps": o.Steps, "lora": o.Lora, "quantize": o.Quantize, "merge": o.Merge, "processes": o.Processes,
-    "accelerate": o.Accelerate, "trust_remote_code": o.TrustRemoteCode,
+    "accelerate": o.Accelerate, "deterministic": o.Deterministic, "trust_remote_code": o.TrustRemoteCode,
     "seed": o.Seed, "set_": o.Set, "recipe": o.Recipe, "output": o.Output, **_HOW,
 }  # fmt: skip
 

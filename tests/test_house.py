@@ -17,8 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*(ROOT / "ycore").rglob("*.py"), *(ROOT / "cli").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")])
 
-MOST_LINES = 38_000
-MOST_FILES = 221
+MOST_LINES = 39_030
+MOST_FILES = 222
 MOST_FILE_LINES = 450
 MOST_FUNCTION_LINES = 60
 FEWEST_CODE_LINES = 40
@@ -37,6 +37,7 @@ MAY_BE_HEAVY = {"round", "trl"}
 HEAVY_FILES = {
     "engine/transformers_engine.py",
     "engine/vllm_extension.py",
+    "engine/shared_bucket.py",
     "engine/weight_proof.py",
     "engine/weights.py",
     "tools/device_engines.py",

@@ -26,6 +26,8 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
     command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(output), str(source)]
     built = subprocess.run(command, capture_output=True, text=True, timeout=240)
     assert built.returncode == 0, built.stderr[-2000:]
+    said = built.stdout + built.stderr
+    assert "would be ignored" not in said, "a folder with files is no package of pyproject.toml; pip warns of it"
     return next(output.glob("*.whl"))
 
 

@@ -14,6 +14,9 @@ Message = Mapping[str, str]
 Content = str | list[Message]
 """A prompt or a completion as a person sees it: plain text, or chat turns."""
 
+NO_PROMPT: Content = [{"role": "user", "content": ""}]
+"""What a row without a prompt has, as in TRL: an environment puts its question at the end."""
+
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
@@ -92,6 +95,7 @@ class Completion:
     `logprobs` are of the policy's tokens under the distribution that was sampled (after temperature and truncation),
     and 0 at the environment's; None where the engine shares the trainer's weights. `text` is the policy's last turn.
     `turns` cover all tokens in order; none where all are the policy's one turn. `earned` is what its environment paid.
+    `world` is what its environment's attributes were at its end, as JSON, for reward functions that look at them.
     `prompt_ids` are of a prompt of its own, which an agent wrote; None where it follows its group's.
     """
 
@@ -103,6 +107,7 @@ class Completion:
     turns: tuple[Turn, ...] = ()
     earned: Score | None = None
     prompt_ids: tuple[int, ...] | None = None
+    world: str | None = None
 
     @property
     def mask(self) -> tuple[int, ...]:

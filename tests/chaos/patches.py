@@ -289,7 +289,7 @@ def _timed(part: str, file: str, anchor: str, function: str, *, indent: str = ""
 
 PATIENT = Patch(
     "patient",
-    (Edit("ycore/rewards/worker_client.py", "_CHECK_DEADLINE_S = 8.0\n", "_CHECK_DEADLINE_S = 300.0\n"),),
+    (Edit("ycore/rewards/worker_client.py", "_CHECK_DEADLINE_S = 60.0", "_CHECK_DEADLINE_S = 300.0"),),
 )
 """The check of a reward before a run may take long on a machine that others load; no row is about that limit."""
 

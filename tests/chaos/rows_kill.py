@@ -9,6 +9,7 @@ import random
 import signal
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 
 import psutil
@@ -144,7 +145,8 @@ def pause(role: str) -> Deed:
             return False
         time.sleep(_SHORT_S)
         for process in stopped or run.role(role)[:1]:
-            process.send_signal(signal.SIGCONT)
+            with suppress(psutil.NoSuchProcess):  # a tool's process may have been given up meanwhile
+                process.send_signal(signal.SIGCONT)
         return True
 
     return deed

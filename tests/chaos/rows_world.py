@@ -4,6 +4,7 @@ The environment draws at every call. So its worlds are the same again only where
 what the journal has; the comparison covers each token and each answer of every round.
 """
 
+import os
 import random
 import shutil
 import signal
@@ -19,9 +20,11 @@ from tests.chaos.rows_kill import DEADLINES, pause
 from tests.chaos.runs import Run
 from tests.chaos.trial import Deed, Oracle, Outcome, kill, trial, until_it_lands
 from ycore.errors import RunError
+from ycore.run.paths import RunFolder
 
 CALLED = ("walk", "double")
 _DISK_MB = 64
+_TOOL_FOR_GOOD = "tool-for-good"
 _MOST_LEFT = 200_000  # bytes that a full disk has left: a save of the tiny model takes more, a row of metrics less
 
 
@@ -50,15 +53,35 @@ def _interrupt(run: Run) -> bool:
 def stop_world_row(bench: Bench) -> Row:
     """Ctrl-C; SIGSTOP of trainer and of a tool's process for a while; of the trainer for good.
 
-    A tool's process that is stopped for good is ended at its deadline, and the policy is told: another transcript.
+    A tool's process that is stopped for good is ended at its deadline, and the policy is told. The transcript is then
+    another one: what is asked of such a run is that it goes on to its end, and that it was told.
     """
     deeds: Mapping[str, Deed] = {
         "ctrl-c": _interrupt,
         "tool": pause("tool"),
+        _TOOL_FOR_GOOD: _stop_tools,
         "trainer": pause("trainer"),
         "for-good": kill("trainer", signal.SIGSTOP),
     }
     return _row(bench, "stop-world", "Ctrl-C or SIGSTOP, with a tool and an environment", deeds, stops=True)
+
+
+def _stop_tools(run: Run) -> bool:
+    """SIGSTOP, and never SIGCONT, to the process groups of all tools and environments that there are."""
+    if not run.wait_for(lambda: bool(run.role("tool")), timeout_s=60.0):
+        return False
+    run.glimpsed = glimpse(run.folder)
+    own = {os.getpgid(one.pid) for role in ("launcher", "trainer") for one in run.role(role)}
+    groups = {os.getpgid(one.pid) for one in run.role("tool")} - own
+    for group in groups:
+        with suppress(ProcessLookupError):
+            os.killpg(group, signal.SIGSTOP)
+    return bool(groups)
+
+
+def _was_told(run_folder: Path) -> bool:
+    """Whether the policy read somewhere that an answer came too late."""
+    return any(b"timeout after " in file.read_bytes() for file in RunFolder(run_folder).journal.iterdir())
 
 
 def disk_world_row(bench: Bench) -> Row:
@@ -89,11 +112,17 @@ def _row(bench: Bench, name: str, what: str, deeds: Mapping[str, Deed], *, stops
     steps = bench.job.steps - stops
     moments = draw_moments(max(len(deeds), bench.count // 3), steps=steps, seed=bench.seed, row=name)
 
+    def attempt(name: str, at: Moment, kind: str) -> Outcome:
+        if kind != _TOOL_FOR_GOOD:
+            return trial(name, oracle, at, deeds[kind])
+        outcome = trial(name, replace(oracle, repeats=False), at, deeds[kind])
+        return replace(outcome, landed=outcome.landed and _was_told(oracle.setting.place / name))
+
     def one(item: tuple[int, Moment]) -> Outcome:
         number, moment = item
         kind = list(deeds)[number % len(deeds)]
         moment = replace(moment, steps=max(1, moment.steps)) if stops else moment
-        return until_it_lands(lambda name, at: trial(name, oracle, at, deeds[kind]), f"{name}-{number}-{kind}", moment)
+        return until_it_lands(lambda name, at: attempt(name, at, kind), f"{name}-{number}-{kind}", moment)
 
     return row_of(name, what, bench.all(one, list(enumerate(moments))))
 

@@ -141,6 +141,15 @@ def test_rows_that_are_trained_on_and_measured_on_are_counted_in_a_warning(
     assert "warning   2 of these 6 prompts are also trained on" in capfd.readouterr().out
 
 
+def test_a_run_in_4_bits_that_saves_adapters_alone_is_warned(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("bitsandbytes")
+    said = []
+    for merge in ("", " --merge"):
+        assert run((GRPO + "--quantize 4bit" + merge).format(place=place).split()) == 0
+        said.append("adapters alone are another policy" in capfd.readouterr().out)
+    assert said == [True, False]
+
+
 @pytest.mark.parametrize(
     ("more", "said"),
     [

@@ -21,9 +21,9 @@ VISIBLE = {
     "grpo": [
         "--model", "--dataset", "--reward", "--prompt-column", "--answer-column", "--system-prompt",
         "--trust-remote-code", "--prompts-per-step", "--group-size", "--max-tokens", "--steps", "--lora",
-        "--preset", "--advantage", "--divergence", "--engine", "--sandbox", "--dynamic-sampling", "--curriculum",
-        "--placement",
-        "--processes", "--accelerate", "--restarts", "--merge", "--wandb-project", "--seed", "--set", "--recipe",
+        "--preset", "--advantage", "--constraint", "--deterministic", "--divergence", "--engine", "--sandbox",
+        "--dynamic-sampling", "--curriculum", "--placement", "--processes", "--accelerate", "--restarts", "--merge",
+        "--wandb-project", "--seed", "--set", "--recipe",
         "--output", "--eval-dataset", "--eval-split", "--eval-every", "--eval-reward", "--keep-best", "--stop-when",
         "--quantize", "--trust-region", "--tools", "--env", "--env-python", "--agent", "--actions", "--max-turns",
         "--preflight", "--dry-run", "--resume", "--resume-from", "--accept-changes", "--keep-journal", "--replay",
@@ -34,7 +34,7 @@ VISIBLE = {
         "--model", "--dataset", "--reward", "--split", "--prompt-column", "--answer-column", "--system-prompt",
         "--trust-remote-code", "--num-samples", "--limit", "--max-tokens", "--engine", "--sandbox", "--seed", "--set",
         "--recipe", "--tools", "--env", "--env-python", "--agent", "--actions", "--max-turns", "--output", "--dry-run",
-        "--benchmark", "--json",
+        "--benchmark", "--pairs", "--json",
     ],
 }  # fmt: skip
 VISIBLE["rloo"] = [option for option in VISIBLE["grpo"] if option not in ("--preset", "--advantage")]

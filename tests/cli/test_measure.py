@@ -13,6 +13,7 @@ from ycore.config.schema import RewardConfig, RunConfig
 from ycore.models.hub import HubAnswer
 from ycore.models.tiny import write_tiny_model
 from ycore.plan.preflight_verdict import Measurements, verdict
+from ycore.trainer.evaluator import _position_bias
 
 pytestmark = pytest.mark.timeout(300)
 
@@ -140,6 +141,31 @@ def test_a_benchmarks_real_rows_fit_its_row_of_the_table(
     words = f"--model {place}/model --benchmark {name} --dataset {SHARED}/{file} --output {place}/d --max-tokens 64"
     assert run(["eval", *words.split(), "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["dataset"]["rows"] == rows
+
+
+def test_a_reward_is_measured_on_pairs_without_any_policy(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """`length` prefers what is longer: of 12 pairs 9 times the better, twice the worse, once neither."""
+    lengths = [(9, 3)] * 9 + [(3, 9)] * 2 + [(5, 5)]
+    rows = [{"prompt": "Hi", "chosen": "a" * long, "rejected": "b" * short} for long, short in lengths]
+    (place / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (place / "long.py").write_text("def long(completions):\n    return [float(len(str(one))) for one in completions]\n")
+    line = f"eval --model {place}/model --pairs --dataset {place}/pairs.jsonl --reward {place}/long.py:long --seed 1 "
+    line += "--max-tokens 8 --engine transformers --set dtype=float32 --set reward_workers.workers=1"
+    assert run([*line.split(), "--output", f"{place}/pairs"]) == 0
+    assert "both answers of each row" in capsys.readouterr().out
+    found = json.loads((place / "pairs/eval.json").read_text())
+    assert (found["num_pairs"], found["accuracy"], found["equal"], found["masked"]) == (12, 9.5 / 12, 1 / 12, 0)
+    assert found["accuracy/low"] < 9.5 / 12 < found["accuracy/high"] and "pass@1" not in found
+    assert run([*line.split(), "--model", "other", "--dry-run"]) == 2
+    assert "give one --model" in capsys.readouterr().err
+
+
+def test_a_judges_position_bias_is_that_of_all_rounds() -> None:
+    counted = [("ycore/judge/pairs", 60.0), ("ycore/judge/position_bias", 0.5), ("ycore/judge/calls", 9.0)]
+    assert _position_bias([*counted, ("ycore/judge/pairs", 20.0), ("ycore/judge/position_bias", 0.1)]) == {
+        "position_bias": pytest.approx(32 / 80)
+    }
+    assert _position_bias(counted[2:]) == {}
 
 
 def test_two_models_are_compared_on_the_same_prompts(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -33,6 +33,9 @@ class Paying(Game):
 
 class Endless:
     pass
+
+def score(environments, **columns):
+    return [one.score for one in environments]
 '''
 
 
@@ -62,6 +65,12 @@ LINE = "grpo --model model --dataset task:addition --max-tokens 32 --output run 
         ("--env gym:chain_sm", "reasoning-gym has no task 'chain_sm'; did you mean 'chain_sum'"),
         ("--env acts.py:Endless", "has no reset(self, **row)"),
         ("--env acts.py:Game", "has no get_reward, and gives no reward; name one with --reward"),
+        ("--env acts.py:Game --reward environment --reward length", "'Game' has no get_reward, and gives no reward"),
+        ("--env acts.py:Paying --env Game=acts.py:Game", "names its own in the column 'environment': one of Paying, G"),
+        ("--env acts.py:Paying --env acts.py:Paying", "have one name; give them names: --env NAME=file.py:Class"),
+        ("--dataset= --env acts.py:Paying", "'acts.py:Paying' says nothing at its reset, and there is no dataset"),
+        ("--dataset= --reward exact_answer", "--dataset is empty; give a file"),
+        ("--reward acts.py:score", "needs the column 'environments', and the dataset has answer"),
         ("--reward environment", "is what an environment pays, and the run has none; say --env"),
         ("--env acts.py:Paying --reward reference_probability --answer-column answer", "reads one turn"),
         ("--reward exact_answer --agent no-such-program", "no program 'no-such-program'"),
@@ -84,7 +93,8 @@ def test_what_works_is_in_the_plan(
     place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(place)
-    line = LINE + "--env acts.py:Paying --tools acts.py:add --actions calls --max-turns 3"
+    rewards = "--reward environment --reward acts.py:score "
+    line = LINE + rewards + "--env acts.py:Paying --tools acts.py:add --actions calls --max-turns 3"
     assert run(line.split()) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert "at most 3, with acts.py:add, acts.py:Paying" in shown and "environment (weight 1)" in shown

@@ -91,13 +91,40 @@ def test_where_every_scored_completion_teaches() -> None:
         ({"advantage": "turn"}, "--advantage turn learns from rewards of turns, which only an environment gives"),
         ({"advantage": "turn", "env": "a.py:A", "loss_from": "gmpo"}, "the loss gmpo takes one advantage a completion"),
         ({"advantage": "reinforce++", "loss_from": "gmpo"}, "the loss gmpo takes one advantage a completion"),
+        ({"pairs": True}, "--pairs is of ycore eval, and this is grpo"),
+        ({"pairs": True, "algorithm": "eval", "env": ["a.py:A"]}, "leave --tools, --env and --agent out"),
+        (
+            {"pairs": True, "algorithm": "eval", "rewards": [{"reward": "teacher:m"}]},
+            "no policy that writes, and teacher:m is of one",
+        ),
+        ({"trust_region": "clip-completion", "advantage": "reinforce++"}, "leave --trust-region clip-completion out"),
+        (
+            {"loss_average": "prompts", "trl": {"loss_type": "grpo"}},
+            "and this is grpo; take --loss-type dapo, or leave",
+        ),
         ({"trust_region": "dppo-tv", "preset": "cispo"}, "they are cispo and reverse-kl; leave it out"),
         (
             {"sampling": {"curriculum": True}, "group_size": 1, "advantage": "remax"},
             "here every completion does; leave it",
         ),
         ({"algorithm": "ppo", "sampling": {"curriculum": "rate"}}, "--curriculum learns which groups teach"),
-        ({"trust_region": "dppo"}, "trust_region must be 'clip', 'dppo-tv' or 'dppo-kl'; it is 'dppo'"),
+        ({"advantage": "crpg"}, "--advantage crpg is CGPO's, and there is no constraint; say --constraint NAME"),
+        ({"constraint": ["exact_answer"]}, "exact_answer is a constraint, and there is no reward to raise beside it"),
+        ({"constraint": ["format"], "group_size": 1, "advantage": "reinforce++"}, "and group_size is 1; say --group"),
+        ({"constraint": ["format"], "advantage": "remax"}, "--advantage remax takes no constraints, and format is one"),
+        ({**DISTILL, "constraint": ["format"]}, "ycore distill takes no constraints, and format is one"),
+        ({"constraint": ["format:2"]}, "rewards.1.limit must be less than 1; it is 2.0"),
+        ({"constraint": [":0.1"]}, "--constraint takes the name of a reward, or NAME:LIMIT; it is ':0.1'"),
+        (
+            {"rewards": ["exact_answer", {"reward": "format", "constraint": True, "weight": 2.0}]},
+            "the constraint format is kept, not added up, and its weight is 2; leave weight out",
+        ),
+        (
+            {"constraint": ["format"], "advantage": "crpg", "constraints": {"by": "lagrangian"}},
+            "--advantage crpg gates the reward; leave constraints.by out",
+        ),
+        ({"advantage": "raft", "kl_in": "reward", "trl": {"beta": 0.1}}, "is CGPO's, and there is no constraint"),
+        ({"trust_region": "dppo"}, "'icepop' or 'geometric'; it is 'dppo'"),
     ],
 )
 def test_bad_input_is_one_line(options: dict[str, Any], message: str) -> None:

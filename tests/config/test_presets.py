@@ -15,7 +15,7 @@ from ycore.config.trl_arguments import aliases, refusal
 from ycore.config.trl_fields import coerce, fields_of
 from ycore.errors import ConfigError
 from ycore.trl.advantages import ESTIMATORS
-from ycore.trl.importance import LIMITS
+from ycore.trl.importance import BOUNDS, LIMITS
 
 # The papers' numbers, written here a second time: what the resolved TRL config must say.
 PAPERS: dict[str, dict[str, Any]] = {
@@ -162,10 +162,14 @@ CRITICS: dict[str, dict[str, Any]] = {
     },
 }
 RUNS: dict[str, dict[str, Any]] = {
-    "rloo": {"advantage": "rloo"},
+    "rloo": {"advantage": "rloo", "trust_region": "clip-completion"},
     "dapo": {"sampling": {"dynamic": True}},
     "gmpo": {"loss_from": "gmpo"},
-    "scalerl": {"advantage": "reinforce++-baseline", "sampling": {"dynamic": True}},
+    "scalerl": {
+        "advantage": "reinforce++-baseline",
+        "loss_average": "prompts",
+        "sampling": {"dynamic": True, "curriculum": True, "drop_at": 0.9, "drop_after": 1, "least": 1.0},
+    },
     **{name: {"kl_in": "reward", "critic": critic} for name, critic in CRITICS.items()},
 }
 RUNS["bpco"]["trust_region"] = "dppo-tv"
@@ -206,14 +210,14 @@ def test_fields_are_trls_and_the_users_to_set(name: str) -> None:
 
 
 def test_run_keys_are_those_that_presets_may_set() -> None:
-    allowed = {"advantage", "sampling", "loss_from", "kl_in", "critic", "trust_region"}
+    allowed = {"advantage", "sampling", "loss_from", "kl_in", "critic", "trust_region", "loss_average"}
     assert {key for preset in presets().values() for key in preset.run} <= allowed
     assert all(preset.run.get("advantage", "group") in ESTIMATORS for preset in presets().values())
 
 
 def test_names_for_the_command_line_are_those_of_the_functions() -> None:
     assert tuple(ESTIMATORS) == tuple(name for name in ADVANTAGES if name not in (BY_TOKEN, BY_TURN))
-    assert set(LIMITS) | {"clip"} == set(get_args(TrustRegion)) and BY_TOKEN in ADVANTAGES
+    assert {*LIMITS, *BOUNDS, "clip", "clip-completion"} == set(get_args(TrustRegion)) and BY_TOKEN in ADVANTAGES
 
 
 def test_trl_alone_would_cap_cispo_at_a_fifth(tmp_path: Path) -> None:

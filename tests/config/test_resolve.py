@@ -126,7 +126,7 @@ def test_the_output_has_a_default(recipe: dict[str, str], run_name: str | None, 
         (
             {"advantage": "reinforce+"},
             "advantage must be 'group', 'dr-grpo', 'rloo', 'lite-ppo', 'reinforce++', 'reinforce++-baseline', 'remax', "
-            "'maxrl', 'raft' or 'turn'; it is 'reinforce+'; did you mean 'reinforce++'?",
+            "'maxrl', 'raft', 'crpg' or 'turn'; it is 'reinforce+'; did you mean 'reinforce++'?",
         ),
         (
             {"engine": {"gpu_memory_utilization": float("nan")}},
@@ -322,3 +322,15 @@ def test_the_length_is_sampled_where_no_layer_gave_it(
     recipe: dict[str, Any], options: dict[str, Any], expected: bool
 ) -> None:
     assert resolve(recipe=BASE | recipe, options=options).sample_max_tokens is expected
+
+
+def test_an_environment_has_the_name_that_was_given_or_its_own() -> None:
+    given = ["walk=a.py:Walk", "a.py:Hunt", "openenv:b.py:Grid", "textarena:Sudoku-v0?clues=20", "gym:chain_sum?x=a:b"]
+    found = resolve(recipe=BASE | {"env": given}).environments
+    assert list(found) == ["walk", "Hunt", "Grid", "Sudoku-v0", "chain_sum"]
+    assert list(found.values()) == ["a.py:Walk", *given[1:]]
+    assert resolve(recipe=BASE | {"env": "a.py:Walk"}).env == ["a.py:Walk"], "as in a run.json of an earlier version"
+    with pytest.raises(ConfigError, match=r"two environments of a\.py:Walk, b\.py:Walk have one name; give them names"):
+        resolve(recipe=BASE | {"env": ["a.py:Walk", "b.py:Walk"]})
+    bare = {key: value for key, value in BASE.items() if key != "dataset"} | {"env": "a.py:Walk"}
+    assert resolve(recipe=bare).dataset == ""

@@ -92,6 +92,13 @@ def test_ligers_kernels_are_for_gpus_and_said_so(tmp_path: Path) -> None:
         _arguments(config, tmp_path)
 
 
+def test_a_deterministic_run_needs_deterministic_kernels_on_gpus_alone(tmp_path: Path) -> None:
+    config = _config(deterministic=True)
+    assert _arguments(config, tmp_path, on_cpu=False)["full_determinism"] is True
+    assert "full_determinism" not in _arguments(config, tmp_path)
+    assert "full_determinism" not in _arguments(_config(), tmp_path, on_cpu=False)
+
+
 def test_flex_attention_is_for_gpus(tmp_path: Path) -> None:
     config = _config(trl={"model_init_kwargs": {"attn_implementation": "flex_attention"}})
     assert _arguments(config, tmp_path, on_cpu=False)["model_init_kwargs"] == {"attn_implementation": "flex_attention"}

@@ -10,7 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ycore.config.resolve import resolve
-from ycore.data.examples import ExampleSet, hold_out, load_examples
+from ycore.data.examples import ExampleSet, hold_out, load_examples, pair_table
+from ycore.data.table import Table
 from ycore.errors import DataError
 
 USER, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
@@ -72,6 +73,23 @@ def test_pairs_with_their_prompt(tmp_path: Path) -> None:
     }  # fmt: skip
     repeated = [{"prompt": "2 + 2?", "chosen": [USER, ANSWER], "rejected": [USER, {**ANSWER, "content": "5"}]}]
     assert load(tmp_path, "dpo", repeated).train == [{name: value for name, value in row.items() if name != "margin"}]
+
+
+@pytest.mark.parametrize("as_chat", [True, False])
+def test_a_table_of_pairs_has_the_answers_as_texts(as_chat: bool) -> None:
+    """With other columns kept, and rows left out whose answers are the same."""
+    rows = [
+        {"question": "q", "chosen": "good", "rejected": "bad", "topic": "t"},
+        {"question": "q", "chosen": "same", "rejected": "same", "topic": "t"},
+    ]
+    told = pair_table(Table("d", rows, tuple(rows[0])), None, as_chat=as_chat)
+    (row,) = told.rows
+    assert (row["chosen"], row["rejected"], row["topic"]) == ("good", "bad", "t")
+    assert row["prompt"] == ([{"role": "user", "content": "q"}] if as_chat else "q")
+    with pytest.raises(DataError, match="no row of d has two answers that differ"):
+        pair_table(Table("d", rows[1:], tuple(rows[0])), None, as_chat=as_chat)
+    with pytest.raises(DataError, match="rejected"):
+        pair_table(Table("d", [{"chosen": "c"}], ("chosen",)), None, as_chat=as_chat)
 
 
 def test_texts_without_a_dialogue_are_cut_at_the_last_blank_they_share(tmp_path: Path) -> None:

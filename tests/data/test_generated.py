@@ -33,6 +33,13 @@ def test_arithmetic_is_right(task: str, sign: str, digits: int) -> None:
         assert int(answer) == {"+": a + b, "-": a - b, "*": a * b}[sign] >= 0
 
 
+@pytest.mark.parametrize("digits", [1, 3])
+def test_comparing_is_right(digits: int) -> None:
+    for prompt, answer in rows(f"task:larger?digits={digits}&size=200"):
+        found = re.match(r"Is (\d+) larger than (\d+)\? Begin with yes or no", prompt)
+        assert found is not None and answer == ("yes" if int(found[1]) > int(found[2]) else "no")
+
+
 def test_sorting_is_right() -> None:
     for prompt, answer in rows("task:sort?count=5&digits=2&size=200"):
         shown = [int(number) for number in re.findall(r"\d+", prompt)]

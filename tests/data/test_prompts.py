@@ -405,3 +405,31 @@ def test_an_order_of_nothing(seed: int, num_rows: int) -> None:
 def test_positions_count_from_zero() -> None:
     with pytest.raises(ValueError, match="counts from 0"):
         PromptOrder(seed=0, num_rows=3).row_at(-1)
+
+
+SEVERAL = {"env": ["one=a.py:Env", "a.py:Two"]}
+
+
+def test_of_several_environments_each_row_names_its_own(tmp_path: Path) -> None:
+    file = write(tmp_path / "rows.jsonl", {"environment": "Two", "topic": "owls"}, {"environment": "one", "topic": ""})
+    found = load(file, **SEVERAL)
+    assert [prompt.columns["environment"] for prompt in found.prompts] == ["Two", "one"]
+    assert found.prompts[0].content == [{"role": "user", "content": ""}], "TRL's placeholder"
+    write(file, {"environment": "Two"}, {"environment": "Two"}, {"environment": "a.py:Two"})
+    with pytest.raises(DataError, match=r"one of one, Two; it is 'a.py:Two' in row 2 \(line 3\) of"):
+        load(file, **SEVERAL)
+    write(file, {"environment": "Two"}, {"prompt": "2 + 2?"})
+    with pytest.raises(DataError, match=r"it is None in .*line 2"):
+        load(file, **SEVERAL)
+    with pytest.raises(DataError, match=r"task:addition has prompt, answer; add the column, or give one --env"):
+        load("task:addition", **SEVERAL)
+
+
+def test_environments_that_ask_need_no_dataset() -> None:
+    for env, rows in (
+        ("a.py:Env", [{}]),  # its `reset` gets a prompt and nothing else
+        (SEVERAL["env"], [{"environment": "one"}, {"environment": "Two"}]),
+    ):
+        found = load("", env=env)
+        assert [prompt.columns for prompt in found.prompts] == rows
+        assert {str(prompt.content) for prompt in found.prompts} == {"[{'role': 'user', 'content': ''}]"}

@@ -1,10 +1,12 @@
-"""One rank of a training run on recorded rounds: `accelerate launch ... recorded_run.py JOB.json`. A test tool.
+"""One rank of training runs on recorded rounds: `accelerate launch ... recorded_run.py JOBS.json`. A test tool.
 
-The same global rounds whatever the number of ranks: rank r of n trains on groups r, r + n, ... of each. It leaves the
-metrics of every step, and the weights as an engine would get them before the first step and after the last.
+One run after another in one process, because its imports take longer than a run. The same global rounds whatever the
+number of ranks: rank r of n trains on groups r, r + n, ... of each. A run leaves the metrics of every step, and the
+weights as an engine would get them before the first step and after the last.
 """
 
 import json
+import math
 import os
 import random
 import sys
@@ -13,6 +15,7 @@ from typing import Any
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
+from accelerate.state import AcceleratorState, GradientState
 from transformers import AutoTokenizer, TrainerCallback
 from trl.trainer import grpo_trainer
 
@@ -39,7 +42,8 @@ def recorded_round(step: int, *, num_groups: int, group_size: int) -> list[Group
             token_ids = tuple(dice.randrange(6, 90) for _ in range(length))
             logprobs = tuple(-4.6 + dice.uniform(-0.2, 0.2) for _ in range(length))
             completions.append(Completion(token_ids, logprobs, "", "length", step))
-            scores.append((Score(dice.random()),))
+            taught = tuple(one + 0.3 * math.sin(token) for one, token in zip(logprobs, token_ids, strict=True))
+            scores.append((Score(dice.random(), logprobs=taught),))  # the teacher's, of the run that has one
         prompt = Prompt(row=index, content=f"step {step} group {index}", columns={})
         groups.append(Group(Draw(index, prompt, prompt_ids), tuple(completions), tuple(scores)))
     return groups
@@ -66,11 +70,17 @@ class Rows(TrainerCallback):
 
 
 def main() -> None:
-    job = json.loads(Path(sys.argv[1]).read_text())
-    config, folder, rank = RunConfig.model_validate(job["config"]), RunFolder(Path(job["output"])), this_rank()
+    gather_object = grpo_trainer.gather_object
+    for job in json.loads(Path(sys.argv[1]).read_text()):
+        AcceleratorState._reset_state(reset_partial_state=True)
+        GradientState._reset_state()
+        run(RunConfig.model_validate(job), gather_object)
+
+
+def run(config: RunConfig, gather_object: Any) -> None:
+    folder, rank = RunFolder(Path(config.output)), this_rank()
     folder.root.mkdir(exist_ok=True, parents=True)
     asked_for: list[int] = []
-    gather_object = grpo_trainer.gather_object
 
     def counted(items: list[object]) -> list[object]:
         asked_for.extend(str(item).startswith("step ") for item in items)

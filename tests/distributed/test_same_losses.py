@@ -30,43 +30,58 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def run(place: Path, name: str | None, *, lora: bool, algorithm: str = "grpo", **settings: Any) -> Path:
-    """Train by `name` over two ranks, or over one without accelerate; the folder with what came of it."""
-    output = place / "-".join((algorithm, name or "alone", "lora" if lora else "full", *settings))
-    if output.exists():
-        return output
-    config = RunConfig(
-        algorithm=algorithm,
-        critic=CriticSettings(warmup_steps=1, lam=0.9) if algorithm == "ppo" else None,
+# What is trained over one rank, and over two by each strategy, in this order.
+JOBS: dict[str, dict[str, Any]] = {
+    "full": {"beta": 0.1},  # adapters need no reference model of their own
+    "lora": {},
+    "lora-again": {"gradient_checkpointing": True},
+    "ppo": {},
+    "distill": {},
+    "online-dpo": {"beta": 0.1},
+}
+LEARNERS = ("ppo", "distill", "online-dpo")
+RUNS = {
+    "alone": ("full", "lora", *LEARNERS),
+    "ddp": ("full", "lora", *LEARNERS),
+    "zero2": ("full", "lora"),
+    "zero3": ("full", "lora", "lora-again"),
+}
+
+
+def config_of(place: Path, name: str, job: str) -> RunConfig:
+    return RunConfig(
+        algorithm=job if job in LEARNERS else "grpo",  # type: ignore[arg-type]
+        loss_from="dpo" if job == "online-dpo" else "grpo",
+        critic=CriticSettings(warmup_steps=1, lam=0.9) if job == "ppo" else None,
         model=str(place / "model"),
         dataset="none",
-        rewards=[RewardConfig(reward="made_up")],
-        output=str(output),
+        rewards=[RewardConfig(reward="teacher:made_up" if job == "distill" else "made_up")],
+        output=str(place / name / job),
         prompts_per_step=4,
         group_size=4,
         max_tokens=9,
         steps=STEPS,
         dtype="float32",
-        lora=LoraSettings(r=4) if lora else None,
+        lora=None if job == "full" else LoraSettings(r=4),
         # A large epsilon: where a gradient is nothing but rounding, Adam would make a whole step of its sign.
-        trl={
-            "learning_rate": 1e-2,
-            "adam_epsilon": 1e-3,
-            "per_device_train_batch_size": 4,
-            **({} if lora else {"beta": 0.1}),  # adapters need no reference model of their own
-            **settings,
-        },
+        trl={"learning_rate": 1e-2, "adam_epsilon": 1e-3, "per_device_train_batch_size": 4, **JOBS[job]},
     )
-    job = place / f"{output.name}.json"
-    job.write_text(json.dumps({"config": config.model_dump(mode="json"), "output": str(output)}))
+
+
+def run(place: Path, name: str, job: str) -> Path:
+    """The folder of a job over two ranks by `name`, or over one without accelerate; all jobs of `name` run at once."""
+    if (place / name).exists():
+        return place / name / job
+    jobs = place / f"{name}.json"
+    jobs.write_text(json.dumps([config_of(place, name, one).model_dump(mode="json") for one in RUNS[name]]))
     launch: list[str] = []
-    if name is not None:
+    if name != "alone":
         told = accelerate_config(name, processes=2, on_cpu=True, dtype="float32")  # type: ignore[arg-type]
         (place / f"{name}.yaml").write_text(yaml.safe_dump(told))
         launch = ["-m", "accelerate.commands.launch", "--config_file", str(place / f"{name}.yaml")]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
     done = subprocess.run(
-        [sys.executable, *launch, str(WORKER), str(job)],
+        [sys.executable, *launch, str(WORKER), str(jobs)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -75,23 +90,23 @@ def run(place: Path, name: str | None, *, lora: bool, algorithm: str = "grpo", *
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:]
-    return output
+    return place / name / job
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
 
 
-@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("job", ["full", "lora"])
 @pytest.mark.parametrize("name", ["ddp", "zero2", "zero3"])
-def test_two_ranks_learn_what_one_learns(place: Path, name: str, lora: bool) -> None:
-    one = run(place, None, lora=lora)
-    compare(one, run(place, name, lora=lora))
-    assert lora or read_metrics(one / "metrics.jsonl")[-1]["kl"] > 1e-4, "the reference moved with the policy"
+def test_two_ranks_learn_what_one_learns(place: Path, name: str, job: str) -> None:
+    one = run(place, "alone", job)
+    compare(one, run(place, name, job))
+    assert job == "lora" or read_metrics(one / "metrics.jsonl")[-1]["kl"] > 1e-4, "the reference moved with the policy"
 
 
 def test_zero3_computes_adapters_again_from_their_shards(place: Path) -> None:
-    compare(run(place, None, lora=True), run(place, "zero3", lora=True, gradient_checkpointing=True))
+    compare(run(place, "alone", "lora"), run(place, "zero3", "lora-again"))
 
 
 def compare(one: Path, two: Path) -> None:
@@ -105,15 +120,15 @@ def compare(one: Path, two: Path) -> None:
     assert not same(weights(one / "before"), weights(one / "after"), atol=1e-3), "nothing was learned"
 
 
-def test_a_critic_on_two_ranks_learns_what_one_learns(place: Path) -> None:
-    """Advantages are whitened over both ranks' tokens; policy and critic have one loss, and two gradients."""
-    one, two = (run(place, name, lora=True, algorithm="ppo") for name in (None, "ddp"))
-    first, second = (read_metrics(folder / "metrics.jsonl") for folder in (one, two))
-    for expected, row in zip(first, second, strict=True):
-        for key in ("loss", "grad_norm", "ycore/critic/grad_norm"):
-            assert row[key] == pytest.approx(expected[key], rel=2e-5, abs=2e-6), (row["step"], key)
-    assert same(weights(one / "after"), weights(two / "after"), atol=2e-5)
-    assert not same(weights(one / "before"), weights(one / "after"), atol=1e-3), "the policy learned nothing"
+@pytest.mark.parametrize("job", LEARNERS)
+def test_the_other_learners_learn_on_two_ranks_what_they_learn_on_one(place: Path, job: str) -> None:
+    """PPO whitens advantages over both ranks' tokens and has two gradients; teachers and pairs are counted on both."""
+    one, two = (run(place, name, job) for name in ("alone", "ddp"))
+    compare(one, two)
+    if job == "ppo":
+        first, second = (read_metrics(folder / "metrics.jsonl") for folder in (one, two))
+        norms = [[row["ycore/critic/grad_norm"] for row in rows] for rows in (first, second)]
+        assert norms[1] == pytest.approx(norms[0], rel=2e-5, abs=2e-6)
 
 
 def same(expected: dict[str, torch.Tensor], seen: dict[str, torch.Tensor], *, atol: float) -> bool:
@@ -122,14 +137,14 @@ def same(expected: dict[str, torch.Tensor], seen: dict[str, torch.Tensor], *, at
 
 
 def test_what_is_saved_is_what_the_engines_had(place: Path) -> None:
-    two = run(place, "zero3", lora=False)
+    two = run(place, "zero3", "full")
     saved, last = weights(two / "model"), weights(two / "after")
     assert last.keys() <= saved.keys()
     assert same(last, {name: saved[name] for name in last}, atol=0.0)
 
 
 def test_no_rank_holds_the_prompts_of_another(place: Path) -> None:
-    two = run(place, "ddp", lora=True)
+    two = run(place, "ddp", "lora")
     told: list[dict[str, Any]] = [json.loads((two / f"rank-{rank}.json").read_text()) for rank in (0, 1)]
     assert [rank["prompts_gathered"] for rank in told] == [0, 0]
     for rank, mine in enumerate(told):

@@ -3,13 +3,24 @@
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from ycore.engine.commands import EngineSpec, engine_command, engine_environment, inherited, kv_cache_gib
+from ycore.config.resolve import resolve
+from ycore.config.schema import RunConfig
+from ycore.engine.commands import (
+    EngineSpec,
+    check_arguments,
+    engine_command,
+    engine_environment,
+    inherited,
+    kv_cache_gib,
+    vllm_arguments,
+    words_of,
+)
 from ycore.engine.server import is_healthy
 from ycore.errors import ConfigError
 from ycore.launch.engines import is_vllm_installed
@@ -38,8 +49,9 @@ def test_the_command_on_cpu() -> None:
         *[sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", "/models/m"],
         *["--served-model-name", "rollout", "--uds", "/run/rollout-0.sock", "--dtype", "bfloat16"],
         *["--max-model-len", "512", "--max-num-seqs", "64", "--seed", "7"],
-        *["--generation-config", "vllm", "--uvicorn-log-level", "warning", "--logprobs-mode", "processed_logprobs"],
+        *["--generation-config", "vllm", "--uvicorn-log-level", "warning"],
         *["--worker-extension-cls", "ycore.engine.vllm_extension.PolicyWorker"],
+        *["--logprobs-mode", "processed_logprobs"],
         *["--distributed-executor-backend", "uni", "--block-size", "32"],
         *["--max-num-batched-tokens", "2048"],
         *["--disable-uvicorn-access-log", "--no-enable-log-requests", "--disable-log-stats"],
@@ -57,6 +69,15 @@ def test_the_command_on_a_device() -> None:
     assert "--enable-sleep-mode" not in command
     assert "--enable-sleep-mode" in engine_command(replace(gpu, sleeps=True))
     assert engine_environment(replace(gpu, sleeps=True), base={}) == engine_environment(gpu, base={})
+
+
+def test_what_makes_an_engine_repeat_itself_to_the_bit() -> None:
+    """On a CPU a patch, and no split of keys among threads; on a device vLLM's own mode where asked."""
+    gpu = replace(CPU, cores=None, devices=("3",), gpu_memory_utilization=0.3)
+    assert engine_environment(CPU, base={})["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
+    assert "VLLM_BATCH_INVARIANT" not in engine_environment(gpu, base={})
+    assert engine_environment(replace(gpu, deterministic=True), base={})["VLLM_BATCH_INVARIANT"] == "1"
+    assert "VLLM_BATCH_INVARIANT" not in engine_environment(replace(CPU, deterministic=True), base={})
 
 
 def test_an_engine_that_gets_adapters_has_one_place_for_them() -> None:
@@ -213,3 +234,56 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.1)
+
+
+def test_any_argument_comes_from_a_setting() -> None:
+    given = ["engine.args.max_num_seqs=256", "engine.args.enable_prefix_caching=false", "engine.args.block_size=32"]
+    config = resolve(
+        recipe={"model": "m", "dataset": "task:addition", "output": "o", "rewards": ["exact_answer"]}, sets=given
+    )
+    assert isinstance(config, RunConfig)
+    assert config.engine.args == {"max_num_seqs": 256, "enable_prefix_caching": False, "block_size": 32}
+
+
+def test_the_words_are_those_of_vllms_command_line() -> None:
+    arguments = {
+        "max_num_seqs": 256, "enforce_eager": True, "enable_prefix_caching": False, "cudagraph_capture_sizes": [1, 8],
+        "speculative_config": {"method": "ngram"}, "swap": None,
+    }  # fmt: skip
+    assert words_of(arguments.items()) == [
+        *["--max-num-seqs", "256", "--enforce-eager", "--no-enable-prefix-caching"],
+        *["--cudagraph-capture-sizes", "1", "8", "--speculative-config", '{"method": "ngram"}'],
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "way_out"),
+    [
+        ("host", "ycore talks to an engine over a socket of its own"),
+        ("uds", "ycore talks to an engine over a socket of its own"),
+        ("model", "say --model"),
+        ("served_model_name", "ycore sets it by the engine's role; leave it out"),
+        ("seed", "say --seed"),
+        ("tensor_parallel_size", "say --set engine.tensor_parallel=2"),
+        ("gpu_memory_utilization", "say --set engine.gpu_memory_utilization=0.5"),
+        ("quantization", "which is proved after each sync"),
+    ],
+)
+def test_what_ycore_sets_is_refused_with_what_to_say_instead(name: str, way_out: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        check_arguments(["max_num_seqs", name])
+    assert str(refused.value).startswith(f"engine.args.{name} is not passed on: ") and way_out in str(refused.value)
+
+
+def test_what_vllm_does_not_know_is_refused_with_the_nearest() -> None:
+    if not vllm_arguments():
+        pytest.skip("vLLM is not installed")
+    check_arguments(["max_num_seqs", "block_size", "speculative_config", "compilation_config"])
+    with pytest.raises(ConfigError, match=r"no argument max_num_seq \(engine\.args\); did you mean 'max_num_seqs'"):
+        check_arguments(["max_num_seq"])
+
+
+@pytest.mark.engine
+def test_the_names_read_from_vllms_source_are_its_own() -> None:
+    arg_utils = pytest.importorskip("vllm.engine.arg_utils")
+    assert vllm_arguments() == {one.name for one in fields(arg_utils.EngineArgs) if one.name[0] != "_"}

@@ -1,29 +1,39 @@
 """One real vLLM server on CPU, in float32: its log-probabilities are the trainer's, before and after updates."""
 
 import asyncio
+import sys
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
-from ycore.config.schema import RewardConfig, RewardSettings
-from ycore.engine import Sampling
+from ycore.config.schema import RewardConfig, RewardSettings, RunConfig
+from ycore.engine import Sampling, vllm_engine
+from ycore.engine.shared_bucket import Bucket, Entry, Source
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weight_proof import tensor_sums, write_manifest
+from ycore.environments.agent_pool import AgentPool
+from ycore.environments.tool_pool import Description, ToolPool
 from ycore.errors import SyncError
 from ycore.launch.engines import is_vllm_installed
 from ycore.models.tiny import write_tiny_model
 from ycore.rewards.pool import RewardPool
+from ycore.round.agents import Agents
+from ycore.round.dialogue import Dialogue
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, completion_seed
 from ycore.round.scoring import rules_alone
 from ycore.round.step import Controller
+from ycore.round.turns import Start, Turns
 from ycore.run.paths import RunFolder
 from ycore.trainer.lengths import grow
-from ycore.types import Completion, Prompt
+from ycore.types import Completion, Draw, Prompt
 
 pytestmark = [
     pytest.mark.engine,
@@ -54,7 +64,7 @@ def stored_in(folder: Path) -> dict[str, Any]:
 def server(model: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any, cpu_engine: Any) -> Iterator[Path]:
     """The socket of a vLLM server with the tiny model in float32; killed in any case."""
     folder = RunFolder(tmp_path_factory.mktemp("run"))
-    engine = cpu_engine(folder, model, max_model_len=64)
+    engine = cpu_engine(folder, model, max_model_len=256)
     with serve(folder, [engine]):
         yield engine.socket
 
@@ -236,6 +246,82 @@ def test_a_sync_that_does_not_arrive_is_an_error_on_that_step(server: Path, mode
         asyncio.run(engine_at(server).load_weights(tmp_path, 7))
 
 
+class Counted(Bucket):
+    counts: ClassVar[list[int]]
+
+    def fill(self) -> Iterator[list[Entry]]:
+        for entries in super().fill():
+            self.counts.append(len(entries))
+            yield entries
+
+
+class LeftOut(Bucket):
+    def fill(self) -> Iterator[list[Entry]]:
+        return (entries[:-1] if number == 1 else entries for number, entries in enumerate(super().fill()))
+
+
+class Ended(Bucket):
+    def fill(self) -> Iterator[list[Entry]]:
+        return islice(super().fill(), 2)
+
+
+class Shrunk(Bucket):
+    def fill(self) -> Iterator[list[Entry]]:
+        for entries in super().fill():
+            self._memory[100:] = 0
+            yield entries
+
+
+def test_weights_from_the_trainers_memory_are_those_of_files(
+    server: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By several buckets, into which the largest weight just fits; then buckets that are cut short."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    from ycore.engine import shared_bucket
+    from ycore.engine.weights import engine_weights, note_weights, write_weights
+
+    policy = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32)
+    source = Source(partial(engine_weights, policy, dtype=torch.float32), torch.device("cpu"))
+    largest = max(weight.nbytes for _, weight in source.weights())
+    monkeypatch.setattr(shared_bucket, "BUCKET_BYTES", largest // 2)
+    files, shared = tmp_path / "files", tmp_path / "shared"
+    counts = Counted.counts = []
+
+    def send(folder: Path, version: int, bucket: type[Bucket] | None) -> list[Completion]:
+        async def work() -> list[Completion]:
+            engine = engine_at(server)
+            if bucket is not None:
+                engine.source = source
+                monkeypatch.setattr(vllm_engine, "Bucket", bucket)
+            try:
+                await engine.load_weights(folder, version)
+                assert engine.verified_share == 1.0
+                return [await engine.complete(prompt, 0, greedy=True) for prompt in PROMPTS]
+            finally:
+                await engine.close()
+
+        with torch.no_grad():
+            for parameter in policy.parameters():
+                parameter.mul_(1.0 if version == 2 else 1.05)
+        if bucket is None:
+            write_weights(policy, folder, dtype=torch.float32, version=version)
+        else:
+            note_weights(policy, folder, dtype=torch.float32, version=version)
+        return asyncio.run(work())
+
+    ours, others = send(shared, 1, Counted), send(files, 2, None)
+    assert len(counts) > 2 and sum(counts) == len(list(source.weights()))
+    assert [file.stat().st_size for file in shared.glob("*.bucket")] == [largest]
+    assert [(one.token_ids, one.logprobs) for one in ours] == [(one.token_ids, one.logprobs) for one in others]
+    for version, (bucket, message) in enumerate([(LeftOut, "1 of"), (Ended, r"\d\d of"), (Shrunk, r"\d\d of")], 3):
+        with pytest.raises(SyncError, match=rf"rollout-0: policy version {version}: {message} .* not the trainer's"):
+            send(shared, version, bucket)
+    assert [one.logprobs for one in send(shared, 6, Bucket)] != [one.logprobs for one in ours]
+    assert told_version(server) == "6"
+
+
 def test_adapters_alone_give_what_merged_weights_give(
     server: Path, adapter_server: Path, model: Path, tmp_path: Path
 ) -> None:
@@ -301,6 +387,73 @@ def test_adapters_alone_give_what_merged_weights_give(
     write_adapters(policy, alone, dtype=torch.float32, version=4)
     with pytest.raises(SyncError, match=r"policy version 4: 1 of .* not the trainer's .*q_proj.weight"):
         asyncio.run(send(4))
+
+
+WORLD = """
+class World:
+    def reset(self, **row):
+        self.turns = 0
+
+    def step(self, text: str):
+        self.turns += 1
+        return f"{text[-1:]} and {len(text)}" if self.turns < 3 else None
+"""
+AGENT = """
+import json, os
+from openai import OpenAI
+
+client, messages = OpenAI(), json.loads(os.environ["YCORE_ROW"])["prompt"]
+for _ in range(3):
+    said = client.chat.completions.create(model="policy", messages=messages).choices[0].message
+    told = f"{said.content[-1:]} and {len(said.content)}"
+    messages += [said, {"role": "user", "content": told}]
+"""
+
+
+def test_the_openai_client_is_answered_as_an_environment_inside_is(
+    server: Path, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same prompts, tokens, masks and log-probabilities by the same seeds, turn by turn."""
+    from transformers import AutoTokenizer
+
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "world.py").write_text(WORLD)
+    (tmp_path / "my_agent.py").write_text(AGENT)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    inside = Dialogue(tokenizer, Description((), takes_text=True), actions="template")
+    through = Dialogue(tokenizer, Description(()), actions="template", users_answer=True)
+    given: Any = {"model": "m", "dataset": "d", "output": "run", "rewards": [{"reward": "environment"}]}
+    where: Any = {"log": tmp_path / "log", "run_id": "t", "run_folder": tmp_path / "run"}
+    limits: Any = {"max_turns": 3, "max_tokens": 200, "turn_tokens": 24, "max_prompt_tokens": 50}
+    slow: Any = {"call_s": 60, "completion_s": 280}
+    pool = ToolPool(RunConfig(**given, env="world.py:World", turns=slow), **where)
+    agents = AgentPool(RunConfig(**given, agent=f"{sys.executable} my_agent.py", turns=slow), **where)
+    kinds = [
+        Turns(lambda _: inside, pool, pays=False, **limits),
+        Agents(lambda tools: through, agents, call_s=60, **limits),
+    ]
+
+    async def play() -> list[list[Completion]]:
+        engine = engine_at(server, Sampling(max_tokens=24, stop_token_ids=(2, *range(6, 40))))
+        await engine.load_weights(model, 0)
+        found = []
+        for kind in kinds:
+            played = []
+            for position, text in enumerate(("ab", "Go", "9?")):
+                prompt = Prompt(position, [{"role": "user", "content": text}])
+                start = Start(Draw(position, prompt, inside.prompt_ids(prompt.content)), prompt)
+                one = await kind.play(start, 0, engine.complete, seed=0)
+                played.append(replace(one, prompt_ids=one.prompt_ids or start.draw.token_ids))
+            found.append(played)
+            await kind.close()
+        await engine.close()
+        return found
+
+    ours, theirs = asyncio.run(play())
+    for one, other in zip(ours, theirs, strict=True):
+        assert (one.prompt_ids, one.token_ids, one.mask) == (other.prompt_ids, other.token_ids, other.mask)
+        assert logprobs(one) == pytest.approx(logprobs(other), abs=1e-4)
+    assert max(sum(turn.by_policy for turn in one.turns) for one in ours) == 3
 
 
 def told_version(server: Path) -> str:

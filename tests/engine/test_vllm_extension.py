@@ -43,6 +43,25 @@ def test_what_it_replaces_is_as_it_was_when_this_was_written() -> None:
     assert list(inspect.signature(stock.sample_with_exponential_noise).parameters) == ["probs", "q"]
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_a_row_is_multiplied_to_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
+    """The way down of SmolLM2-135M's MLP: alone and in float32, a row took another kernel with other rounding."""
+    from vllm.model_executor.layers import utils
+
+    layer = torch.nn.Linear(1536, 576, bias=False).to(dtype)
+    rows = torch.randn(32, 1536, generator=torch.Generator().manual_seed(0)).to(dtype)
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    multiply = utils.dispatch_unquantized_gemm()
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        together = multiply(layer, rows, layer.weight)
+        for count in (1, 2, 3, 8, 17, 31):
+            assert torch.equal(multiply(layer, rows[:count].clone(), layer.weight), together[:count]), count
+    finally:
+        torch.set_num_threads(threads)
+
+
 def test_tokens_come_as_often_as_they_are_likely(sampler: stock.TopKTopPSampler) -> None:
     """60,000 draws against 5 probabilities: chi-square with 4 degrees of freedom, 23.5 at one in 10,000."""
     probabilities = torch.tensor([0.5, 0.3, 0.15, 0.045, 0.005])

@@ -203,31 +203,24 @@ def test_what_is_written_says_its_version_last(tmp_path: Path) -> None:
         read_manifest(folder, version=4)  # it was of the weights before these
 
 
-def test_of_a_base_in_4_bits_the_unquantised_weights_are_sent(checkpoint: Path) -> None:
-    """The engine gets what it would get from a policy that was never quantised; after a forward, which packs it."""
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_of_a_base_in_4_bits_what_the_trainer_computes_with_is_sent(
+    checkpoint: Path, tmp_path: Path, dtype: torch.dtype
+) -> None:
+    """After a forward, which packs the base on some processors. So engines sample from the policy that is trained."""
     pytest.importorskip("bitsandbytes")
-    exact = policy(checkpoint, lora=True)
-    small = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    base: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, quantization_config=small)
+    small = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    base: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=dtype, quantization_config=small)
     model = get_peft_model(base, LoraConfig(r=4, lora_alpha=8, target_modules="all-linear", task_type="CAUSAL_LM"))
+    exact = policy(checkpoint, lora=True)
     adapters = {name: value for name, value in exact.state_dict().items() if "lora_" in name}
     assert len(adapters) == 28 and not model.load_state_dict(adapters, strict=False).unexpected_keys
+    ids = torch.tensor([[1, 2, 3, 4]])
     with torch.no_grad():
-        ids = torch.tensor([[1, 2, 3, 4]])
-        gap = (model(input_ids=ids).logits - exact(input_ids=ids).logits).abs().max()
-    assert 1e-4 < gap < 5, "it computes with other weights"
-    sent, expected = (dict(engine_weights(one, dtype=torch.float32)) for one in (model, exact))
-    assert list(sent) == list(expected)
-    assert all(torch.equal(sent[name], expected[name]) for name in sent)
-
-
-def test_a_merged_model_of_a_base_in_4_bits_is_not_quantised(checkpoint: Path, tmp_path: Path) -> None:
-    pytest.importorskip("bitsandbytes")
-    small = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.float32)
-    base: Any = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32, quantization_config=small)
-    model = get_peft_model(base, LoraConfig(r=4, target_modules=["q_proj"], task_type="CAUSAL_LM"))
-    save_merged(model, tmp_path, dtype=torch.float32, writes=True)
-    merged = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
-    assert not hasattr(merged.config, "quantization_config")
-    first = AutoModelForCausalLM.from_pretrained(checkpoint, dtype=torch.float32).state_dict()
-    assert all(torch.equal(value, first[name]) for name, value in merged.state_dict().items())
+        expected = model(input_ids=ids).logits.float()
+        save_merged(model, tmp_path, dtype=torch.float32, writes=True)
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=torch.float32)
+        assert not hasattr(merged.config, "quantization_config")
+        gap, unrounded = (float((one(input_ids=ids).logits - expected).abs().mean()) for one in (merged, exact))
+    print(f"mean gap of logits {gap:.2g}; with a base that was not rounded {unrounded:.2g}")
+    assert unrounded > 3 * gap

@@ -46,6 +46,16 @@ def test_a_game_of_textarena_is_played_to_its_end_and_says_only_what_is_new() ->
     assert reset(host, 6) == said and reward(host) == 0.0  # a new game
 
 
+def test_a_games_own_arguments_are_set_by_its_name_and_parts_of_a_win_are_left_out() -> None:
+    name = "textarena:GuessTheNumber-v0?max_number=7"
+    for host, least in ((host_of(name), 0.1), (host_of(f"{name}&partial=false"), 0.0)):
+        assert "between 1 and 7" in reset(host, 5)
+        answers = [step(host, f"[{guess}]") for guess in (4, 9, 9)]  # the second nonsense ends the game
+        assert answers[-1] is None and least <= reward(host) < 1 and (reward(host) > 0) == (least > 0)
+    reset(host, 5)
+    assert None in [step(host, f"[{guess}]") for guess in range(1, 8)] and reward(host) == 1.0
+
+
 @pytest.mark.parametrize("name", ["Mastermind-v0", "FrozenLake-v0-random", "Sudoku-v0"])
 def test_the_same_seed_is_the_same_game(name: str) -> None:
     host = host_of(f"textarena:{name}")
@@ -83,6 +93,8 @@ def test_the_question_is_the_rows_where_the_dataset_is_of_reasoning_gym() -> Non
     [
         ("textarena:GuesTheNumber-v0", "TextArena has no game 'GuesTheNumber-v0'; did you mean 'GuessTheNumber-v0'"),
         ("textarena:TicTacToe-v0", "does not start here with one player: AssertionError: The number of players has to"),
+        ("textarena:GuessTheNumber-v0?most=7", "got an unexpected keyword argument 'most'"),
+        ("textarena:GuessTheNumber-v0?most", "arguments are written `?name=value&name=value`"),
         ("gym:chain_sm", "did you mean 'chain_sum'"),
         ("gym:chain_sum?min_term=2", "did you mean 'min_terms'"),
     ],

@@ -127,8 +127,8 @@ def test_a_command_that_starts_no_server_is_refused_in_one_line(command: str, pr
 
 def test_a_server_of_the_official_library_is_described_once_before_a_run(place: Path) -> None:
     pytest.importorskip("mcp", reason="the package mcp is not installed")
-    found = describe_tools(config_of("mcp:python notes.py"))
-    assert found is not None and found.names == ("add_note", "fail", "look", "end")
+    found = describe_tools(config_of("mcp:python notes.py"))[None]
+    assert found.names == ("add_note", "fail", "look", "end")
     function = found.tools[0]["function"]
     assert function["description"] == "Keep a note." and list(function["parameters"]["properties"]) == ["text", "times"]
     with pytest.raises(ConfigError, match=r"two tools are named 'fail', one of them 'mcp:python notes\.py'"):

@@ -164,8 +164,8 @@ def played(place: Path, name: str, play: Callable[[Episode], Awaitable[Any]]) ->
 
 
 def test_a_typed_action_is_the_tool_step(place: Path) -> None:
-    found = describe_tools(config_of("openenv:envs.py:Grid", openenv_python()))
-    assert found is not None and found.names == ("step",) and found.pays
+    found = describe_tools(config_of("openenv:envs.py:Grid", openenv_python()))["Grid"]
+    assert found.names == ("step",) and found.pays
     function = found.tools[0]["function"]
     assert function["description"] == "One move." and list(function["parameters"]["properties"]) == ["by", "why"]
 
@@ -203,8 +203,8 @@ def test_tools_of_an_mcp_environment_are_tools(place: Path) -> None:
 
 
 def test_a_session_begins_with_its_messages_and_is_verified(place: Path) -> None:
-    found = describe_tools(config_of("openenv:envs.py:Sessions", openenv_python()))
-    assert found is not None and found.names == ("find",)
+    found = describe_tools(config_of("openenv:envs.py:Sessions", openenv_python()))["Sessions"]
+    assert found.names == ("find",)
 
     async def play(episode: Episode) -> list[Any]:
         begun = await episode.begin()

@@ -1,20 +1,27 @@
 """Tools and environments in real processes: what hangs, dies or raises is told, and the same world comes back."""
 
 import asyncio
+import json
 import subprocess
 import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
 import pytest
 
+from tests.round.talks import dialogue_of
 from ycore.config.schema import RunConfig
+from ycore.data.prompts import load_prompts
 from ycore.environments.tool_pool import Answer, Episode, OutOfTime, ToolPool, describe_tools
 from ycore.errors import ConfigError
-from ycore.types import Prompt, Score
+from ycore.rewards.loading import inputs_of
+from ycore.rewards.worker import Source, answer
+from ycore.round.turns import Turns
+from ycore.types import Draw, Prompt, Score
 
 FILE = '''
 import os, random, time
@@ -44,6 +51,31 @@ def leave() -> int:
 def secrets() -> str:
     """Look around."""
     return str([dict(os.environ), [str(p) for p in Path(__file__).parent.rglob("*")]])
+
+class Ask:
+    def reset(self, topic: str, **row):
+        assert "environment" not in row
+        self.topic = topic
+        return f"What is {topic}?"
+
+    def look_up(self, word: str) -> str:
+        """Look a word up.
+
+        Args:
+            word: What to look up.
+        """
+        return f"{word} is {self.topic}"
+
+class Spell(Ask):
+    def reset(self, topic: str, **row):
+        self.topic = topic
+
+    def letters(self) -> int:
+        """How many letters it has."""
+        return len(self.topic)
+
+    def get_reward(self):
+        return 0.5
 
 class Walk:
     turn_reward = None
@@ -188,6 +220,30 @@ def test_an_environment_that_hangs_or_dies_comes_back_as_it_was(run: Callable[..
     assert broken[:2] == whole[:2] and broken[2].failed and broken[3] == whole[2]
 
 
+def test_a_reward_function_sees_the_environment_as_it_was_at_its_end(run: Callable[..., Any]) -> None:
+    """TRL's `environments`: there the instances, here their public attributes, each completion's own."""
+
+    async def played(pool: ToolPool) -> list[str | None]:
+        found = []
+        for by in (1, 2):
+            async with episode(pool, start=50) as one:
+                await one.begin()
+                await one.call("step_on", {"by": by})
+                found.append(await one.attributes())
+        async with episode(pool, start=50) as lost:
+            await lost.begin()
+            lost.lose("gone")
+            return [*found, await lost.attributes()]
+
+    def reward(environments: Any, **kwargs: Any) -> list[float | None]:
+        return [getattr(one, "at", None) for one in environments]
+
+    worlds = run(played, env="tools.py:Walk")
+    request = {"source": 0, "step": 1, "count": 3, "inputs": {"environments": worlds}}
+    values = answer(Source(reward, inputs_of(reward)), request)["values"]
+    assert values == [*(json.loads(world)["at"] for world in worlds[:2]), None] and values[0] != values[1]
+
+
 def test_a_completion_has_a_limit_for_all_its_calls(run: Callable[..., Any]) -> None:
     async def work(pool: ToolPool) -> None:
         async with episode(pool) as one:
@@ -289,8 +345,55 @@ def test_a_tool_finds_no_secret_and_nothing_of_the_run(run: Callable[..., Any]) 
 
 def test_a_run_s_tools_are_described_once_or_refused_in_one_line(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(place)
-    found = describe_tools(config_of(place, tools=["tools.py:add", "python"], env="tools.py:Walk"))
-    assert found is not None and found.names == ("add", "python", "step_on") and found.pays and not found.takes_text
-    assert describe_tools(config_of(place)) is None
+    (found,) = describe_tools(config_of(place, tools=["tools.py:add", "python"], env="tools.py:Walk")).values()
+    assert found.names == ("add", "python", "step_on") and found.pays and not found.takes_text
+    assert describe_tools(config_of(place)) == {}
     with pytest.raises(ConfigError, match="two tools are named 'add'"):
         describe_tools(config_of(place, tools=["tools.py:add", "tools.py:add"]))
+
+
+def test_each_row_meets_the_environment_that_it_names_as_in_trl(place: Path, run: Callable[..., Any]) -> None:
+    """What TRL's own trainer lets the policy read of the same rows and classes, to the token."""
+    from trl import GRPOTrainer
+
+    rows = [
+        {"environment": name, "topic": topic} for name, topic in (("ask", "a mole"), ("Spell", "owl"), ("ask", "x"))
+    ]
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    env = ["ask=tools.py:Ask", "tools.py:Spell"]
+    config = config_of(place, env=env, turns={"call_s": 30}).model_copy(update={"dataset": "rows.jsonl"})
+    described = describe_tools(config)
+    assert {name: one.names for name, one in described.items()} == {
+        "ask": ("look_up",),
+        "Spell": ("letters", "look_up"),
+    }
+    assert [one.pays for one in described.values()] == [False, True]
+    talks = {name: dialogue_of("qwen3", one) for name, one in described.items() if name is not None}
+    limits = {"max_turns": 2, "max_tokens": 64, "turn_tokens": None, "max_prompt_tokens": 9999, "pays": True}
+
+    async def ours(pool: ToolPool) -> list[Any]:
+        how = Turns(lambda prompt: talks[prompt.columns["environment"]][1], pool, **limits)
+        starts = [await how.start(Draw(at, prompt, ())) for at, prompt in enumerate(load_prompts(config).prompts)]
+        assert pool.size == 1, "a process whose environment nobody waits for makes room"
+        last = Episode(pool, starts[1].prompt, position=1, index=0)
+        async with last:
+            await last.begin()
+            assert (await last.call("letters", {})).text == "3" and await last.reward() == Score(0.5)
+        prompts = [start.draw.prompt for start in starts]
+        return [list(talks[one.columns["environment"]][1].prompt_ids(one.content)) for one in prompts]
+
+    found = run(ours, env=env, turns={"call_s": 30, "at_once": 1})
+    namespace: dict[str, Any] = {"__file__": str(place / "tools.py")}
+    exec((place / "tools.py").read_text(), namespace)
+    classes = {"ask": namespace["Ask"], "Spell": namespace["Spell"]}
+    tools = {"ask": [classes["ask"]().look_up], "Spell": [(one := classes["Spell"]()).letters, one.look_up]}
+    heard: list[Any] = []
+    theirs = SimpleNamespace(
+        accelerator=SimpleNamespace(device="cpu"), model=SimpleNamespace(training=True), tools=[],
+        environment_factories=classes, _multi_environment=True, _environment_pool={"ask": [], "Spell": []},
+        _env_tools=tools, _is_vlm=False, processing_class=talks["ask"][0], chat_template=None, chat_template_kwargs={},
+        _generate=lambda prompts: heard.append(GRPOTrainer._tokenize_prompts(theirs, prompts)[0]),
+    )  # fmt: skip
+    with pytest.raises(TypeError):  # it has what it was to read, and nothing was generated
+        GRPOTrainer._generate_and_score_completions(theirs, rows)
+    assert found == heard[0]

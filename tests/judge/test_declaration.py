@@ -143,8 +143,28 @@ def test_reward_models_are_declared_by_their_name() -> None:
         ({"centre": 1}, "no key centre; did you mean 'center'"),
         ({"clip": [1, 0]}, "the least and the most"),
         ({"multiplier": 0}, "multiplier must be greater than 0"),
+        ({"combine": "min"}, "combine min needs several models, rm:A.B; it is some/model"),
+        ({"model": "a+a"}, "names each of its models once, A.B; it is a.a"),
+        ({"model": "a+"}, "names each of its models once"),
     ):
         with pytest.raises(RewardError, match=problem):
             reward_model_of(RewardConfig(reward="rm:some/model", args=args))
     with pytest.raises(RewardError, match="needs a model's name"):
         reward_model_of(RewardConfig(reward="rm:"))
+
+
+@pytest.mark.parametrize(
+    ("args", "reward"),
+    [({}, 2.5), ({"combine": "min"}, 0.5), ({"combine": "lower"}, 0.867007), ({"combine": "lower", "k": 0}, 2.5)],
+)
+def test_an_ensemble_is_combined(args: dict[str, Any], reward: float) -> None:
+    """Less 1 and halved the logits are 0.5, 2.5 and 4.5: their mean is 2.5, their deviation 1.632993."""
+    args = {"center": 1, "multiplier": 0.5, **args}
+    declared = reward_model_of(RewardConfig(reward="rm:a+b/c+d", args=args))
+    assert declared.models == ("a", "b/c", "d")
+    assert declared.reward(2.0, 6.0, 10.0) == pytest.approx(reward, abs=1e-6)
+
+
+def test_a_folder_may_have_a_plus_in_its_name(tmp_path: Path) -> None:
+    (tmp_path / "a+b").mkdir()
+    assert reward_model_of(RewardConfig(reward=f"rm:{tmp_path}/a+b")).models == (f"{tmp_path}/a+b",)

@@ -250,7 +250,7 @@ def test_one_signal_lets_the_trainer_save(
     started.send_signal(number)
     shown, _ = started.communicate(timeout=WITHIN_S)
     assert started.returncode == Interrupted.exit_code
-    assert "Interrupted stopped after step 3; the same command with --resume continues" in shown
+    assert f"Interrupted stopped after step 3; `ycore resume {config.output}` continues" in shown
     assert (Path(config.output) / "saved").exists()
     assert read_json(RunFolder(Path(config.output)).summary)["status"] == "interrupted"
     assert_nothing_is_left(config)
@@ -350,7 +350,7 @@ def test_a_stop_before_the_first_step_waits_for_no_save(
 ) -> None:
     monkeypatch.setattr(supervise, "_END_WITHIN_S", 2.0)
     made = worker(f"import signal\n{code}\nos.kill(os.getppid(), signal.SIGINT)\ntime.sleep(600)")
-    with pytest.raises(Interrupted, match=r"the same command with --resume continues"):
+    with pytest.raises(Interrupted, match=r"; `ycore resume .*` continues"):
         run(made, config)
     assert_nothing_is_left(config)
 

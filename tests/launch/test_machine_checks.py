@@ -26,6 +26,12 @@ BIG, SMALL = "Qwen/Qwen2.5-72B-Instruct", "Qwen/Qwen2.5-0.5B-Instruct"
 EIGHT = "Qwen/Qwen3-8B"
 
 
+def test_a_deterministic_run_has_one_rank() -> None:
+    check(CORES, deterministic=True)
+    with pytest.raises(ConfigError, match="--deterministic is for one, not 2; take --processes 1"):
+        check(CORES, deterministic=True, processes=2)
+
+
 def check(
     machine: Machine,
     *,
@@ -59,6 +65,8 @@ def check(
         (SLICES, {"judge": SMALL, "placement": "split:1:1"}),
         (CORES, {"judge": SMALL, "processes": 2}),
         (SMALL_SHM, {"engine": {"sync": "adapter"}}),  # the base stays where it is
+        (H100, {"processes": 1, "engine": {"sync": "ipc", "count": 1}}),
+        (CORES, {"lora": None, "engine": {"sync": "ipc"}}),
         (SMALL_SHM, {"sync_weights": False}),
         (SMALL_SHM, {"algorithm": "eval"}),
         (SMALL_SHM, {"engine": {"kind": "transformers"}}),
@@ -161,6 +169,10 @@ def test_what_works_passes(machine: Machine, settings: dict[str, Any]) -> None:
                 (CORES, {"engine": {"kind": "transformers"}}, "transformers is sent no weights"),
             ]
         ),
+        (H100, {"processes": 1, "engine": {"sync": "ipc"}}, "here: an engine is on another device than the trainer"),
+        (CORES, {"processes": 2, "engine": {"sync": "ipc"}}, "here: engines copy from the memory of one training"),
+        (CORES, {"engine": {"sync": "ipc", "tensor_parallel": 2}}, "here: a worker of a wide engine cannot open"),
+        (CORES, {"engine": {"sync": "ipc", "kind": "transformers"}}, "here: transformers is sent no weights"),
         (
             CORES,
             {"engine": {"kind": "transformers"}, "accelerate": "zero3"},

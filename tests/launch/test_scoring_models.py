@@ -74,6 +74,12 @@ def test_judges_of_one_model_share_engines_and_addresses_have_none() -> None:
     ]
 
 
+def test_an_ensemble_is_served_model_by_model() -> None:
+    config = config_of({"reward": "rm:a"}, {"reward": "rm:a+b"}, {"reward": "rm:b+c", "args": {"max_model_len": 99}})
+    told = {one.name: (one.role, one.sources) for one in served_models(config)[1:]}
+    assert told == {name: ("reward_model", sources) for name, sources in {"a": (0, 1), "b": (1, 2), "c": (2,)}.items()}
+
+
 def test_every_slot_has_an_engine_of_every_model_beside_its_rollout_engine(folder: Path) -> None:
     config = config_of(judge("a"), judge("b", model="other", max_model_len=300), {"reward": "rm:scalar"})
     fetched: list[str] = []
@@ -102,7 +108,7 @@ def test_commands_are_those_of_the_role(folder: Path) -> None:
     specs = [engine for model in made.served for engine in model.engines]
     rollout, one_judge, reward_model = map(engine_command, specs)
     assert "ycore.engine.vllm_extension.PolicyWorker" in rollout
-    assert "--worker-extension-cls" not in one_judge, "nothing can send a judge other weights"
+    assert "ycore.engine.vllm_extension.Worker" in one_judge, "nothing can send a judge other weights"
     assert reward_model[reward_model.index("--runner") + 1] == "pooling"
     assert engine_environment(specs[1])["VLLM_CPU_KVCACHE_SPACE"] == "1"
 

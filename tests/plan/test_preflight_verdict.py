@@ -12,6 +12,7 @@ from ycore.plan.preflight_verdict import (
     TemplateCheck,
     from_json,
     histogram,
+    kept_share,
     verdict,
 )
 
@@ -122,3 +123,30 @@ def test_a_histogram_counts_every_reward_once() -> None:
 def test_measurements_survive_json() -> None:
     measured = replace(GOOD, judges=JudgeCount(3, 1), template=TemplateCheck(("a",), "<|end|>"))
     assert from_json(json.loads(json.dumps(asdict(measured)))) == measured
+
+
+@pytest.mark.parametrize(
+    ("spread", "tokens", "kept"),
+    [
+        (0.02, 1024, 0.92),
+        (0.02, 8192, 0.38),
+        (0.05, 256, 0.83),
+        (0.05, 1024, 0.45),
+        (0.05, 8192, 0.02),
+        (0.1, 16, 0.99),
+    ],
+)
+def test_a_mask_of_whole_completions_keeps_less_of_longer_ones(spread: float, tokens: int, kept: float) -> None:
+    assert kept_share(spread, tokens=tokens, limit=3.0) == pytest.approx(kept, abs=0.005)
+    assert kept_share(0.0, tokens=tokens, limit=3.0) == 1.0
+
+
+def test_the_length_trap_is_told_before_the_run() -> None:
+    trapped = replace(GOOD, mean_tokens=1024.0, max_tokens=8192, gap_spread=0.05, weight_limit=3.0)
+    judged = verdict(trapped)
+    assert judged.learns and judged.findings[0].what.startswith("a completion of 1024 tokens keeps 45% of its gradient")
+    assert "one of 8192 keeps 2%" in judged.findings[0].what and "token_truncate" in judged.findings[0].mend
+    assert (
+        not verdict(replace(trapped, weight_limit=None)).findings
+        and not verdict(replace(GOOD, weight_limit=3.0)).findings
+    )

@@ -37,6 +37,17 @@ def digits(text):
 def score(completions, answer, **columns):
     return [BONUS["right"][0] * len(digits(text)) + math.floor(0.5) for text in completions]
 
+def spell(word: str) -> str:
+    return "-".join(word)
+
+class Base:
+    def get_reward(self):
+        return BONUS["right"][1]
+
+class Game(Base):
+    def reset(self, **row):
+        return spell("abc") + math.__name__
+
 def locked(completions, **columns):
     with LOCK:
         return [js.loads("1") for _ in completions]
@@ -72,6 +83,22 @@ def test_a_function_of_a_script_goes_with_what_it_uses(script: dict[str, Any], t
     function = load_reward(RewardConfig(reward=f"{file}:score"))
     assert function(completions=["7 and 12", "none"], answer=["", ""]) == [3.0, 0.0]
     assert "threading" not in file.read_text()
+
+
+def test_a_class_of_a_script_goes_with_what_it_uses(script: dict[str, Any], tmp_path: Path) -> None:
+    (named,) = as_named([script["Game"]], tmp_path / "env.py", kind="environment")
+    found: dict[str, Any] = {}
+    text = Path(named.removesuffix(":Game")).read_text()
+    exec(text, found)
+    assert found["Game"]().reset() == "a-b-cmath" and found["Game"]().get_reward() == 0.5
+    assert "__name__ =" not in text, "every class looks its module up, and each file has its own"
+    assert as_named([Scores], tmp_path / "env.py", kind="environment") == [f"{Path(__file__).resolve()}:Scores"]
+    for given, said in (
+        (Scores(), "the environment Scores is a Scores and no plain class"),
+        (dict, "the environment dict"),
+    ):
+        with pytest.raises(RewardError, match=f"{said}.*give file.py:name"):
+            as_named([given], tmp_path / "env.py", kind="environment")
 
 
 def closure() -> Callable[..., Any]:

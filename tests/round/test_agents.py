@@ -1,9 +1,11 @@
 """An agent's calls become one talk, to the token; what does not go on from it is refused, and no agent ends the run."""
 
+import ast
 import asyncio
 import contextlib
 import json
 import random
+import re
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -34,6 +36,9 @@ from ycore.types import Completion, Draw, Group, Prompt, Score
 
 DOCS = (Path(__file__).resolve().parents[2] / "docs" / "agents.md").read_text()
 AGENT = DOCS.partition("# my_agent.py\n")[2].partition("```")[0]
+EXAMPLE = [
+    {"role": role, "content": text} for role, text in ast.literal_eval(re.findall("EXAMPLE = (.*)", AGENT)[0])
+]  # what the agent says before the row's prompt
 TOOLS = '''
 def add(x: int, y: int):
     """Add two numbers.
@@ -407,9 +412,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def described(place: Path) -> Description:
     with contextlib.chdir(place):
-        found = describe_tools(RunConfig(**COMMON, tools=["tools.py:add"]))
-    assert found is not None
-    return found
+        return describe_tools(RunConfig(**COMMON, tools=["tools.py:add"]))[None]
 
 
 @pytest.mark.skipif(find_spec("openai") is None, reason="the client openai comes with vLLM, which is not installed")
@@ -423,12 +426,12 @@ def test_the_openai_client_through_the_door_is_the_same_as_tools_inside(
     tokenizer, dialogue_of = dialogues(name)
     inside_dialogue = Dialogue(tokenizer, described, actions=TALKS[name][2])
     pool = ToolPool(RunConfig(**COMMON, tools=["tools.py:add"]), log=place / "tools.log", **where)
-    inside = Turns(inside_dialogue, pool, pays=False, **LIMITS)
+    inside = Turns(lambda _: inside_dialogue, pool, pays=False, **LIMITS)
 
     def bare(prompt: Prompt) -> tuple[int, ...]:
         return tuple(tokenizer.apply_chat_template(prompt.content, tokenize=True, return_dict=False))
 
-    found = trained_on(name, tokenizer, inside, lambda prompt: inside_dialogue.prompt_ids(prompt.content))
+    found = trained_on(name, tokenizer, inside, lambda prompt: inside_dialogue.prompt_ids([*EXAMPLE, *prompt.content]))
     config = RunConfig(**COMMON, agent=f"{sys.executable} my_agent.py", turns={"completion_s": 300})
     agents = Agents(dialogue_of, AgentPool(config, log=place / "agents.log", **where), call_s=60.0, **LIMITS)
     through = trained_on(name, tokenizer, agents, bare)

@@ -8,10 +8,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ycore.errors import DataError
-from ycore.round.curriculum import LEAST, Curriculum, chance_of, chance_of_rate, guesses_from, lesson_of
+from ycore.round.curriculum import Curriculum, chance_of, chance_of_rate, guesses_from, lesson_of
 from ycore.round.sampling import DrawSource, Shard
 from ycore.types import Prompt
 
+LEAST = 0.1
 TOLD = st.lists(
     st.tuples(st.integers(0, 9), st.sampled_from([0.0, 0.5, 1.0]), st.sampled_from([0.0, 1.0])), max_size=40
 )
@@ -56,6 +57,15 @@ def test_a_prompt_is_dropped_when_it_was_solved_often_enough_and_not_when_it_was
     never = Curriculum(seed=0, drop_after=0)
     never.learn([(0, 0.0, 1.0)] * 9)
     assert never.weight(0) == LEAST and never.num_dropped == 0
+
+
+def test_a_prompt_may_be_dropped_at_a_share_of_the_best_and_no_other_come_less_often() -> None:
+    order = Curriculum(seed=0, drop_after=1, drop_at=0.9, least=1.0)
+    order.learn([(0, 0.4, 0.9375), (1, 0.9, 0.875), (2, 0.0, 0.0), (3, 0.0, 1.0)])
+    assert [order.weight(row) for row in range(5)] == [0.0, 1.0, 1.0, 0.0, 1.0]
+    below_zero = Curriculum(seed=0, drop_after=1, drop_at=0.9)
+    below_zero.learn([(0, 0.5, -1.0), (1, 0.5, -1.05)])
+    assert below_zero.num_dropped == 1, "a share of a reward below zero has no meaning: the best itself counts"
 
 
 @given(TOLD, TOLD)

@@ -1,6 +1,7 @@
 """The figures of an evaluation against values computed by hand, and what a run decides by them."""
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from ycore.round.held_out import (
     figures,
     is_due,
     num_overlapping,
+    pair_figures,
     report,
     table_of,
     why_stop,
@@ -48,6 +50,21 @@ def test_figures_of_three_prompts() -> None:
     assert found["pass@4"] == pytest.approx(2 / 3) and found["majority@4"] == pytest.approx(1 / 3)
     assert found["masked"] == 1 and found["cut_off"] == pytest.approx(2 / 12) and found["mean_length"] == 2
     assert found["pass@4/low"] == 0.0 and found["pass@4/high"] == 1.0
+
+
+def test_how_often_a_reward_agrees_with_pairs() -> None:
+    """Right, equal, wrong, masked, right: 2.5 of 4."""
+    rewards = [[2.0, 1.0], [0.5, 0.5], [0.0, 0.1], [None, 1.0], [-1.0, -2.0]]
+    found = pair_figures([group(n, ["a", "b"], pair) for n, pair in enumerate(rewards)], config(pairs=True))
+    assert (found["accuracy"], found["equal"], found["masked"]) == (0.625, 0.25, 1.0)
+    assert 0 < found["accuracy/low"] < 0.625 < found["accuracy/high"] <= 1
+    assert "accuracy/exact_answer" not in found
+    two = [RewardConfig(reward="exact_answer", weight=-1), RewardConfig(reward="length", weight=0)]
+    scores = tuple((Score(value), Score(3.0 - value)) for value in (2.0, 1.0))
+    both = replace(group(0, ["a", "b"], [0, 0]), scores_GR=scores)
+    found = pair_figures([both], config(pairs=True, rewards=two))
+    assert (found["accuracy"], found["accuracy/exact_answer"], found["accuracy/length"]) == (0.0, 1.0, 0.0)
+    assert pair_figures([], config(pairs=True)) == {"equal": 0.0, "masked": 0.0}
 
 
 def test_an_interval_covers_the_truth_about_as_often_as_it_says() -> None:

@@ -82,7 +82,12 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def prompts(num: int) -> list[Prompt]:
-    return [Prompt(row=row, content=f"prompt {row}", columns={"answer": str(row % 2)}) for row in range(num)]
+    return [
+        Prompt(
+            row=row, content=f"prompt {row}", columns={"answer": str(row % 2), "environment": ("even", "odd")[row % 2]}
+        )
+        for row in range(num)
+    ]
 
 
 def source(num: int = 6) -> DrawSource:
@@ -146,6 +151,21 @@ def test_rewards_get_their_columns_and_masked_ones_are_counted(folder: Path) -> 
     assert stats.num_masked == 0, "a completion with one reward left is not masked"
 
 
+def test_rewards_in_each_of_several_environments_are_told_apart(folder: Path) -> None:
+    odd = {"environments": ("odd", "even", "none")}
+    finished, meter = run(run_round([TestEngine()], rules(**odd), rewards=["parity"]))
+    totals: dict[str, list[float]] = {"odd": [], "even": []}
+    for item in finished:
+        known = [value for scores in item.group.scores_GR if (value := scores[0].value) is not None]
+        totals[item.group.draw.prompt.columns["environment"]] += known
+    meter.end()
+    shown = meter.metrics(meter.take())
+    assert {name: shown[f"ycore/reward/{name}"] for name in totals} == {
+        name: pytest.approx(sum(values) / len(values)) for name, values in totals.items()
+    }
+    assert "ycore/reward/none" not in shown
+
+
 def test_a_completion_without_any_reward_is_masked(folder: Path) -> None:
     finished, stats = run(run_round([TestEngine()], rules(), rewards=["parity"]))
     texts = [completion.text for item in finished for completion in item.group.completions]
@@ -165,6 +185,26 @@ def test_groups_that_cannot_teach_are_replaced(folder: Path) -> None:
     for item in finished:
         assert item.teaches == (len({completion.text[-1] for completion in item.group.completions}) > 1)
     assert stats.drawn == len(finished)
+
+
+def test_in_order_the_draws_do_not_depend_on_which_group_ends_first(folder: Path) -> None:
+    """The groups end in three orders. Taken as they end, each order draws other groups."""
+    waits = [lambda prompt: 0.0, lambda prompt: 0.02 * (prompt[0] % 5), lambda prompt: 0.02 * (-prompt[0] % 5)]
+    drawn = []
+    for in_order in (True, False):
+        some = [
+            run(
+                run_round(
+                    [TestEngine(wait_s=wait)],
+                    rules(dynamic=True, in_order=in_order, group_size=2, max_in_flight=4, max_tries=20),
+                    rewards=["parity"],
+                    need=8,
+                )
+            )[0]
+            for wait in waits
+        ]
+        drawn.append({tuple(item.group.draw.position for item in finished) for finished in some})
+    assert len(drawn[0]) == 1 < len(drawn[1])
 
 
 def test_tries_are_limited_when_nothing_can_teach(folder: Path) -> None:

@@ -21,7 +21,7 @@ from ycore.round.judge_scorer import JudgeScorer
 from ycore.round.meters import JudgeMeter, RewardModelMeter, TeacherMeter, WorkerMeter, collect
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, completion_seed
-from ycore.round.scorers import RewardModelScorer, TeacherScorer
+from ycore.round.scorers import Member, RewardModelScorer, TeacherScorer
 from ycore.round.scoring import Scorer, Scoring, Writing
 from ycore.round.slots import Slots
 from ycore.round.step import Controller
@@ -350,15 +350,20 @@ def test_a_reward_model_scores_each_completion() -> None:
     scorer = RewardModelScorer(
         "rm",
         RewardModel(model="x", center=10, multiplier=0.5, clip=(-2, 2)),
-        [Scripted()],
-        encode=lambda prompt, completion: json.loads(completion),
-        max_model_len=3,
+        [Member([Scripted()], lambda prompt, completion: json.loads(completion), 3)],
         meter=meter,
     )
     rows = run(scores_of(scorer, ["[10, 1]", "[1]", "[90]", "[9]", "[1, 2, 3, 4]"]))
     assert values(rows) == [0.5, -2.0, 2.0, None, None]
     assert rows[4][0].problem == "reward model rm: longer than its context"
     assert meter.calls == 4 and meter.tokens == 5
+    of_two = RewardModelScorer(
+        "two",
+        RewardModel(model="x+y", combine="lower", k=0.5),
+        [Member([Scripted()], lambda _, text, times=times: [len(text) * times], 9) for times in (1, 3)],
+        meter=meter,
+    )
+    assert values(run(scores_of(of_two, ["ab", "abc"]))) == [3.0, None], "logits 2 and 6; the second has a NaN"
 
 
 def test_a_teacher_scores_the_tokens_of_its_own_rows() -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import random
 from collections.abc import Sequence
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,11 +23,14 @@ from tests.round.talks import (
     shipped,
     tokenizer_of,
 )
+from ycore.config.schema import RunConfig
 from ycore.environments.tool_pool import Answer, OutOfTime
 from ycore.errors import ConfigError
+from ycore.models.tiny import write_tiny_model
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import ROLLOUT, SlotPool
 from ycore.round import turns as turns_module
+from ycore.round.assemble import Assembly
 from ycore.round.dialogue import Dialogue, calls_in
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
@@ -94,7 +98,7 @@ def play(
     monkeypatch.setattr(turns_module, "Episode", script)
     writer = Writer(tokenizer, turns)
     how = Turns(
-        dialogue,
+        lambda _: dialogue,
         None,  # type: ignore[arg-type]
         max_turns=max_turns,
         max_tokens=max_tokens,
@@ -334,6 +338,17 @@ def test_the_prompt_tells_the_tools() -> None:
     assert '"name": "add"' in tokenizer.decode(dialogue.prompt_ids("12 + 30?"))
 
 
+@pytest.mark.parametrize(("env", "num_prompts"), [(None, 1), ("game.py:Game", None)])
+def test_one_row_is_as_many_worlds_as_an_environment_draws(env: str | None, num_prompts: int, tmp_path: Path) -> None:
+    """Else a round of games from one row would stop after four draws, as for one question that is solved."""
+    write_tiny_model(tmp_path)
+    rewards: Any = [{"reward": "environment"}]
+    parts: Any = {"folder": None, "tokenizer": None, "prompts": SimpleNamespace(prompts=[1])}
+    parts["started"] = SimpleNamespace(model=tmp_path, max_num_seqs=None)
+    config = RunConfig(algorithm="grpo", model="m", dataset="d", output="o", rewards=rewards, env=env)
+    assert Assembly(config=config, **parts).rules().num_prompts == num_prompts
+
+
 def test_a_slot_is_free_while_tools_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     """One slot for one request at a time; each tool answers once all four completions of the group have called it."""
     tokenizer, dialogue = dialogue_of("smollm2")
@@ -382,7 +397,7 @@ def test_a_slot_is_free_while_tools_answer(monkeypatch: pytest.MonkeyPatch) -> N
         rules=Rules(group_size=4, seed=0, reward_weights=(1.0,)),
         peers=Peers(),
         slots=Slots(1, allocator=Allocator(SlotPool(1, (ROLLOUT,), {ROLLOUT: 1}))),
-        turns=Turns(dialogue, pool, pays=True, **limits),
+        turns=Turns(lambda _: dialogue, pool, pays=True, **limits),
     )
     controller.record = recorded.__setitem__
     controller.start(timeout_s=20)

@@ -107,7 +107,7 @@ def test_a_server_listens_where_it_is_told_and_cannot_be_changed(run: Path) -> N
     words, spec = trained.serve_command(run / "model", name="sums", host="127.0.0.1", port=9000)
     line = " ".join(words)
     assert "--host 127.0.0.1 --port 9000" in line and "--served-model-name sums" in line and "--uds" not in line
-    assert "--max-model-len 512" in line and "worker-extension" not in line and spec.max_model_len == 512
+    assert "--max-model-len 512" in line and "PolicyWorker" not in line and spec.max_model_len == 512
 
 
 def test_an_export_never_writes_over_anything(run: Path, tmp_path: Path) -> None:

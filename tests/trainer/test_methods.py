@@ -94,10 +94,21 @@ def test_a_preset_trains(name: str, spread: str, model: Path, tmp_path: Path) ->
 
 
 @pytest.mark.parametrize(
-    "name", sorted({*ADVANTAGES} - {"group", "dr-grpo", "lite-ppo", "reinforce++-baseline", "turn"})
+    "name", sorted({*ADVANTAGES} - {"group", "dr-grpo", "lite-ppo", "reinforce++-baseline", "turn", "crpg"})
 )
 def test_an_estimator_that_no_preset_has_trains(name: str, spread: str, model: Path, tmp_path: Path) -> None:
     assert all(row["grad_norm"] > 0 for row in trained(tmp_path, model, [spread], advantage=name))
+
+
+def test_a_constraint_is_kept_beside_a_reward(spread: str, model: Path, tmp_path: Path) -> None:
+    """By CGPO's policy gradient with the KL in the reward; noise of a tiny model is not at most one word."""
+    held = {"reward": "format", "args": {"pattern": r"\S*"}, "constraint": True}
+    own: dict[str, Any] = {"advantage": "crpg", "kl_in": "reward", "trl": {"beta": 0.2}}
+    first, second = trained(tmp_path, model, [spread, held], **own)
+    assert first["grad_norm"] > 0 and second["grad_norm"] > 0
+    assert first["ycore/violations/format"] > 0
+    for row in (first, second):
+        assert row["ycore/violations/format"] == pytest.approx(1 - row["rewards/format/mean"])
 
 
 def test_ppo_trains_on_groups_of_one_and_saves_its_critic_beside_the_policy(

@@ -185,7 +185,7 @@ ECHO = """
 class Echo:
     turn_reward = None
 
-    def reset(self, answer, **row):
+    def reset(self, **row):
         self.heard = []
         return " Go on."
 
@@ -196,10 +196,14 @@ class Echo:
 
     def get_reward(self):
         return float(sum(map(len, self.heard)) % 5)
+
+class Less(Echo):
+    def get_reward(self):
+        return super().get_reward() - 10
 """
 
 
-def test_a_policy_learns_in_an_environment_of_several_turns(
+def test_a_policy_learns_in_two_environments_of_several_turns_without_a_dataset(
     tmp_path: Path, ended: list["subprocess.Popen[str]"]
 ) -> None:
     model = write_tiny_model(tmp_path / "model")
@@ -208,7 +212,8 @@ def test_a_policy_learns_in_an_environment_of_several_turns(
     (tmp_path / "echo.py").write_text(ECHO)
     env = f"{tmp_path / 'echo.py'}:Echo"
     settings = {
-        "env": env,
+        "env": [env, f"less={tmp_path / 'echo.py'}:Less"],
+        "dataset": "",
         "advantage": "turn",
         "max_turns": 4,
         "max_tokens": 120,
@@ -233,6 +238,8 @@ def test_a_policy_learns_in_an_environment_of_several_turns(
     rows = read_metrics(folder.metrics)
     assert len(rows) == 2 and all(row["ycore/turns/mean"] > 1.2 for row in rows)
     assert all(0 < row["ycore/turns/reward"] <= 1 for row in rows)
+    assert any("ycore/reward/Echo" in row for row in rows) and any("ycore/reward/less" in row for row in rows)
+    assert all(row.get("ycore/reward/Echo", 0) >= 0 and row.get("ycore/reward/less", -6) <= -6 for row in rows)
     assert all(row["ycore/turns/masked_tokens"] > 5 and row["ycore/masked"] == 0 for row in rows)
     samples = json.loads(folder.samples.read_text())
     assert "\nuser: 1 so far\n" in "".join(sample["completion"] for sample in samples["after"])

@@ -28,6 +28,7 @@ HAND = {
     "remax": [[0.0, -1.0, -1.0, 0.0], [0.75, -0.25, 0.0, -0.25]],
     "maxrl": [[1.0, -1.0, -1.0, 1.0], [2.0, -1.0, 0.0, -1.0]],
     "raft": [[0.5, 0.0, 0.0, 0.5], [1.0, 0.0, 0.0, 0.0]],
+    "crpg": [[0.5714286, -0.4285714, -0.4285714, 0.5714286], [0.5714286, -0.4285714, 0.0, -0.4285714]],
 }
 NAMES = sorted(ESTIMATORS)
 WITHIN_GROUP = ["dr-grpo", "group", "maxrl", "rloo"]
@@ -90,7 +91,7 @@ def test_no_spread_is_exactly_zero(name: str, shape: tuple[int, int], reward: fl
     assert torch.equal(advantages, torch.zeros(shape))
 
 
-@pytest.mark.parametrize("name", sorted(set(NAMES) - {"remax"}))
+@pytest.mark.parametrize("name", sorted(set(NAMES) - {"remax", "crpg"}))
 def test_a_group_without_spread_is_exactly_zero_beside_one_with(name: str) -> None:
     rewards = torch.tensor([[0.3] * 7, [0.1, 0.7, 0.2, 0.9, 0.0, 0.4, 0.6]])
     advantages = run(name, rewards, torch.ones(2, 7, dtype=torch.bool))
@@ -105,7 +106,8 @@ def test_one_or_no_completion_left_in_a_group(name: str) -> None:
     advantages = run(name, rewards, mask, torch.tensor([1.0, NAN, 0.5]))
     assert torch.isfinite(advantages).all()
     assert torch.equal(advantages[~mask], torch.zeros(5))
-    assert advantages[0, 0].item() == pytest.approx(4.0 if name == "remax" else 0.0, abs=1e-5)
+    alone = {"remax": 5.0 - 1.0, "crpg": 5.0 - 6.5 / 4}.get(name, 0.0)
+    assert advantages[0, 0].item() == pytest.approx(alone, abs=1e-5)
 
 
 def test_remax_without_a_greedy_reward_gives_nothing() -> None:
@@ -235,7 +237,7 @@ def test_other_groups_matter_only_where_the_batch_is_normalised(name: str) -> No
     mask, greedy = torch.ones(2, 3, dtype=torch.bool), torch.tensor([0.5, 1.0])
     together = run(name, rewards, mask, greedy)[:1]
     alone = run(name, rewards[:1], mask[:1], greedy[:1])
-    assert torch.equal(together, alone) != (name in {"lite-ppo", "reinforce++-baseline"})
+    assert torch.equal(together, alone) != (name in {"lite-ppo", "reinforce++-baseline", "crpg"})
 
 
 # -- the table itself --------------------------------------------------------------------------------------------------

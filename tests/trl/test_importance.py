@@ -5,7 +5,15 @@ import math
 import pytest
 import torch
 
-from ycore.trl.importance import absolute_gap, behaviour_logps, effective_share, importance_ratio, keeps, region_weights
+from ycore.trl.importance import (
+    absolute_gap,
+    behaviour_logps,
+    effective_share,
+    importance_ratio,
+    keeps,
+    old_by_completion,
+    region_weights,
+)
 
 NAN = float("nan")
 TRAINER = torch.log(torch.tensor([[0.4, 0.9, 0.1], [0.2, 0.5, 0.7]]))
@@ -88,3 +96,56 @@ def test_who_wrote_the_tokens() -> None:
     now, old = torch.tensor([-1.0, -2.0]), torch.tensor([-3.0, -4.0])
     assert behaviour_logps(torch.tensor([math.nan, -5.0]), old, now).tolist() == [-1.0, -5.0]
     assert torch.equal(behaviour_logps(None, old, now), old) and torch.equal(behaviour_logps(None, None, now), now)
+
+
+LOG_RATIOS = torch.tensor([[0.1, -0.2, 0.5, 1.2]], dtype=torch.float64)
+WEIGHTS = [1.105171, 0.818731, 1.648721, 3.320117]
+
+
+@pytest.mark.parametrize(
+    ("mode", "low", "high", "expected"),
+    [
+        ("token_truncate", None, 2.0, [*WEIGHTS[:3], 2.0]),
+        ("token_mask", 0.5, 2.0, [*WEIGHTS[:3], 0.0]),
+        ("sequence_truncate", None, None, [4.953032]),
+        ("sequence_truncate", None, 3.0, [3.0]),
+        ("sequence_mask", None, 3.0, [0.0]),
+    ],
+)
+def test_weights_of_one_completion(mode: str, low: float | None, high: float | None, expected: list[float]) -> None:
+    none, mask = torch.zeros_like(LOG_RATIOS), torch.ones_like(LOG_RATIOS)
+    found = importance_ratio(LOG_RATIOS, none, mask, mode=mode, clip_min=low, clip_max=high)
+    assert found[0].tolist() == pytest.approx(expected, abs=1e-6)
+
+
+def test_regions_of_weights() -> None:
+    """The geometric mean of the four is exp(0.4) = 1.491825; of the same with their negatives it is 1."""
+    none, advantages = torch.zeros_like(LOG_RATIOS), torch.ones(1, 1)
+    assert region_weights("icepop", LOG_RATIOS, none, advantages)[0].tolist() == pytest.approx(WEIGHTS, abs=1e-6)
+    outside = region_weights("icepop", torch.tensor([[1.7, -0.8, 0.0]]), torch.zeros(1, 3), advantages)
+    assert outside.tolist() == [[0.0, 0.0, 1.0]], "above 5 and below a half"
+    assert not region_weights("geometric", LOG_RATIOS, none, advantages).any()
+    both = torch.cat([LOG_RATIOS, -LOG_RATIOS], dim=1)
+    found = region_weights("geometric", both, torch.zeros_like(both), advantages)
+    assert found[0, :4].tolist() == pytest.approx(WEIGHTS, abs=1e-6)
+    mask = torch.tensor([[1, 1, 1, 1, 0, 0, 0, 0]])
+    assert not region_weights("geometric", both, torch.zeros_like(both), advantages, mask).any()
+
+
+@pytest.mark.parametrize("advantage", [1.0, -1.0])
+@pytest.mark.parametrize("log_ratios", [(0.05, 0.1), (0.3, -0.25), (0.2, 0.2), (-0.2, -0.3)])
+def test_by_completion_the_ratio_is_the_product_and_so_is_its_clip(
+    log_ratios: tuple[float, float], advantage: float
+) -> None:
+    """Value and gradient of -min(R A, clip(R) A), R = exp of the sum; the third token is padding."""
+    old = torch.tensor([[-1.0, -2.0, 0.0]], dtype=torch.float64)
+    mask = torch.tensor([[1, 1, 0]])
+    logps = (old + torch.tensor([[*log_ratios, 7.0]])).requires_grad_(True)
+    ratio = (logps - old_by_completion(logps.detach(), old, mask)).exp()
+    loss = -torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    (found,) = torch.autograd.grad((loss * mask).sum(), logps)
+    whole = ((logps - old) * mask).sum().exp()
+    expected = -torch.minimum(whole * advantage, whole.clamp(0.8, 1.2) * advantage)
+    assert loss[mask.bool()].tolist() == pytest.approx([expected.item()] * 2, abs=1e-12)
+    (gradient,) = torch.autograd.grad(expected, logps)
+    assert torch.allclose(found, gradient, atol=1e-12)

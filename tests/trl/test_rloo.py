@@ -11,6 +11,7 @@ from trl import GRPOConfig, GRPOTrainer, RLOOConfig, RLOOTrainer
 from ycore.config.presets import presets
 from ycore.models.tiny import write_tiny_model
 from ycore.trl.advantages import ESTIMATORS
+from ycore.trl.importance import old_by_completion
 
 GROUPS, GROUP_SIZE, MAX_TOKENS = 2, 4, 6
 
@@ -46,7 +47,9 @@ def model(tmp_path: Path) -> Path:
     return write_tiny_model(tmp_path / "model")
 
 
-def test_with_one_step_a_round_it_is_trls_gradient_over_max_tokens(model: Path) -> None:
+@pytest.mark.parametrize("moved", [0.0, 0.15], ids=["first step of a round", "later step"])
+def test_it_is_trls_gradient_over_max_tokens(model: Path, moved: float) -> None:
+    """Also where the policy has moved since the round began, and some completions' ratios are clipped."""
     draw = torch.Generator().manual_seed(0)
     count, lengths = GROUPS * GROUP_SIZE, torch.tensor([1, 6, 3, 4, 2, 5, 6, 3])
     mask = (torch.arange(MAX_TOKENS) < lengths[:, None]).long()
@@ -67,8 +70,14 @@ def test_with_one_step_a_round_it_is_trls_gradient_over_max_tokens(model: Path) 
     attention = torch.cat([inputs["prompt_mask"], mask], 1)
     with torch.no_grad():
         logps = rloo._get_per_token_logps_and_entropies(rloo.model, ids, attention, MAX_TOKENS)[0]
-    theirs = gradient(rloo, {**inputs, "old_logps": (logps * mask).sum(1)})
+    old = logps + moved * torch.randn(logps.shape, generator=draw)
+    theirs = gradient(rloo, {**inputs, "old_logps": (old * mask).sum(1)})
     settings = dict(presets()["rloo"].trl)
-    ours = gradient(built(GRPOTrainer, GRPOConfig, model, **settings), inputs)
+    trainer = built(GRPOTrainer, GRPOConfig, model, **settings)
+    ours = gradient(trainer, {**inputs, "old_per_token_logps": old_by_completion(logps, old, mask)})
+    if moved:
+        clipped = ((old - logps) * mask).sum(1).abs() > 0.25
+        by_token = gradient(trainer, {**inputs, "old_per_token_logps": old})
+        assert clipped.any() and not torch.allclose(by_token * MAX_TOKENS, theirs, atol=1e-3)
     assert theirs.abs().max() > 1e-3
     assert torch.allclose(ours * MAX_TOKENS, theirs, atol=1e-6)

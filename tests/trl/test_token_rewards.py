@@ -14,6 +14,7 @@ from ycore.models.tiny import write_tiny_model
 from ycore.trl.build import placeholder_rewards
 from ycore.trl.grpo import Trainer
 from ycore.trl.importance import region_weights
+from ycore.trl.token_rewards import prompt_weights
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
 PROMPT = (9, 8, 7)
@@ -50,8 +51,7 @@ def made(model: Path, output: Path, *, own: dict[str, Any], **settings: Any) -> 
             per_device_train_batch_size=4,
             bf16=False,
             gradient_checkpointing=False,
-            loss_type="dapo",
-            **settings,
+            **{"loss_type": "dapo", **settings},
         ),
         train_dataset=Dataset.from_dict({"prompt": ["tick"] * 4}),
         processing_class=AutoTokenizer.from_pretrained(model),
@@ -112,3 +112,53 @@ def test_the_gradient_under_dppo_is_that_of_its_definition(
             trainer.state.global_step += 1
     share = trainer._metrics["train"]["ycore/effective_share"]
     assert len(share) == iterations and all(0 < one < 1 and math.isfinite(one) for one in share)
+
+
+def test_two_steps_a_round_clip_whole_completions(model: Path, tmp_path: Path) -> None:
+    """In the second step, -min(R A, clip(R) A) of each completion, R the product of its tokens' ratios; over tokens."""
+    own = {"trust_region": "clip-completion"}
+    correction = {"vllm_importance_sampling_correction": False}
+    trainer = made(model, tmp_path, own=own, num_iterations=2, loss_type="dr_grpo", **correction)
+    trainer.training_step(trainer.model, [{"prompt": "tick"}] * 4, None)
+    trainer.model.zero_grad()
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        for one in trainer.bare_model.parameters():
+            one += 0.02 * torch.randn(one.shape, generator=generator)
+    trainer.training_step(trainer.model, [{"prompt": "tick"}] * 4, None)
+    parameters = [one for one in trainer.bare_model.parameters() if one.grad is not None]
+    found = [one.grad.clone() for one in parameters]
+    trainer.model.zero_grad()
+    batch = trainer._buffered_inputs[0]
+    ratios = ((logps_of(trainer, batch) - batch["old_per_token_logps"]) * batch["completion_mask"]).sum(1).exp()
+    assert (ratios > 1.2).any() or (ratios < 0.8).any()
+    losses = -torch.minimum(ratios * batch["advantages"], ratios.clamp(0.8, 1.2) * batch["advantages"])
+    (losses.sum() / 4 / trainer.max_completion_length).backward()  # type: ignore[no-untyped-call]
+    for one, gradient in zip(parameters, found, strict=True):
+        assert one.grad is not None and torch.allclose(gradient, one.grad, atol=1e-6)
+
+
+def test_an_average_over_prompts_gives_each_prompt_that_teaches_the_same_weight() -> None:
+    """Tokens 2 + 4 of the first prompt, 1 + 1 of the second, and a third with no advantage: of 14 tokens, 2 prompts."""
+    lengths = torch.tensor([2, 4, 1, 1, 3, 3])
+    mask = (torch.arange(4) < lengths[:, None]).long()
+    advantages = torch.tensor([[1.0], [-1.0], [0.5], [-0.5], [0.0], [0.0]])
+    weights = prompt_weights(advantages, mask, 2, lambda sums: sums)
+    assert weights.tolist() == pytest.approx([14 / 2 / 6] * 2 + [14 / 2 / 2] * 2 + [1.0] * 2)
+    terms = torch.rand(6, 4, dtype=torch.float64) * mask
+    by_prompts = [terms[:2].sum() / 6, terms[2:4].sum() / 2]
+    of_both = (terms * weights.unsqueeze(1))[:4].sum() / 14
+    assert of_both.item() == pytest.approx(sum(by_prompts).item() / 2)
+
+
+def test_the_trainer_averages_over_prompts(model: Path, tmp_path: Path) -> None:
+    """One prompt: the same loss as over tokens. Two ranks: the sums are over both."""
+    over = [made(model, tmp_path, own={"loss_average": name}) for name in ("tokens", "prompts")]
+    found = [float(one.training_step(one.model, [{"prompt": "tick"}] * 4, None)) for one in over]
+    assert found[0] == pytest.approx(found[1], abs=1e-6) and found[0] != 0
+    two = made(model, tmp_path, own={"loss_average": "prompts"})
+    two._add_up = lambda sums: sums + torch.tensor([20.0, 1.0])  # another rank's prompt of 20 tokens
+    batch = two._generate_and_score_completions([{"prompt": "tick"}] * 4)
+    alone = over[0]._generate_and_score_completions([{"prompt": "tick"}] * 4)["advantages"]
+    tokens = int(batch["completion_mask"].sum())
+    assert torch.allclose(batch["advantages"][:, 0], alone * (tokens + 20) / 2 / tokens)

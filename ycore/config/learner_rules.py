@@ -12,6 +12,9 @@ BY_TURN = "turn"
 ALONE = (BY_TOKEN, "remax")
 """Advantages that do not compare a completion with others of its group."""
 
+CRPG = "crpg"
+"""CGPO's advantage, of which constraints are a part."""
+
 TEACHER = "teacher:"
 """How the name of a source begins that is a teacher."""
 
@@ -33,6 +36,7 @@ def teaches_alone(config: RunConfig) -> bool:
 
 def check_learner(config: RunConfig) -> None:
     """ConfigError for settings that contradict each other."""
+    _check_given_pairs(config)
     if config.divergence != "reverse-kl" and not config.trl.get("beta"):
         raise ConfigError(f"--divergence {config.divergence} needs beta above 0, its weight; it is 0; say --beta 0.04")
     if config.algorithm == "ppo":
@@ -59,9 +63,11 @@ def check_learner(config: RunConfig) -> None:
         )
     if config.loss_from in PAIRED or config.algorithm == "online-dpo":
         _check_pairs(config)
+    if config.advantage == CRPG or any(reward.constraint for reward in config.rewards):
+        _check_constraints(config)
     if config.kl_in == "reward":
         _check_kl_in_reward(config)
-    if config.advantage == BY_TURN and (config.env is None or config.algorithm == "distill"):
+    if config.advantage == BY_TURN and (not config.env or config.algorithm == "distill"):
         raise ConfigError(
             f"--advantage {BY_TURN} learns from rewards of turns, which only an environment gives; say --env with "
             "ycore grpo, or take another advantage"
@@ -74,6 +80,26 @@ def check_learner(config: RunConfig) -> None:
             f"--trust-region {config.trust_region} takes the place of the clip in the losses {', '.join(_CLIPPED)}, "
             f"with --divergence reverse-kl; they are {loss} and {config.divergence}; leave it out"
         )
+    if config.loss_average == "prompts" and loss not in ("dapo", "cispo"):
+        raise ConfigError(
+            f"loss_average=prompts weighs the tokens of the losses dapo and cispo, and this is {loss}; "
+            "take --loss-type dapo, or leave loss_average out"
+        )
+
+
+def _check_given_pairs(config: RunConfig) -> None:
+    if not config.pairs:
+        return
+    if config.algorithm != "eval":
+        raise ConfigError(f"--pairs is of ycore eval, and this is {config.algorithm}; leave it out")
+    if config.tools or config.env or config.agent is not None:
+        raise ConfigError("--pairs scores answers that are written; leave --tools, --env and --agent out")
+    for reward in config.rewards:
+        if reward.reward.startswith(TEACHER) or reward.reward in ("reference_probability", "environment"):
+            raise ConfigError(
+                f"--pairs has no policy that writes, and {reward.reward} is of one; "
+                "give judge:FILE.yaml, rm:MODEL or a function"
+            )
 
 
 def _check_kl_in_reward(config: RunConfig) -> None:
@@ -82,11 +108,37 @@ def _check_kl_in_reward(config: RunConfig) -> None:
             f"kl_in=reward takes the log ratio of each token, and --divergence {config.divergence} is a term of the "
             "loss; say --set kl_in=loss, or leave --divergence out"
         )
-    if config.critic is None and config.advantage != BY_TOKEN:
+    if config.critic is None and config.advantage not in (BY_TOKEN, CRPG, "raft"):
         raise ConfigError(
             f"kl_in=reward needs advantages by token, and advantage {config.advantage} has one a completion; "
             "take ycore ppo, --advantage reinforce++, or --set kl_in=loss"
         )
+    if config.advantage == "raft" and not any(reward.constraint for reward in config.rewards):
+        raise ConfigError("kl_in=reward with --advantage raft is CGPO's, and there is no constraint; say --constraint")
+
+
+def _check_constraints(config: RunConfig) -> None:
+    held = [reward.reward for reward in config.rewards if reward.constraint]
+    if not held:
+        raise ConfigError(f"--advantage {CRPG} is CGPO's, and there is no constraint; say --constraint NAME")
+    if len(held) == len(config.rewards):
+        raise ConfigError(f"{held[0]} is a constraint, and there is no reward to raise beside it; say --reward NAME")
+    for reward in config.rewards:
+        if reward.constraint and reward.weight:
+            raise ConfigError(
+                f"the constraint {reward.reward} is kept, not added up, and its weight is {reward.weight:g}; "
+                "leave weight out, or constraint"
+            )
+    if config.algorithm == "distill" or config.advantage == "remax":
+        name = "ycore distill" if config.algorithm == "distill" else "--advantage remax"
+        raise ConfigError(f"{name} takes no constraints, and {held[0]} is one; leave --constraint out")
+    if config.constraints.by == "gate" and config.group_size == 1:
+        raise ConfigError(
+            f"the constraint {held[0]} gates rewards that are compared with their group's mean, and group_size is 1; "
+            "say --group-size 4, or --set constraints.by=lagrangian"
+        )
+    if config.constraints.by == "lagrangian" and config.advantage == CRPG:
+        raise ConfigError(f"--advantage {CRPG} gates the reward; leave constraints.by out, or take another advantage")
 
 
 def _check_token_advantages(config: RunConfig) -> None:
@@ -100,6 +152,8 @@ def _check_token_advantages(config: RunConfig) -> None:
             f"{name} has an advantage for each token; leave importance_sampling_level at token, and "
             "off_policy_mask_threshold out"
         )
+    if config.trust_region == "clip-completion":
+        raise ConfigError(f"{name} has an advantage for each token; leave --trust-region clip-completion out")
 
 
 def _check_ppo(config: RunConfig) -> None:

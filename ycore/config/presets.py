@@ -9,7 +9,17 @@ from typing import Any, Literal, get_args
 from ycore.errors import ConfigError, nearest
 
 Advantage = Literal[
-    "group", "dr-grpo", "rloo", "lite-ppo", "reinforce++", "reinforce++-baseline", "remax", "maxrl", "raft", "turn"
+    "group",
+    "dr-grpo",
+    "rloo",
+    "lite-ppo",
+    "reinforce++",
+    "reinforce++-baseline",
+    "remax",
+    "maxrl",
+    "raft",
+    "crpg",
+    "turn",
 ]
 """The names for `--advantage`: the keys of `ycore.trl.advantages.ESTIMATORS`; `reinforce++`, which has an advantage
 for each token; and `turn`, which has one for each turn. `group` leaves the advantage to TRL."""
@@ -20,8 +30,9 @@ Divergence = Literal["reverse-kl", "forward-kl", "js"]
 """The names for `--divergence`: the keys of `ycore.trl.divergence.DIVERGENCES`."""
 
 
-TrustRegion = Literal["clip", "dppo-tv", "dppo-kl"]
-"""The names for `--trust-region`: `clip` is the loss's own, the others are keys of `ycore.trl.importance.LIMITS`."""
+TrustRegion = Literal["clip", "clip-completion", "dppo-tv", "dppo-kl", "icepop", "geometric"]
+"""The names for `--trust-region`: `clip` is the loss's own, by token, and `clip-completion` the same by completion; the
+others are keys of `ycore.trl.importance`'s `LIMITS` and `BOUNDS`."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -131,11 +131,11 @@ def load_benchmark(name: str) -> dict[str, Any]:
 
 
 def _command(recipe: Mapping[str, Any]) -> str | None:
-    """The command that a recipe names by its `algorithm`, or shows by having stages or rewards."""
+    """The command that a recipe names by its `algorithm`, or shows by having stages, rewards or an environment."""
     if "stages" in recipe:
         return PIPELINE
     named = recipe.get("algorithm")
-    return str(named) if named is not None else "grpo" if "rewards" in recipe else None
+    return str(named) if named is not None else "grpo" if {"rewards", "env"} & set(recipe) else None
 
 
 def _serves(wanted: str | None, command: str | None) -> bool:

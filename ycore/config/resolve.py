@@ -53,8 +53,11 @@ def resolve(
         merged = merge(merged, layer)
     if algorithm.learns_from == "rollouts":
         _add_teacher(merged)
-    if (merged.get("env") or merged.get("agent")) is not None and not merged.get("rewards"):
+        _add_constraints(merged)
+    if (merged.get("env") or merged.get("agent")) and not merged.get("rewards"):
         merged["rewards"] = [{"reward": "environment"}]
+    if merged.get("env"):
+        merged.setdefault("dataset", "")
     _add_preset_rewards(merged)
     if algorithm.learns_from == "rollouts" and merged.get("algorithm") != "eval":
         _settle_length(merged, layers)
@@ -86,6 +89,28 @@ def _add_teacher(merged: dict[str, Any]) -> None:
     same = [one for reward, one in named if reward == f"teacher:{name}"]
     others = [one for reward, one in named if not str(reward).startswith("teacher:")]
     merged["rewards"] = [*(same or [{"reward": f"teacher:{name}"}]), *others]
+
+
+def _add_constraints(merged: dict[str, Any]) -> None:
+    """`constraint` names rewards that are constraints, `NAME` or `NAME:LIMIT`; one that is there already is marked."""
+    rewards = merged.get("rewards") or []
+    for text in merged.pop("constraint", None) or []:
+        name, _, last = str(text).rpartition(":")
+        try:
+            marks = {"constraint": True, "limit": float(last)}
+        except ValueError:
+            name, marks = str(text), {"constraint": True}
+        if not isinstance(rewards, list) or not name:
+            raise ConfigError(
+                f"--constraint takes the name of a reward, or NAME:LIMIT; it is {text!r}; e.g. format:0.1"
+            )
+        same = [one for one in rewards if isinstance(one, dict) and one.get("reward") == name]
+        if same:
+            same[0].pop("weight", None)
+            same[0].update(marks)
+        else:
+            rewards = [*rewards, {"reward": name, **marks}]
+        merged["rewards"] = rewards
 
 
 def _add_preset_rewards(merged: dict[str, Any]) -> None:
@@ -207,13 +232,16 @@ def _validated(merged: dict[str, Any], algorithm: Algorithm) -> AnyConfig:
     trl = {name: coerce(fields[name], value) for name, value in config.trl.items()}
     resolved = config.model_copy(update={"trl": trl})
     if isinstance(resolved, RunConfig):
+        if len(resolved.environments) < len(resolved.env):
+            shown = ", ".join(resolved.env)
+            raise ConfigError(f"two environments of {shown} have one name; give them names: --env NAME=file.py:Class")
         check_learner(resolved)
     return resolved
 
 
 def _default_output(merged: Mapping[str, Any], run_name: str | None) -> dict[str, str]:
     if run_name is None and "model" in merged and "dataset" in merged:
-        run_name = f"{_short(str(merged['dataset']))}-{_short(str(merged['model']))}"
+        run_name = f"{_short(str(merged['dataset'] or merged.get('env', '')))}-{_short(str(merged['model']))}"
     if run_name is None:
         return {}
     return {"output": f"runs/{'eval-' if merged.get('algorithm') == 'eval' else ''}{run_name}"}

@@ -3,9 +3,11 @@
 `run.json` is such an object. TRL's other fields pass through `trl`, as `trl_fields` checks them.
 """
 
+import re
+from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 from ycore.config.presets import Advantage, Divergence, TrustRegion
 
@@ -19,6 +21,11 @@ Offload = Literal["none", "optimizer", "weights"]
 
 Width = Literal["auto"] | Annotated[int, Field(gt=0, le=1024, strict=True)]
 """How many devices one engine spans (tensor parallelism); `auto` is the fewest that fit, and on a CPU 1."""
+
+
+def _as_list(given: Any) -> Any:
+    """One text, or none, as a list."""
+    return [given] if isinstance(given, str) else [] if given is None else given
 
 
 class Strict(BaseModel):
@@ -47,6 +54,29 @@ class RewardConfig(Strict):
     # The lowest and the highest value that the reward gives; a completion with any other is masked.
     range: tuple[float, float] | None = None
     sandbox: RewardSandbox = RewardSandbox()  # of a function of your own
+    # True: not added to the others, but to be kept; `constraints` says how. Its weight is 0.
+    constraint: bool = False
+    least: float = 1.0  # a completion keeps the constraint where it gets so much or more
+    limit: Annotated[float, Field(ge=0, lt=1)] = 0.05  # share of completions that may break it (`lagrangian`)
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_weight(cls, given: Any) -> Any:
+        if isinstance(given, Mapping) and given.get("constraint") is True:
+            return {"weight": 0.0, **given}
+        return given
+
+
+class ConstraintSettings(Strict):
+    """How the rewards that are constraints act (CGPO, arXiv 2409.20370)."""
+
+    # `gate`: a completion that breaks one is worth nothing. `lagrangian`: it costs the constraint's weight, which
+    # grows while more completions break it than its `limit`.
+    by: Literal["gate", "lagrangian"] = "gate"
+    rate: Annotated[float, Field(gt=0)] = 1.0  # of `lagrangian`: what a weight gains a step where all break it
+    start: Annotated[float, Field(ge=0)] = 0.0  # of `lagrangian`: the weights at the start
+    # Of `ycore online-dpo`: weight of the mean log-probability of the best completion's tokens (CODPO, eq. 14).
+    likelihood: Annotated[float, Field(ge=0)] = 0.0
 
 
 class LoraSettings(Strict):
@@ -86,8 +116,9 @@ class EngineSettings(Strict):
     request_timeout_s: Annotated[float, Field(gt=0)] = 600.0
     # How long an engine may be stopped, or not answer `/health`, before it is killed and started again.
     health_timeout_s: Annotated[float, Field(gt=0)] = 60.0
-    # What a sync sends of a policy with LoRA: all weights with the adapters merged, or the adapters alone.
-    sync: Literal["merged", "adapter"] = "merged"
+    # What a sync sends: all weights with adapters merged, the adapters alone, or all weights without files: the engines
+    # copy them from the trainer's memory.
+    sync: Literal["merged", "adapter", "ipc"] = "merged"
     # Share of the policy's tensors and bytes that must be verified in an engine after each sync of weights.
     min_verified: Annotated[float, Field(ge=0, le=1)] = 1.0
     # Variables of the environment that engines get beside the usual ones: names, or beginnings such as `SLURM_*`.
@@ -107,6 +138,8 @@ class SamplingSettings(Strict):
     # of right completions to begin with.
     curriculum: bool | str = False
     drop_after: Annotated[int, Field(ge=0, strict=True)] = 3  # solved groups in a row that drop a prompt; 0: never
+    drop_at: Annotated[float, Field(gt=0, le=1)] = 1.0  # share of the best reward with which a group is solved
+    least: Annotated[float, Field(gt=0, le=1)] = 0.1  # share of its positions at which any prompt is drawn; 1: at all
 
 
 class CriticSettings(Strict):
@@ -166,7 +199,8 @@ class BaseConfig(Strict):
 
     algorithm: str  # a row of `algorithms.ALGORITHMS`, or `eval`
     model: str  # a hub id, a local folder, a GGUF file, or the built-in name `smollm2-135m`
-    # A hub id (`name` or `name:config`), a JSONL, CSV or Parquet file, `task:NAME?args` or `gym:NAME?args`.
+    # A hub id (`name` or `name:config`), a JSONL, CSV or Parquet file, `task:NAME?args` or `gym:NAME?args`. Empty for
+    # environments that ask their own questions.
     dataset: str
     output: str  # the run's folder; it must be new, empty, or the same run's
     split: str = "train"
@@ -175,8 +209,10 @@ class BaseConfig(Strict):
     seed: Annotated[int, Field(ge=0, lt=2**32, strict=True)] = 0
     # What trainer and engine compute in; `auto` is bfloat16. Adapters and full weights are kept in float32.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    # The same command gives the same run, to the bit, whatever else the machine does.
+    deterministic: bool = False
     lora: LoraSettings | None = LoraSettings()  # None trains every weight
-    # `4bit`: the frozen base of a LoRA run in NF4 (QLoRA, arXiv 2305.14314); engines keep the model's own weights.
+    # `4bit`: the frozen base of a LoRA run in NF4 (QLoRA, arXiv 2305.14314); engines get it whole, as rounded.
     quantize: Literal["4bit"] | None = None
     merge: bool = False  # also save the model with its adapters merged in; a reward model is always saved whole
     checkpoint_every: Positive | None = None  # steps between checkpoints; None is a fifth of the run
@@ -194,7 +230,9 @@ class RunConfig(BaseConfig):
     rewards: Annotated[list[RewardConfig], Field(min_length=1)]
     # What the policy may call: `file.py:function`, `package.module:function`, or `python`.
     tools: list[str] = []
-    env: str | None = None  # `file.py:Class`, as TRL's `environment_factory`: `reset`, public methods, `get_reward`
+    # What it acts in: `file.py:Class`, as TRL's `environment_factory`: `reset`, public methods, `get_reward`. Of
+    # several, a row's column `environment` names its own: the NAME in `NAME=file.py:Class`, or else the class.
+    env: Annotated[list[str], BeforeValidator(_as_list)] = []
     env_python: str | None = None  # another Python for tools and environment, one with packages of its own
     # A command that is started once a completion, and talks to the policy as an OpenAI client.
     agent: str | None = None
@@ -229,10 +267,13 @@ class RunConfig(BaseConfig):
     advantage: Advantage = "group"  # the advantage estimator; `group` leaves it to TRL's `scale_rewards`
     # The distance to the reference that TRL's `beta` weighs; the others need a `beta` above 0.
     divergence: Divergence = "reverse-kl"
-    # What bounds a step: the loss's clip, or DPPO's mask by the distance to the policy that wrote the tokens.
+    # What bounds a step: the loss's clip, or a mask by the distance to the policy that wrote the tokens.
     trust_region: TrustRegion = "clip"
+    # Of the losses `dapo` and `cispo`: over all tokens, or over each prompt's tokens and then over the prompts.
+    loss_average: Literal["tokens", "prompts"] = "tokens"
     # Where `beta` puts the KL: a term of the loss, or a part of each token's reward.
     kl_in: Literal["loss", "reward"] = "loss"
+    constraints: ConstraintSettings = ConstraintSettings()  # of the rewards that are marked as constraints
     critic: CriticSettings | None = None  # of `ycore ppo` only, which always has one
     # Which of TRL's trainers computes the loss; `dpo`, `ipo` and `rrhf` are of `ycore online-dpo`.
     loss_from: Literal["grpo", "gmpo", "dpo", "ipo", "rrhf"] = "grpo"
@@ -254,6 +295,18 @@ class RunConfig(BaseConfig):
     reward_workers: RewardSettings = RewardSettings()
     sandbox: SandboxSettings = SandboxSettings()
     num_samples: Positive = 4  # completions of each prompt that is evaluated
+    # Of `ycore eval`: score the better and the worse answer of each row, where nobody writes any.
+    pairs: bool = False
+
+    @property
+    def environments(self) -> dict[str, str]:
+        """What the policy acts in, by name."""
+        named = (re.fullmatch(r"(?:([\w-]+)=)?(.+)", one) for one in self.env)
+        return {one[1] or one[2].partition("?")[0].rpartition(":")[2]: one[2] for one in named if one is not None}
+
+    def environment_of(self, columns: Mapping[str, Any]) -> str | None:
+        """The name of a row's own environment; None without any."""
+        return columns["environment"] if len(self.env) > 1 else next(iter(self.environments), None)
 
     def for_evaluation(self) -> "RunConfig | None":
         """The settings of `ycore eval` on the held-out rows; None where the run has none."""

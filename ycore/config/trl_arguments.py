@@ -45,6 +45,8 @@ def _defaults(config: AnyConfig, batch: BatchPlan | TuneBatch) -> dict[str, Any]
     # ends a hang there, and the limit of a round's own exchanges (`collective_timeout_s`) would end a slow save.
     limits = (config.step_timeout_s, config.collective_timeout_s) if isinstance(config, RunConfig) else (_SAVE_S,)
     defaults["ddp_timeout"] = math.ceil(max(limits))
+    if config.deterministic and not batch.on_cpu:
+        defaults["full_determinism"] = True
     if isinstance(batch, TuneBatch):
         defaults["max_length"] = batch.max_length
         defaults["per_device_eval_batch_size"] = batch.per_device_train_batch_size  # transformers' 8 may not fit

@@ -218,6 +218,27 @@ def _pair_example(row: TableRow, question: str | None, *, as_chat: bool) -> Exam
     return {**pair, "margin": float(margin)} if isinstance(margin, int | float) else pair
 
 
+def pair_table(table: Table, prompt_column: str | None, *, as_chat: bool) -> Table:
+    """Its pairs with `prompt`, and `chosen` and `rejected` as the answers' texts; DataError where none is left."""
+    _require_columns(table, ("chosen", "rejected"), "with or without prompt")
+    question = prompt_column or next((name for name in QUESTION_COLUMNS if name in table.columns), None)
+    if question is not None:
+        table.require_column(question, "--prompt-column")
+    rows: list[dict[str, Any]] = []
+    for number in range(len(table.rows)):
+        pair = _pair_example(table.row(number), question, as_chat=as_chat)
+        if not isinstance(pair, str):
+            answers = {name: _text_of(pair[name]) for name in ("chosen", "rejected")}
+            rows.append({**table.rows[number], "prompt": pair["prompt"], **answers})
+    if not rows:
+        raise DataError(f"no row of {table.name} has two answers that differ; give another dataset")
+    return Table(table.name, rows, tuple(dict.fromkeys(("prompt", *table.columns))))
+
+
+def _text_of(answer: Content) -> str:
+    return answer if isinstance(answer, str) else answer[-1]["content"]
+
+
 def _split_texts(chosen: str, rejected: str) -> Example | None:
     """Cut where the assistant's last turn begins, else at the last space of what the two have in common."""
     differing = (place for place, (one, other) in enumerate(zip(chosen, rejected, strict=False)) if one != other)

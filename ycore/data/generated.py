@@ -90,7 +90,15 @@ def gym_table(text: str, *, split: str, seed: int) -> Table:
 
 
 def _parse(text: str, split: str) -> tuple[str, dict[str, str]]:
-    """Name and arguments of a `scheme:name?key=value&...`, whose split must exist."""
+    """As `parse_name`; the split must exist."""
+    if split not in _SPLITS:
+        way_out = nearest(split, _SPLITS) or "; take one of them"
+        raise DataError(f"{text} has the splits {' and '.join(_SPLITS)}, not {split!r}{way_out}")
+    return parse_name(text)
+
+
+def parse_name(text: str) -> tuple[str, dict[str, str]]:
+    """Name and arguments of a `scheme:name?key=value&...`; DataError where they are written in another way."""
     name, _, query = text.partition(":")[2].partition("?")
     try:
         pairs = parse_qsl(query, keep_blank_values=True, strict_parsing=True) if query else []
@@ -98,10 +106,16 @@ def _parse(text: str, split: str) -> tuple[str, dict[str, str]]:
         raise DataError(f"{text}: arguments are written `?name=value&name=value`, not `?{query}`") from None
     if len(dict(pairs)) != len(pairs):
         raise DataError(f"{text}: an argument is given twice; give each one once")
-    if split not in _SPLITS:
-        way_out = nearest(split, _SPLITS) or "; take one of them"
-        raise DataError(f"{text} has the splits {' and '.join(_SPLITS)}, not {split!r}{way_out}")
     return name, dict(pairs)
+
+
+def as_json(given: Mapping[str, str]) -> dict[str, Any]:
+    """Numbers, true and false, and lists as JSON writes them; anything else is text."""
+    arguments: dict[str, Any] = dict(given)
+    for key, value in given.items():
+        with suppress(ValueError):
+            arguments[key] = json.loads(value)
+    return arguments
 
 
 def _whole_number(text: str, key: str, value: str, *, low: int, high: int) -> int:
@@ -157,6 +171,13 @@ def _arithmetic(sign: str, compute: Callable[[int, int], int]) -> Task:
     return Task({"digits": (1, 1, 9)}, lambda arguments: _range(arguments["digits"])[1] ** 2, question)
 
 
+def _larger(arguments: Mapping[str, int], number: int) -> Question:
+    low, span = _range(arguments["digits"])
+    a, b = low + number // span, low + number % span
+    prompt = f"Is {a} larger than {b}? Begin with yes or no, and then explain at length how you know."
+    return Question(prompt, "yes" if a > b else "no", key=f"{min(a, b)} {max(a, b)}")
+
+
 def _sort(arguments: Mapping[str, int], number: int) -> Question:
     low, span = _range(arguments["digits"])
     values = [low + number // span**place % span for place in range(arguments["count"])]
@@ -175,6 +196,7 @@ TASKS: dict[str, Task] = {
     "addition": _arithmetic("+", lambda a, b: a + b),
     "subtraction": _arithmetic("-", lambda a, b: a - b),
     "multiplication": _arithmetic("*", lambda a, b: a * b),
+    "larger": Task({"digits": (1, 1, 9)}, lambda arguments: _range(arguments["digits"])[1] ** 2, _larger),
     "sort": Task(
         {"count": (2, 4, 20), "digits": (1, 1, 9)},
         lambda arguments: int(_range(arguments["digits"])[1] ** arguments["count"]),
@@ -197,12 +219,8 @@ def _gym_dataset(text: str, name: str, given: Mapping[str, str], *, size: int, s
         if key not in known:
             way_out = nearest(key, known) or "; take one of them"
             raise DataError(f"{text}: no argument {key!r}; there are size, {', '.join(known)}{way_out}")
-    arguments: dict[str, Any] = dict(given)
-    for key, value in given.items():
-        with suppress(ValueError):  # numbers, true/false and lists as JSON writes them; anything else is text
-            arguments[key] = json.loads(value)
     try:
-        return create_dataset(name, size=size, seed=seed, **arguments)
+        return create_dataset(name, size=size, seed=seed, **as_json(given))
     except (ValueError, TypeError, AssertionError) as problem:
         raise DataError(f"{text}: {problem}; change that argument") from None
 

@@ -13,10 +13,11 @@ import numpy as np
 import numpy.typing as npt
 
 from ycore.config.schema import RunConfig
+from ycore.data.examples import pair_table
 from ycore.data.source import read_table
 from ycore.data.table import QUESTION_COLUMNS, Table, TableRow
 from ycore.errors import DataError
-from ycore.types import Content, Message, Prompt
+from ycore.types import NO_PROMPT, Content, Message, Prompt
 
 PROMPT_COLUMNS = (QUESTION_COLUMNS[0], "messages", *QUESTION_COLUMNS[1:])
 RESERVED_COLUMNS = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
@@ -41,7 +42,14 @@ def load_prompts(config: RunConfig, *, as_chat: bool = False) -> PromptSet:
 
     `as_chat` makes a text prompt a user's turn, for a model with a chat template.
     """
-    table = read_table(config.dataset, split=config.split, seed=config.seed, limit=config.limit)
+    if config.dataset or not config.env:
+        table = read_table(config.dataset, split=config.split, seed=config.seed, limit=config.limit)
+    elif len(config.env) > 1:
+        table = Table("no dataset", [{"environment": name} for name in config.environments], ("environment",))
+    else:
+        table = Table("no dataset", [{}], ())
+    if config.pairs:
+        table = pair_table(table, config.prompt_column, as_chat=as_chat)
     return to_prompts(table, config, as_chat=as_chat)
 
 
@@ -71,7 +79,9 @@ def _permutation(seed: int, epoch: int, num_rows: int) -> npt.NDArray[np.int64]:
 
 def to_prompts(table: Table, config: RunConfig, *, as_chat: bool) -> PromptSet:
     """Every row as a prompt; the answer column is passed on to rewards under the name `answer`."""
-    column, answer = _prompt_column(table, config.prompt_column), config.answer_column
+    column, answer = _prompt_column(table, config.prompt_column, optional=bool(config.env)), config.answer_column
+    if len(config.env) > 1:
+        _check_environments(table, list(config.environments))
     passed = {name: name for name in table.columns if name not in {*RESERVED_COLUMNS, column, answer}}
     if answer is not None:
         table.require_column(answer, "--answer-column")
@@ -92,7 +102,7 @@ class PromptRows(Sequence[Prompt]):
     def __init__(
         self,
         table: Table,
-        column: str,
+        column: str | None,
         passed: Mapping[str, str],
         *,
         system_prompt: str | None,
@@ -123,6 +133,8 @@ class PromptRows(Sequence[Prompt]):
     def _content(self, row: TableRow) -> Content:
         """The prompt as the dataset has it."""
         column = self._column
+        if column is None:
+            return NO_PROMPT
         is_pair = column == "chosen" and _has_pairs(self._table)
         content = _without_answer(row) if is_pair else row.content(column)
         if isinstance(content, str):
@@ -155,10 +167,23 @@ class PromptRows(Sequence[Prompt]):
         return [*system, *self._few_shot, *content[len(system) :]]
 
 
-def _prompt_column(table: Table, chosen: str | None) -> str:
+def _check_environments(table: Table, names: Sequence[str]) -> None:
+    rule = f"of several environments, a row names its own in the column 'environment': one of {', '.join(names)}"
+    if "environment" not in table.columns:
+        raise DataError(f"{rule}; {table.name} has {table.listed_columns}; add the column, or give one --env")
+    for number in range(len(table.rows)):
+        row = table.row(number)
+        if (name := row.values.get("environment")) not in names:
+            raise DataError(f"{rule}; it is {name!r:.80} in {row.place}; correct the row")
+
+
+def _prompt_column(table: Table, chosen: str | None, *, optional: bool) -> str | None:
+    """None where there is none, and it is `optional` because an environment asks."""
     if chosen is None:
         candidates = (*PROMPT_COLUMNS, "chosen") if _has_pairs(table) else PROMPT_COLUMNS
         chosen = next((name for name in candidates if name in table.columns), None)
+        if chosen is None and optional:
+            return None
         if chosen is None:
             raise DataError(
                 f"{table.name} has none of the columns {', '.join(PROMPT_COLUMNS)}; it has "

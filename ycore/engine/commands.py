@@ -10,17 +10,20 @@ Prefix caching is on, vLLM's default: the completions of a group share their pro
 tokens, since few prompts fill vLLM's 128.
 """
 
+import ast
+import json
 import math
 import os
 import re
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from ycore.engine.arguments import words_of
-from ycore.errors import ConfigError
+from ycore.errors import ConfigError, nearest
 from ycore.models.hub import cache_dir
 from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT, TEACHER
 from ycore.run.reports import RUN_MARKER
@@ -56,6 +59,32 @@ _ROLE_OPTIONS: dict[str, dict[str, str]] = {
     TEACHER: {"--logprobs-mode": "raw_logprobs"},
 }
 
+# Arguments of vLLM's on which ycore's protocol, proofs or memory plan rest: what to say in place of `engine.args`.
+_SOCKET = "ycore talks to an engine over a socket of its own"
+_ONE_ENGINE = "say --set engine.count=2 for more engines, or --set engine.tensor_parallel=2 for wider ones"
+_WEIGHTS = "an engine holds the policy's weights as they are sent, which is proved after each sync; leave it out"
+_ADAPTERS = "say --set engine.sync=adapter, which sends the policy's adapters without merging them"
+_ROLE = "ycore sets it by the engine's role; leave it out"
+
+_OWNED: Mapping[str, str] = {
+    **dict.fromkeys(("model", "model_weights", "tokenizer", "hf_config_path", "revision"), "say --model"),
+    **dict.fromkeys(("host", "port", "uds", "api_key", "root_path", "ssl_keyfile", "ssl_certfile"), _SOCKET),
+    **dict.fromkeys(("served_model_name", "runner", "convert", "logprobs_mode", "worker_extension_cls"), _ROLE),
+    **dict.fromkeys(("worker_cls", "generation_config", "override_generation_config"), _ROLE),
+    **dict.fromkeys(("quantization", "quantization_config", "load_format"), _WEIGHTS),
+    **dict.fromkeys(("data_parallel_size", "pipeline_parallel_size", "device_ids"), _ONE_ENGINE),
+    **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank", "max_cpu_loras", "lora_dtype"), _ADAPTERS),
+    "dtype": "say --set dtype=float32",
+    "seed": "say --seed",
+    "trust_remote_code": "say --trust-remote-code",
+    "max_model_len": "say --set engine.max_model_len=4096",
+    "tensor_parallel_size": "say --set engine.tensor_parallel=2",
+    "gpu_memory_utilization": "say --set engine.gpu_memory_utilization=0.5",
+    "kv_cache_memory_bytes": "say --set engine.gpu_memory_utilization=0.5, or engine.memory_gib on a CPU",
+    "enable_sleep_mode": "say --set engine.sleep=true",
+    "skip_tokenizer_init": "completions are read as text; leave it out",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class EngineSpec:
@@ -81,6 +110,7 @@ class EngineSpec:
     has_neighbours: bool = False  # engines of other roles use the same cores or device
     arguments: tuple[tuple[str, Any], ...] = ()  # of vLLM, by name, beside those that ycore sets
     variables: tuple[str, ...] = ()  # of the environment, that the user lets it have beside the usual ones
+    deterministic: bool = False  # a device gives a sequence the same in any batch, at a price; a CPU always does
     lora_rank: int = 0  # of the policy's adapters, where they are sent alone; 0 where they are merged
 
     @property
@@ -100,6 +130,7 @@ def engine_command(engine: EngineSpec) -> list[str]:
         "--seed": engine.seed,
         "--generation-config": "vllm",  # otherwise the model's own sampling defaults apply
         "--uvicorn-log-level": "warning",
+        "--worker-extension-cls": "ycore.engine.vllm_extension.Worker",
         **_ROLE_OPTIONS[engine.role],
     }
     # Its counters for /metrics take an eighth of the server's work on an answer, and nothing reads them.
@@ -154,6 +185,7 @@ def engine_environment(engine: EngineSpec, *, base: Mapping[str, str] | None = N
     if engine.lora_rank:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if not engine.on_cpu:
+        environment |= {"VLLM_BATCH_INVARIANT": "1"} if engine.deterministic else {}
         return {**environment, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(engine.devices)}
     shares = split_evenly(engine.cores or (0,), engine.tensor_parallel)
     num_threads = max(map(len, shares))
@@ -171,6 +203,8 @@ def engine_environment(engine: EngineSpec, *, base: Mapping[str, str] | None = N
         "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(engine.memory_gib / engine.tensor_parallel)),
         "OMP_NUM_THREADS": str(num_threads),
         "TORCHDYNAMO_DISABLE": "1",  # otherwise the first request waits for a C++ compiler
+        # Threads that share a sequence's keys share them by what else is in the batch, which rounds differently.
+        "VLLM_CPU_ATTN_SPLIT_KV": "0",
     }
 
 
@@ -217,3 +251,44 @@ def kv_cache_gib(
         rule = "the KV cache's size is derived from the model's config"
         raise ConfigError(f"{rule}, which has no {missing}; set engine.memory_gib") from None
     return max(1, math.ceil(values_per_token * num_tokens * bytes_per_value / 2**30))
+
+
+def check_arguments(arguments: Iterable[str]) -> None:
+    """ConfigError for an argument that ycore owns, and for one that the installed vLLM does not have."""
+    for name in arguments:
+        if name in _OWNED:
+            raise ConfigError(f"engine.args.{name} is not passed on: {_OWNED[name]}")
+        known = vllm_arguments()
+        if known and name not in known:
+            hint = nearest(name, known - _OWNED.keys()) or "; names are those of vLLM's EngineArgs, with _"
+            raise ConfigError(f"vLLM has no argument {name} (engine.args){hint}")
+
+
+@cache
+def vllm_arguments() -> frozenset[str]:
+    """The fields of the installed vLLM's `EngineArgs`, from its source: an import takes seconds. None without vLLM."""
+    spec = find_spec("vllm")
+    if spec is None or spec.origin is None:
+        return frozenset()
+    source = (Path(spec.origin).parent / "engine" / "arg_utils.py").read_text(encoding="utf-8")
+    classes = (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef) and node.name == "EngineArgs")
+    return frozenset(
+        field.target.id
+        for node in classes
+        for field in node.body
+        if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name) and field.target.id[0] != "_"
+    )
+
+
+def words_of(arguments: Iterable[tuple[str, Any]]) -> list[str]:
+    """For vLLM's command line: a switch, several words of a list, JSON of a mapping; nothing for None."""
+    words: list[str] = []
+    for name, value in arguments:
+        option = name.replace("_", "-")
+        if isinstance(value, bool):
+            words.append(f"--{option}" if value else f"--no-{option}")
+        elif isinstance(value, list):
+            words += [f"--{option}", *map(str, value)]
+        elif value is not None:
+            words += [f"--{option}", json.dumps(value) if isinstance(value, Mapping) else str(value)]
+    return words

@@ -4,7 +4,7 @@ import asyncio
 import fcntl
 import math
 import os
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -12,8 +12,9 @@ from typing import Any
 
 from ycore.engine import Sampling
 from ycore.engine.server import Server
+from ycore.engine.shared_bucket import Bucket, Source
 from ycore.engine.sleeping import SleepingEngine, reload_from_disk
-from ycore.engine.weight_proof import check_read_back, has_adapters, read_manifest
+from ycore.engine.weight_proof import Piece, TensorSums, check_read_back, has_adapters, read_manifest
 from ycore.errors import EngineError, SyncError
 from ycore.placement.placement import REWARD_MODEL, ROLLOUT, TEACHER
 from ycore.types import Completion
@@ -33,6 +34,7 @@ class VllmEngine(Server):
     Attributes:
         version: The policy version that the engine holds.
         verified_share: The share of the tensors and bytes sent last whose sums were read back, and were right.
+        source: Where weights are that are not in files (`engine.sync=ipc`).
         sleeper: Puts the engine to sleep; None without sleep mode. Weights for a sleeping engine are sent as it wakes.
     """
 
@@ -52,6 +54,7 @@ class VllmEngine(Server):
         self.version = 0
         self.verified_share = 0.0
         self.sleeper = SleepingEngine(self, refill=self._refill) if sleeps else None
+        self.source: Source | None = None
         self.is_home = is_home
         self._sampling = sampling
         self._min_verified = min_verified
@@ -130,11 +133,13 @@ class VllmEngine(Server):
     async def _send(self, folder: Path, version: int) -> None:
         """Have the process load the weights, and compare each tensor's sums with those read back from the model."""
         sums = read_manifest(folder, version=version)
-        call: dict[str, Any] = {"method": "load_policy", "kwargs": {"weights_path": str(folder)}}
         if has_adapters(sums):
             await self._load_adapters(folder)
-            call = {"method": "held_policy"}
-        workers = (await self.request_once("POST", "/collective_rpc", call))["results"]
+            workers = await self._call("held_policy")
+        elif self.source is not None:
+            workers = await self._load_by_bucket(self.source, folder, sums)
+        else:
+            workers = await self._call("load_policy", weights_path=str(folder))
         pieces = [piece for worker in workers for piece in worker or ()]
         try:
             self.verified_share = check_read_back(sums, pieces, at_least=self._min_verified)
@@ -142,6 +147,23 @@ class VllmEngine(Server):
             raise SyncError(f"{self.name}: policy version {version}: {error}") from None
         await self.request_once("POST", "/reset_prefix_cache")
         await self.request_once("POST", "/update_weight_version", {"new_version": str(version)})
+
+    async def _call(self, method: str, **arguments: Any) -> list[list[Piece] | None]:
+        """A method of the process's workers; what each returns."""
+        call = {"method": method, "kwargs": arguments}
+        answers: list[list[Piece] | None] = (await self.request_once("POST", "/collective_rpc", call))["results"]
+        return answers
+
+    async def _load_by_bucket(
+        self, source: Source, folder: Path, sums: Mapping[str, TensorSums]
+    ) -> list[list[Piece] | None]:
+        """Have the process copy the weights from the trainer's memory, one bucket after another."""
+        bucket = Bucket(source, sums, folder / f"{self.name}.bucket")
+        await self._call("open_bucket", handle=bucket.handle, num_bytes=bucket.num_bytes)
+        fills = bucket.fill()
+        while (entries := await asyncio.to_thread(next, fills, None)) is not None:
+            await self._call("load_bucket", entries=entries)
+        return await self._call("close_bucket")
 
     async def _load_adapters(self, folder: Path) -> None:
         """Under a new name each time: with `load_inplace`, vLLM would read the files again at each step of decoding."""

@@ -1,11 +1,12 @@
-"""What vLLM loads into each policy worker through `--worker-extension-cls`; importing this module patches vLLM.
+"""What vLLM loads into each worker through `--worker-extension-cls`; importing this module patches vLLM.
 
 On a CPU vLLM multiplies with packed copies of its weights and keeps no others. Two patches follow:
 1. A reload packs only the weights that the checkpoint names. An output head that is tied to the embedding is not named,
    so it would keep the first policy's weights: `load_policy` packs it again.
 2. Packed weights cannot be read back, so their sums are taken as they are packed.
 A third patch is for speed: seeded sampling at a ninth of vLLM's cost (5 ms a decoding step instead of 45), by the same
-method with a faster generator.
+method with a faster generator. With a fourth, an engine repeats itself to the bit: what a sequence gets does not depend
+on what else is in its batch. It needs VLLM_CPU_ATTN_SPLIT_KV=0 too, as `commands` sets it.
 """
 
 from collections.abc import Mapping
@@ -13,33 +14,68 @@ from typing import Any
 
 import numpy as np
 import torch
+from vllm.config import set_current_vllm_config
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from ycore.engine.shared_bucket import Entry, opened, weights_in
 from ycore.engine.weight_proof import Part, PartSums, Piece, part_sums, pieces_of
 from ycore.run.reports import dump_stacks_on_signal
 
 PACKED_SUMS: dict[Any, list[PartSums]] = {}  # by layer, the sums of its weight as it was packed
 
 
-class PolicyWorker:
-    """Mixed into vLLM's worker; its methods are called by name, over `/collective_rpc`."""
+class Worker:
+    """Mixed into the worker of a model whose weights stay as they are: it has the patches of this module alone."""
+
+
+class PolicyWorker(Worker):
+    """Mixed into a policy's worker; its methods are called by name, over `/collective_rpc`."""
 
     def load_policy(self: Any, weights_path: str) -> list[Piece]:
         """Load the weights in a folder, tied ones included; returns `held_pieces` of the loaded model."""
-        from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
-
         self.reload_weights(weights_path=weights_path)
-        model = self.model_runner.get_model()
-        if current_platform.is_cpu():
-            for module in model.modules():
-                if isinstance(module, ParallelLMHead):
-                    module.quant_method.process_weights_after_loading(module)
+        pack_heads(self.model_runner.get_model())
+        return self.held_policy()  # type: ignore[no-any-return]
+
+    def open_bucket(self: Any, handle: str, num_bytes: int) -> None:
+        """Begin to load weights that come in a `shared_bucket`; what else loads them must not come between."""
+        if getattr(self, "bucket", None) is not None:  # a trainer that died has left it half loaded
+            self.close_bucket()
+        self.bucket = opened(handle, num_bytes, self.device)
+        with set_current_vllm_config(self.vllm_config):
+            initialize_layerwise_reload(self.model_runner.get_model())
+
+    def load_bucket(self: Any, entries: list[Entry]) -> None:
+        """Load what is in the bucket now; after it the trainer may overwrite it."""
+        with set_current_vllm_config(self.vllm_config):
+            self.model_runner.get_model().load_weights(weights_in(self.bucket, entries))
+        if self.bucket.is_cuda:
+            torch.cuda.synchronize(self.bucket.device)
+
+    def close_bucket(self: Any) -> list[Piece]:
+        """All weights have come; returns as `load_policy`."""
+        self.bucket, model = None, self.model_runner.get_model()
+        with set_current_vllm_config(self.vllm_config):
+            finalize_layerwise_reload(model, self.model_config)
+        self.model_runner.reset_encoder_cache()
+        self.model_runner.reset_mm_cache()
+        pack_heads(model)
         return self.held_policy()  # type: ignore[no-any-return]
 
     def held_policy(self: Any) -> list[Piece]:
         """`held_pieces` of the model and of its adapters, if it has some."""
         model, workers = self.model_runner.get_model(), self.parallel_config.tensor_parallel_size
         return held_pieces(model, dtype=self.model_config.dtype, workers=workers) + adapter_pieces(model)
+
+
+def pack_heads(model: Any) -> None:
+    """Pack a CPU's copies of output heads again."""
+    from vllm.model_executor.layers.vocab_parallel_embedding import ParallelLMHead
+
+    for module in model.modules() if current_platform.is_cpu() else ():
+        if isinstance(module, ParallelLMHead):
+            module.quant_method.process_weights_after_loading(module)
 
 
 def held_pieces(model: Any, *, dtype: Any, workers: int = 1) -> list[Piece]:
@@ -133,6 +169,24 @@ def record_packed_sums() -> None:
     utils.dispatch_cpu_unquantized_gemm = pack_and_record
 
 
+def multiply_no_row_alone() -> None:
+    """Multiply a single row twice: alone it takes another kernel (a vector's), which rounds differently.
+
+    Of two rows and more, each gets the same bits whatever the others are (measured with one and
+    two threads). A decoding step waits for the weights, not for the second row's arithmetic.
+    """
+    from vllm.model_executor.layers import utils
+
+    stock = utils.cpu_unquantized_gemm
+
+    def multiply(layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        if x.dim() == 2 and len(x) == 1:
+            return stock(layer, x.repeat(2, 1), weight, bias)[:1]
+        return stock(layer, x, weight, bias)
+
+    utils.cpu_unquantized_gemm = multiply
+
+
 def use_faster_sampler() -> None:
     """Patch vLLM's CPU sampler; must come before the engine's model runner is built."""
     from vllm.v1.sample.ops.topk_topp_sampler import TopKTopPSampler
@@ -172,3 +226,4 @@ dump_stacks_on_signal()
 if current_platform.is_cpu():
     use_faster_sampler()
     record_packed_sums()
+    multiply_no_row_alone()

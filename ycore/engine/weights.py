@@ -17,12 +17,13 @@ from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 from peft import PeftModel
 from peft.tuners.lora import LoraLayer
-from safetensors import SafetensorError, safe_open
+from safetensors import safe_open
 from safetensors.torch import save_file
 from torch.distributed.tensor import DTensor
 
@@ -77,6 +78,15 @@ def write_weights(
     if version is not None:
         write_manifest(folder, version, sums)
     return num_bytes
+
+
+def note_weights(model: torch.nn.Module, folder: Path, *, dtype: torch.dtype, version: int) -> int:
+    """Write the manifest alone, for engines that copy the weights from this process; the bytes of all weights."""
+    folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+    remove_manifest(folder)
+    sums = {name: tensor_sums(weight) for name, weight in engine_weights(model, dtype=dtype)}
+    write_manifest(folder, version, sums)
+    return sum(one.num_bytes for one in sums.values())
 
 
 def write_adapters(model: torch.nn.Module, folder: Path, *, dtype: torch.dtype, version: int) -> int:
@@ -175,7 +185,7 @@ def save_merged(model: PeftModel, folder: Path, *, dtype: torch.dtype, writes: b
     (folder / "model.safetensors.index.json").write_text(json.dumps({"metadata": {}, "weight_map": files}, indent=2))
     base = model.get_base_model()
     config = copy.deepcopy(base.config)
-    if hasattr(config, "quantization_config"):  # what was merged are the weights before they were quantised
+    if hasattr(config, "quantization_config"):  # what was merged is whole again
         del config.quantization_config
     config.save_pretrained(folder)
     if base.generation_config is not None:
@@ -207,7 +217,7 @@ def engine_weights(
             if not writes and not isinstance(parameter, DTensor):
                 continue
             if getattr(parameter, "quant_state", None) is not None:  # of bitsandbytes
-                weight = _original(base, f"{owner}.{leaf}" if leaf else name)
+                weight = _dequantised(parameter)
             else:
                 weight = _unsharded(parameter.detach())
             if layer is not None:
@@ -217,17 +227,16 @@ def engine_weights(
                 yield (f"{owner}.{leaf}" if leaf else name), weight
 
 
-def _original(base: torch.nn.Module, name: str) -> torch.Tensor:
-    """A weight as it was before it was quantised, from the folder that the model was loaded from."""
-    folder = Path(base.config.name_or_path)
-    index = folder / "model.safetensors.index.json"
-    files = json.loads(index.read_text())["weight_map"] if index.is_file() else {}
-    file = folder / files.get(name, "model.safetensors")
-    try:
-        with safe_open(file, framework="pt") as opened:
-            weight: torch.Tensor = opened.get_tensor(name)
-    except (OSError, SafetensorError) as problem:
-        raise SyncError(f"{name}, which is quantised here, cannot be read from {file}: {problem}") from None
+def _dequantised(parameter: Any) -> torch.Tensor:
+    """What the trainer multiplies with in place of a weight that bitsandbytes holds in 4 bits."""
+    from bitsandbytes import functional
+
+    data, state = parameter.data, copy.copy(parameter.quant_state)
+    if getattr(state, "packing_format_for_cpu", False):  # by the first forward; its scales are no longer in 8 bits
+        state.original_nested = False
+        data, state = functional._convert_weight_packed_for_cpu_inverse(data, state)
+        state.absmax = state.absmax.T.reshape(-1).float()
+    weight: torch.Tensor = functional.dequantize_4bit(data, state)
     return weight
 
 

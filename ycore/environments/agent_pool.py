@@ -75,7 +75,7 @@ def check_agent(config: RunConfig) -> None:
     if config.agent is None:
         return
     words_of(config.agent)
-    if config.tools or config.env is not None:
+    if config.tools or config.env:
         raise ConfigError("an agent brings its own tools and world; leave out --tools and --env, or --agent")
     chosen = choose(config.sandbox.level)
     if chosen.level is Level.LANDLOCK and not config.turns.sandbox.network:

@@ -1,7 +1,8 @@
 """Environments by name: games of TextArena (`textarena:ID`), tasks of reasoning-gym with several tries (`gym:NAME`).
 
 Each is a class of TRL's contract with `step(text)`, made for one name. All chance comes from `random`, which the tool
-worker seeds before every call.
+worker seeds before every call. `textarena:ID?key=value` sets the arguments of the game's own class; `partial=false` is
+ours.
 """
 
 import random
@@ -13,7 +14,10 @@ from ycore.errors import DataError, nearest
 
 
 class TextArena:
-    """A game for one player. The observation after a move is what the game said since; a game not over pays 0."""
+    """A game for one player. The observation after a move is what the game said since; a game not over pays 0.
+
+    With `partial=false` what is less than a win (1) pays 0 too: many games pay a part after nonsense.
+    """
 
     name: str
 
@@ -25,10 +29,12 @@ class TextArena:
                 f"textarena:{self.name} needs the package textarena: pip install 'ycore[textarena]'"
             ) from None
         self._library = textarena
+        self._id, self._arguments = _split(f"textarena:{self.name}")
+        self._pays_parts = self._arguments.pop("partial", True) is not False
         known = textarena.envs.registration.ENV_REGISTRY
-        if self.name not in known:
-            way_out = nearest(self.name, known) or f"; there are {len(known)}, such as GuessTheNumber-v0"
-            raise Refused(f"TextArena has no game {self.name!r}{way_out}")
+        if self._id not in known:
+            way_out = nearest(self._id, known) or f"; there are {len(known)}, such as GuessTheNumber-v0"
+            raise Refused(f"TextArena has no game {self._id!r}{way_out}")
         try:
             self.reset()
         except Exception as error:
@@ -39,13 +45,14 @@ class TextArena:
             ) from error
 
     def reset(self, **row: Any) -> str:
-        self._game = self._library.make(self.name)  # a new one: a game's wrappers keep what the last game said
+        # A new one: a game's wrappers keep what the last game said.
+        self._game = self._library.make(self._id, **self._arguments)
         self._raw = self._game
         while isinstance(self._raw, self._library.Wrapper):
             self._raw = self._raw.env
         self._reward: Any = 0.0
         self._game.reset(num_players=1, seed=random.getrandbits(31))
-        return self._said()
+        return f"Play this game. Answer with your move alone.\n{self._said()}"
 
     def step(self, text: str) -> str | None:
         is_over, _ = self._game.step(text)
@@ -53,6 +60,8 @@ class TextArena:
             return self._said()
         rewards, _ = self._game.close()
         self._reward = None if rewards is None else rewards[0]
+        if not self._pays_parts and self._reward != 1:
+            self._reward = 0.0
         return None
 
     def get_reward(self) -> Any:
@@ -63,6 +72,17 @@ class TextArena:
         _, messages = self._raw.get_observation()
         own = self._library.ObservationType.PLAYER_ACTION
         return "\n".join(text for _, text, kind in messages if kind is not own)
+
+
+def _split(name: str) -> tuple[str, dict[str, Any]]:
+    """Name and arguments of a `scheme:NAME?key=value`."""
+    from ycore.data.generated import as_json, parse_name
+
+    try:
+        found, given = parse_name(name)
+    except DataError as error:
+        raise Refused(str(error)) from None
+    return found, as_json(given)
 
 
 class Gym:

@@ -15,6 +15,7 @@ import importlib
 import importlib.util
 import inspect
 import io
+import json
 import os
 import random
 import signal
@@ -158,17 +159,31 @@ class Host:
                 for server in self._servers:
                     server.end()
                 return None
+            case "attributes":
+                return self._attributes()
             case "turn_reward":
                 paid, self._paid = self._paid, None
                 return paid
             case "reward":
-                value = self._waited(self._env.get_reward())
+                value = self._waited(self._env.get_reward()) if hasattr(self._env, "get_reward") else None
                 if isinstance(value, str | bytes):
                     raise TypeError(
                         f"get_reward returns a number or None, not the {type(value).__name__} {value!r:.60}"
                     )
                 return None if value is None else float(value)
         raise ValueError(f"no operation {request['op']!r}")
+
+    def _attributes(self) -> str:
+        """The environment's public attributes that JSON can carry, for reward functions."""
+        kept: dict[str, Any] = {}
+        for name, value in vars(self._env).items():
+            with contextlib.suppress(TypeError, ValueError):
+                if not name.startswith("_"):
+                    kept[name] = json.loads(json.dumps(value))
+        text = json.dumps(kept)
+        if len(text) > MOST_TEXT:
+            raise ValueError(f"the environment's attributes take {len(text)} letters as JSON, of {MOST_TEXT} at most")
+        return text
 
     def _called(self, name: str, arguments: Mapping[str, Any]) -> Any:
         if name in self._tools:

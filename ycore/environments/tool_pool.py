@@ -30,7 +30,7 @@ from ycore.rewards.worker_client import START_TIMEOUT_S, Answerer
 from ycore.sandbox import Confinement, Limits, View
 from ycore.sandbox.level import choose, require
 from ycore.sandbox.programs import PROGRAM_LIMITS
-from ycore.types import Prompt, Score
+from ycore.types import NO_PROMPT, Prompt, Score
 
 _CHECK_DEADLINE_S = 300.0  # it imports transformers, for the schemas, which takes long where a machine is busy
 _BYTES_A_LETTER = 12  # in JSON, a letter beyond the first plane
@@ -79,6 +79,7 @@ class ToolHost(Answerer[Description]):
         """`python` is another one to run in, `describe` asks for schemas (seconds), `how` is `Answerer`'s."""
         super().__init__({"tools": list(tools), "env": env, "describe": describe}, _description, held, **how)
         self.arguments = () if python is None else (_other_python(python)[0],)
+        self.env = env
 
     async def ask(self, op: str, *, deadline_s: float, **request: Any) -> Any:
         """The value that an operation gives; CallFailed where it raised, hung or ended the process."""
@@ -115,27 +116,36 @@ class Raised(CallFailed):
     """The code raised, and its process goes on."""
 
 
-def describe_tools(config: RunConfig, *, run_folder: Path | None = None) -> Description | None:
-    """The run's tools, loaded once in a confined process; ConfigError where one cannot be used, None without any."""
-    if not config.tools and config.env is None:
-        return None
+def describe_tools(config: RunConfig, *, run_folder: Path | None = None) -> dict[str | None, Description]:
+    """What the policy may call in each environment, by its name: loaded once in confined processes; {} without tools.
+
+    Raises:
+        ConfigError: one cannot be used.
+    """
+    if not config.tools and not config.env:
+        return {}
     if PYTHON in config.tools:
         require(choose(config.sandbox.level), f"tool {PYTHON!r}")
     held = _confinement(config, run_folder=run_folder, run_id="check")
-    return asyncio.run(_described(config, held))
+    if not config.env:
+        return {None: asyncio.run(_described(config, None, held))}
+    return {name: asyncio.run(_described(config, env, held)) for name, env in config.environments.items()}
 
 
-async def _described(config: RunConfig, held: Confinement) -> Description:
+async def _described(config: RunConfig, env: str | None, held: Confinement) -> Description:
     how: dict[str, Any] = {"log": None, "name": "describe", "start_timeout_s": _CHECK_DEADLINE_S}
-    host = ToolHost(config.tools, config.env, held, python=config.env_python, describe=True, **how)
+    host = ToolHost(config.tools, env, held, python=config.env_python, describe=True, **how)
     try:
         found = await host.start()
+        asks = config.dataset or await host.ask("reset", deadline_s=config.turns.call_s, row={"prompt": NO_PROMPT})
     except CallFailed as failure:
         where = f" (its last words: {host.last_words})" if str(failure).startswith(("worker died", "timeout")) else ""
         raise ConfigError(f"{failure}{where}") from None
     finally:
         await host.close()
-    if not found.tools and not found.takes_text and config.env is None:
+    if not asks:
+        raise ConfigError(f"environment {env!r} says nothing at its reset, and there is no dataset; say --dataset")
+    if not found.tools and not found.takes_text and env is None:
         raise ConfigError("there is no tool and no environment; name one with --tools or --env")
     return found
 
@@ -147,7 +157,7 @@ def _confinement(config: RunConfig, *, run_folder: Path | None, run_id: str) -> 
         opened = config.turns.sandbox.model_copy(update={"read": read})
         config = config.model_copy(update={"turns": config.turns.model_copy(update={"sandbox": opened})})
     names = [PREFIX if name.startswith(PREFIX) else name for name in config.tools if name != PYTHON]
-    names += [] if config.env is None else [config.env.removeprefix(OPENENV)]
+    names += [env.removeprefix(OPENENV) for env in config.environments.values()]
     return held_like_rewards(config, names, run_folder=run_folder, run_id=run_id)
 
 
@@ -209,10 +219,17 @@ class ToolPool:
         return len(self._all)
 
     @asynccontextmanager
-    async def own(self) -> AsyncIterator[ToolHost]:
-        """A process with the person's tools and environment, for this holder alone."""
+    async def own(self, env: str | None) -> AsyncIterator[ToolHost]:
+        """A process with the person's tools and this environment, for this holder alone."""
         async with self._room["own"]:
-            host = self._idle.pop() if self._idle else self._new_own()
+            host = next((one for one in reversed(self._idle) if one.env == env), None)
+            if host is not None:
+                self._idle.remove(host)
+            else:
+                if len(self._all) >= self.config.turns.at_once and self._idle:  # of other environments
+                    self._all.remove(oldest := self._idle.pop(0))
+                    await oldest.close()
+                host = self._new(self._own_tools, env, self._own, python=self.config.env_python)
             try:
                 yield host
             finally:
@@ -239,9 +256,6 @@ class ToolPool:
     def _own_tools(self) -> list[str]:
         return [name for name in self.config.tools if name != PYTHON]
 
-    def _new_own(self) -> ToolHost:
-        return self._new(self._own_tools, self.config.env, self._own, python=self.config.env_python)
-
     def _new(self, tools: Sequence[str], env: str | None, held: Confinement, *, python: str | None) -> ToolHost:
         host = ToolHost(tools, env, held, python=python, log=self._log, name=f"tools.{next(self._numbers)}")
         self._all.append(host)
@@ -263,6 +277,8 @@ class Episode:
         self.seconds = 0.0
         self._pool, self._prompt = pool, prompt
         self._key, self._index = f"{pool.config.seed}/{position}", index
+        name = pool.config.environment_of(prompt.columns)
+        self._env = None if name is None else pool.config.environments[name]
         self._stack = AsyncExitStack()
         self._own: ToolHost | None = None
         self._interpreter: ToolHost | None = None
@@ -278,9 +294,9 @@ class Episode:
 
     async def begin(self) -> str | None:
         """Reset the environment, if there is one; what it says to the policy first, or None."""
-        if self._pool.config.env is None:
+        if self._env is None:
             return None
-        self._own = await self._stack.enter_async_context(self._pool.own())
+        self._own = await self._stack.enter_async_context(self._pool.own(self._env))
         try:
             said: str | None = await self._timed(self._reset(self._own))
             return said
@@ -327,6 +343,14 @@ class Episode:
                 self.lose(f"get_reward: {failure or 'out of time'}")
         return Score(None, problem=f"environment: {self._lost}"[:300])
 
+    async def attributes(self) -> str | None:
+        """What the environment's attributes are now, as JSON; None where it is lost."""
+        try:
+            value = await self._timed(self._asked("attributes", {}))
+        except (CallFailed, RewardError, OutOfTime):
+            return None
+        return value if isinstance(value, str) else None
+
     async def _answer(self, work: Any) -> Answer:
         try:
             return Answer(str(await self._timed(work)))
@@ -344,11 +368,11 @@ class Episode:
         if self._lost is not None:
             raise CallFailed(f"the environment is gone: {self._lost}")
         if self._own is None and not self._pool.has_servers:
-            async with self._pool.own() as host:
+            async with self._pool.own(None) as host:
                 await host.ready()
                 return await self._ask(host, op, request)
         if self._own is None:
-            self._own = await self._stack.enter_async_context(self._pool.own())
+            self._own = await self._stack.enter_async_context(self._pool.own(None))
             await self._reset(self._own)
         if not self._own.is_running:
             await self._restore(self._own)
@@ -380,9 +404,11 @@ class Episode:
         await host.ready()
         if self._pool.has_servers:
             await host.ask("start_servers", deadline_s=START_TIMEOUT_S)
-        if self._pool.config.env is None:
+        if self._env is None:
             return None
-        row = {**self._prompt.columns, "prompt": self._prompt.content}
+        several = len(self._pool.config.env) > 1  # then `environment` is not passed on, as in TRL
+        row = {name: value for name, value in self._prompt.columns.items() if not several or name != "environment"}
+        row["prompt"] = self._prompt.content
         ask = partial(host.ask, deadline_s=self._pool.config.turns.call_s)
         observation: str | None = await ask("reset", seed=seed_of(self._key), row=plain(row))
         return observation

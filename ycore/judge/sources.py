@@ -6,7 +6,8 @@ A run carries the whole declaration in the reward's `args`, so `run.json` holds 
 from collections.abc import Iterable, Mapping, Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import Annotated, Any, Self, TypeVar
+from statistics import fmean, pstdev
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
@@ -24,9 +25,14 @@ _Declared = TypeVar("_Declared", bound=Strict)
 
 
 class RewardModel(Strict):
-    """A sequence classifier with one label: `--reward rm:MODEL`, with these as `args`."""
+    """A sequence classifier with one label, or an ensemble: `--reward rm:MODEL` or `rm:A+B`, with these as `args`.
 
-    model: str  # a hub id or folder
+    What the least of several, or their mean less their spread, is good for: Coste et al., arXiv 2310.02743.
+    """
+
+    model: str  # a hub id or folder; several with a + between them
+    combine: Literal["mean", "min", "lower"] = "mean"  # of several; `lower` is their mean - k * their deviation
+    k: Annotated[float, Field(ge=0)] = 1.0
     center: float = 0.0  # subtracted from the logit; for example its mean over ordinary completions
     multiplier: Annotated[float, Field(gt=0)] = 1.0
     clip: tuple[float, float] | None = None  # the least and the most reward, after both
@@ -39,8 +45,25 @@ class RewardModel(Strict):
             raise ValueError(f"clip is the least and the most, in this order; it is {list(self.clip)}")
         return self
 
-    def reward(self, logit: float) -> float:
-        value = (logit - self.center) * self.multiplier
+    @model_validator(mode="after")
+    def _check_models(self) -> Self:
+        models = self.models
+        if not all(models) or len(set(models)) < len(models):
+            raise ValueError(f"an ensemble names each of its models once, A+B; it is {self.model}")
+        if len(models) == 1 and self.combine != "mean":
+            raise ValueError(f"combine {self.combine} needs several models, rm:A+B; it is {self.model}")
+        return self
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        return (self.model,) if Path(self.model).is_dir() else tuple(self.model.split("+"))
+
+    def reward(self, *logits: float) -> float:
+        """From one logit of each model; the deviation is that of the models themselves (divided by their number)."""
+        values = [(logit - self.center) * self.multiplier for logit in logits]
+        value = min(values) if self.combine == "min" else fmean(values)
+        if self.combine == "lower":
+            value -= self.k * pstdev(values)
         return value if self.clip is None else min(max(value, self.clip[0]), self.clip[1])
 
 

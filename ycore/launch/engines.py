@@ -134,6 +134,7 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch) -> EnginePlan:
     if config.replay is not None:
         return EnginePlan("replay", length, f"reading the rounds of {config.replay} from its journal: no generation")
     kind, how = choose_kind(config.engine.kind, vllm_installed=is_vllm_installed())
+    how = "scoring the answers of each row with vLLM" if config.pairs and kind == "vllm" else how
     if kind == "transformers":
         return EnginePlan(kind, length, how)
     models, slots, sharing = arrange(config, site, lambda name: facts_here(str(fetch(name)), name=name))
@@ -192,6 +193,7 @@ def _spec(
         seed=config.seed,
         tensor_parallel=model.width,
         trust_remote_code=config.trust_remote_code,
+        deterministic=config.deterministic,
         role=model.role,
         variables=tuple(config.engine.environment),
         arguments=tuple(config.engine.args.items()) if is_policy else (),

@@ -27,6 +27,7 @@ from ycore.launch.processes import ManagedProcess, RankedTrainer
 from ycore.launch.supervise import Limits, StopRequests, Supervisor
 from ycore.models.fetch import fetch_model
 from ycore.models.names import resolve_model
+from ycore.placement.placement import ROLLOUT
 from ycore.placement.slot_pool import ALLOCATOR
 from ycore.rewards.builtin import is_code
 from ycore.run.claim import claim
@@ -112,7 +113,7 @@ def _note_sandbox(folder: RunFolder, config: AnyConfig) -> None:
     if not isinstance(config, RunConfig):
         return
     own = any(is_code(one) or (is_rule(one) and ":" in one.reward) for one in config.rewards)
-    if own or config.tools or config.env is not None or config.agent is not None:
+    if own or config.tools or config.env or config.agent is not None:
         description = read_json(folder.config) | {"sandbox": choose(config.sandbox.level).line}
         write_json_atomic(folder.config, description)
 
@@ -164,7 +165,12 @@ class LocalRun:
         say(plan.note + (", starting ..." if plan.engines else ""))
         write_json_atomic(folder.engines, {**plan.as_json(), **facts})
         live = start_engines(
-            [engine for model in plan.served for engine in model.engines],
+            [
+                engine
+                for model in plan.served
+                if not (config.pairs and model.role == ROLLOUT)
+                for engine in model.engines
+            ],
             folder,
             health_timeout_s=settings.health_timeout_s,
             start_timeout_s=settings.start_timeout_s,
@@ -262,7 +268,8 @@ class LocalRun:
         try:
             if isinstance(config, RunConfig):
                 finish_trace_and_draw(folder, f"placement {config.placement}, the last rounds")
-            draw_curve(metrics, folder.curve, f"{config.algorithm}: {config.model} on {Path(config.dataset).name}")
+            topic = Path(config.dataset).name or folder.root.name
+            draw_curve(metrics, folder.curve, f"{config.algorithm}: {config.model} on {topic}")
         except (OSError, RuntimeError, ValueError) as problem:
             self.progress.say(f"no curve was drawn: {problem}")
 

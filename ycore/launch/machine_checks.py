@@ -11,7 +11,7 @@ from pathlib import Path
 from ycore.config.batch import derive_batch
 from ycore.config.learner_rules import check_learner
 from ycore.config.schema import RunConfig
-from ycore.engine.arguments import check_arguments
+from ycore.engine.commands import check_arguments
 from ycore.errors import ConfigError
 from ycore.launch import engines
 from ycore.launch.device_memory import FactsOf, facts_here, slot_width
@@ -37,11 +37,14 @@ def check_run(
     if config.replay is not None:
         check_run_placement(config, served_models(config))
         return None
+    if config.deterministic and site.layout.world > 1:
+        rule = "ranks share out the draws as they become free, so --deterministic is for one"
+        raise ConfigError(f"{rule}, not {site.layout.world}; take --processes 1")
     is_installed = engines.is_vllm_installed() if vllm is None else vllm
     kind, _ = engines.choose_kind(config.engine.kind, vllm_installed=is_installed)
     if kind == "transformers":
-        if config.engine.sync == "adapter":
-            raise ConfigError("engine.sync=adapter cannot be used here: transformers is sent no weights; leave it out")
+        if (how := config.engine.sync) != "merged":
+            raise ConfigError(f"engine.sync={how} cannot be used here: transformers is sent no weights; leave it out")
         if site.layout.shards_weights:
             raise ConfigError(
                 "transformers generates with the trainer's own weights, which no rank has whole under zero3 or fsdp2; "
@@ -52,11 +55,12 @@ def check_run(
     check_arguments(config.engine.args)
     models, slots, sharing = engines.arrange(config, site, known)
     check_run_placement(config, models, num_slots=len(slots))
-    if config.engine.sync == "adapter":
-        _check_adapter_sync(config, site, models, sharing)
+    if config.engine.sync != "merged":
+        _check_sync(config, site, models, slots, sharing)
     if not site.machine.devices:
         _check_host(config, site.machine, len(slots), models, known)
-    if config.algorithm != "eval" and config.sync_weights and config.engine.sync == "merged":
+    in_files = config.engine.sync == "merged" or (config.engine.sync == "ipc" and not site.machine.devices)
+    if config.algorithm != "eval" and config.sync_weights and in_files:
         _check_shared_memory(config, site.machine, known)
     return sharing
 
@@ -114,17 +118,27 @@ def _check_host(
     )
 
 
-def _check_adapter_sync(config: RunConfig, site: Site, models: Sequence[ServedModel], sharing: Sharing | None) -> None:
-    reasons = {
-        "all weights are trained (--full)": config.lora is None,
-        "the trainer's base is quantised, and the engine's is not": config.quantize is not None,
-        "zero3 and fsdp2 cut up the base, whose sums are compared": site.layout.shards_weights,
-        "workers of a wide engine divide the adapters": models[0].width > 1,
-        "engines that sleep drop their base (engine.sleep)": sharing is not None and sharing.sleeps,
+def _check_sync(
+    config: RunConfig, site: Site, models: Sequence[ServedModel], slots: Sequence[engines.Slot], sharing: Sharing | None
+) -> None:
+    own, on_others = site.machine.devices[:1], {device for slot in slots for device in slot.devices}
+    reasons: dict[str, dict[str, bool]] = {
+        "adapter": {
+            "all weights are trained (--full)": config.lora is None,
+            "the trainer's base is quantised, and the engine's is not": config.quantize is not None,
+            "zero3 and fsdp2 cut up the base, whose sums are compared": site.layout.shards_weights,
+            "workers of a wide engine divide the adapters": models[0].width > 1,
+            "engines that sleep drop their base (engine.sleep)": sharing is not None and sharing.sleeps,
+        },
+        "ipc": {
+            "engines copy from the memory of one training process (--processes 1)": site.layout.world > 1,
+            "a worker of a wide engine cannot open another device's memory": models[0].width > 1,
+            "an engine is on another device than the trainer (engine.count=1 leaves one)": not on_others <= {*own},
+        },
     }
-    for reason, holds in reasons.items():
+    for reason, holds in reasons[config.engine.sync].items():
         if holds:
-            raise ConfigError(f"engine.sync=adapter cannot be used here: {reason}; leave it out")
+            raise ConfigError(f"engine.sync={config.engine.sync} cannot be used here: {reason}; leave it out")
 
 
 def _check_shared_memory(config: RunConfig, machine: Machine, known: FactsOf) -> None:

@@ -13,6 +13,7 @@ from ycore.errors import ConfigError, ModelError, RewardError
 from ycore.judge.declaration import POLICY_BASE, Judge
 from ycore.judge.sources import (
     JUDGE_PREFIX,
+    RewardModel,
     is_judge,
     is_reward_model,
     is_teacher,
@@ -71,15 +72,14 @@ def served_models(config: RunConfig) -> list[ServedModel]:
             if judge.base_url is not None:
                 continue
             lengths = judge.max_model_len, judge.max_tokens
-            model = ServedModel(JUDGE, _model_name(judge, config), (source,), *lengths, judge.tensor_parallel)
+            _add(ServedModel(JUDGE, _model_name(judge, config), (source,), *lengths, judge.tensor_parallel), models)
         elif is_reward_model(spec) or is_teacher(spec):
             role = REWARD_MODEL if is_reward_model(spec) else TEACHER
             declared = reward_model_of(spec) if role == REWARD_MODEL else teacher_of(spec)
-            model = ServedModel(role, declared.model, (source,), declared.max_model_len, 0, declared.tensor_parallel)
-        else:
-            continue
-        key = (model.role, model.name)
-        models[key] = _merge(models[key], model) if key in models else model
+            names = declared.models if isinstance(declared, RewardModel) else (declared.model,)
+            for name in names:
+                lengths = declared.max_model_len, 0
+                _add(ServedModel(role, name, (source,), *lengths, declared.tensor_parallel), models)
     return list(models.values())
 
 
@@ -99,11 +99,12 @@ def check_scorers(config: RunConfig, columns: Sequence[str], *, engine: str) -> 
             require_columns(name, judge, columns)
             lines.append(f"judge {name}: {_check_judge(f'judge {name}', judge, config, engine)}")
         elif is_reward_model(spec):
-            model, way_out = reward_model_of(spec).model, "score with a function: --reward FILE.py:FUNCTION"
-            plan = _served(f"reward model {model}", model, config, engine, f"install vLLM, or {way_out}")
-            if plan.config is not None:
-                _check_classifier(model, plan.config)
-            lines.append(f"reward model {model}: {plan.note}, one number a completion")
+            way_out = "score with a function: --reward FILE.py:FUNCTION"
+            for model in reward_model_of(spec).models:
+                plan = _served(f"reward model {model}", model, config, engine, f"install vLLM, or {way_out}")
+                if plan.config is not None:
+                    _check_classifier(model, plan.config)
+                lines.append(f"reward model {model}: {plan.note}, one number a completion")
         elif is_teacher(spec):
             model = teacher_of(spec).model
             plan = _served(f"teacher {model}", model, config, engine, "install vLLM")
@@ -112,6 +113,11 @@ def check_scorers(config: RunConfig, columns: Sequence[str], *, engine: str) -> 
                 check_same_tokens(policy.folder, plan.folder, name=model)
             lines.append(f"teacher {model}: {plan.note}, the probability of each token")
     return lines
+
+
+def _add(model: ServedModel, models: dict[tuple[str, str], ServedModel]) -> None:
+    key = (model.role, model.name)
+    models[key] = _merge(models[key], model) if key in models else model
 
 
 def _model_name(judge: Judge, config: RunConfig) -> str:

@@ -206,7 +206,7 @@ class Supervisor:
             waited_s = time.monotonic() - began
             if self.stops.count > 1 or (not self._will_save and waited_s > _END_WITHIN_S):
                 self._trainer.send(signal.SIGKILL)
-                raise Interrupted(f"stopped at once in step {self._step + 1}; the same command with --resume continues")
+                raise Interrupted(f"stopped at once in step {self._step + 1}{self._hint}")
             if waited_s > _SAVE_WITHIN_S or saving.stalled_s() > _SAVE_STALLS_AFTER_S:
                 self._give_up(f"{self._trainer.name} did not save and end within {waited_s:.0f} s of being stopped")
             time.sleep(_POLL_S)
@@ -226,7 +226,7 @@ class Supervisor:
         # Asked to stop before its first step, it may have no handler yet and end in any way, such as a broken import.
         unhandled = code == -signal.SIGINT or self._step_began_ns == 0
         if code == Interrupted.exit_code or (self.stops.count and unhandled):
-            raise Interrupted(f"stopped after step {self._step}; the same command with --resume continues")
+            raise Interrupted(f"stopped after step {self._step}{self._hint}")
         deadline = time.monotonic() + _BLAME_WITHIN_S
         while self.engines.processes() and time.monotonic() < deadline:
             self.engines.check()

@@ -1,7 +1,9 @@
 """Will this run learn anything, and if not, what to change: a verdict in words on what a preflight measured."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from statistics import NormalDist
 from typing import Any, Literal
 
 from pydantic import TypeAdapter
@@ -13,6 +15,7 @@ TRUNCATED_STOPS, TRUNCATED_WARNS = 0.9, 0.25
 EQUAL_WARNS = 0.75
 UNREADABLE_STOPS, UNREADABLE_WARNS = 0.9, 0.1
 MASKED_WARNS = 0.1
+KEPT_WARNS = 0.9  # of the gradient that the limit of whole completions' weights keeps
 GAP_STOPS, GAP_WARNS = 0.5, 0.1  # of a token's log-probability; about 0.04 is bfloat16's rounding
 
 
@@ -65,6 +68,8 @@ class Measurements:
     """Mean absolute difference of a token's log-probability, engine against trainer, on the same weights; None where
     the trainer itself generates."""
 
+    gap_spread: float = 0.0  # standard deviation of that difference, signed
+    weight_limit: float | None = None  # of a whole completion's weight, beyond which it is left out; None: no such mask
     sync_gap: float | None = None
     stale_gap: float | None = None
     """The same after changed weights were sent: the engine against the changed model, and against the one before."""
@@ -118,6 +123,17 @@ def histogram(rewards: tuple[float, ...], *, bins: int = 10) -> list[tuple[float
     return [(low + k * width, low + (k + 1) * width, count) for k, count in enumerate(counts)]
 
 
+def kept_share(spread: float, *, tokens: float, limit: float) -> float:
+    """The share of the gradient that is left where completions of a weight above `limit` are left out.
+
+    The log-ratios of a token have this standard deviation and are independent, and the mean weight is 1: a
+    completion's weight w is log-normal, of deviation s = spread * sqrt(tokens), and E[w; w <= limit] is
+    Phi(log(limit) / s - s / 2). So longer completions lose more.
+    """
+    deviation = spread * math.sqrt(tokens)
+    return NormalDist().cdf(math.log(limit) / deviation - deviation / 2) if deviation > 0 else 1.0
+
+
 _Rule = tuple[Level | None, str, str]
 """A finding's level, what was found, and what to change; None where the measurement is fine."""
 
@@ -164,6 +180,16 @@ def _engine_rules(measured: Measurements) -> Iterator[_Rule]:
         f"engine and trainer differ by {gap:.2f} in a token's log-probability on the same weights",
         "give both the same dtype (--set dtype=float32), and see docs/algorithms.md on the correction",
     )
+    if measured.weight_limit is not None:
+        sizes = (measured.mean_tokens, measured.max_tokens)
+        kept, of_longest = (kept_share(measured.gap_spread, tokens=size, limit=measured.weight_limit) for size in sizes)
+        yield (
+            None if kept >= KEPT_WARNS else "warns",
+            f"a completion of {sizes[0]:.0f} tokens keeps {kept:.0%} of its gradient, and one of {sizes[1]} keeps "
+            f"{of_longest:.0%}: TRL's sequence_mask leaves out those whose weight against the engine is above "
+            f"{measured.weight_limit:g}, and so rather the long ones",
+            "--vllm-importance-sampling-mode token_truncate, or --trust-region dppo-tv",
+        )
     longest_prompt = 0 if measured.prompts is None else measured.prompts.longest
     longer = min(4 * measured.max_tokens, measured.context - longest_prompt)
     yield (

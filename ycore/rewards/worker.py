@@ -105,6 +105,9 @@ def _arguments(source: Source, request: Mapping[str, Any]) -> dict[str, Any]:
     offered = dict(request["inputs"])
     if source.strips_thinking and "completions" in offered:  # its token ids stay those of the whole completion
         offered["completions"] = [without_thinking(completion) for completion in offered["completions"]]
+    if "environments" in offered:  # in TRL the instances themselves; here they are in other processes
+        worlds = [json.loads(world or "{}") for world in offered["environments"]]
+        offered["environments"] = [SimpleNamespace(**world) for world in worlds]
     offered["trainer_state"] = SimpleNamespace(global_step=request["step"])
     offered["log_extra"] = offered["log_metric"] = _ignore
     return {name: value for name, value in offered.items() if source.inputs.accepts(name)}

@@ -25,6 +25,7 @@ from ycore.placement.learning import SleepLevels
 from ycore.placement.placement import ROLLOUT, SlotPool, in_order, parse_placement
 from ycore.placement.slot_pool import ALLOCATOR, home_of
 from ycore.round.agents import Agents
+from ycore.round.constraints import Constraints
 from ycore.round.curriculum import Curriculum, guesses_from
 from ycore.round.dialogue import Dialogue
 from ycore.round.journal import Journal
@@ -35,7 +36,7 @@ from ycore.round.sampling import WHOLE, Cost, DrawSource, Rules, Shard
 from ycore.round.scorers import Policy, ScorerEngines, build_scoring, scorer_servers
 from ycore.round.slots import Sleeper, Slots
 from ycore.round.step import Controller
-from ycore.round.turns import OneTurn, Turns
+from ycore.round.turns import GivenPairs, OneTurn, Turns
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
@@ -79,8 +80,8 @@ class Assembly:
     started: EngineList
     tokenizer: PreTrainedTokenizerBase
     prompts: PromptSet
-    described: Description | None = None
-    """The run's tools and environment; None without any."""
+    described: Mapping[str | None, Description] = field(default_factory=dict)
+    """What the policy may call in each environment, by its name; {} without tools and environments."""
     _dialogues: dict[str, Dialogue] = field(default_factory=dict)
 
     def controller(
@@ -101,34 +102,43 @@ class Assembly:
             engines=engines,
             scoring=build_scoring(self.config, self.folder, self.started.scorers, policy=policy),
             draws=draws or self.draws(Shard(peers.rank, peers.world)),
-            rules=rules or self.rules(num_engines=self._share_of(engines)),
+            rules=rules
+            or self.rules(num_engines=self._share_of(self.started.engines if self.config.pairs else engines)),
             peers=peers,
             share_weights=share_weights,
             journal=journal,
             max_surplus_age=self.config.sampling.max_age,
-            slots=slots,
+            slots=slots or (Slots(self._num_slots) if self.config.pairs else None),
             turns=self._turns(),
         )
 
     def _turns(self) -> OneTurn | None:
         """How completions are written with the run's tools or agent; None without any."""
         config, folder = self.config, self.folder
+        if config.pairs:
+            return GivenPairs()
         where: Any = {"run_id": folder.run_id, "run_folder": folder.root}
         limits: Any = {"max_turns": config.max_turns, "max_tokens": config.max_tokens}
         limits |= {"turn_tokens": config.turns.max_tokens, "max_prompt_tokens": self.max_prompt_tokens}
         if config.agent is not None:
             agents = AgentPool(config, log=folder.log("agents"), **where)
             return Agents(self.dialogue_of, agents, call_s=config.turns.call_s, **limits)
-        if self.dialogue is None or self.described is None:
+        if not self.described:
             return None
         tools = ToolPool(config, log=folder.log("tools"), **where)
-        pays = {"pays": self.described.pays, "pays_turns": config.advantage == BY_TURN}
-        return Turns(self.dialogue, tools, **pays, **limits)
+        shows = bool(config.env) and any(":" in spec.reward for spec in config.rewards)
+        pays = any(one.pays for one in self.described.values())
+        how = {"pays": pays, "pays_turns": config.advantage == BY_TURN, "shows": shows}
+        return Turns(self.dialogue_for, tools, **how, **limits)
+
+    def dialogue_for(self, prompt: Prompt) -> Dialogue:
+        """How the policy calls tools and is answered in a prompt's environment."""
+        return self._talks[self.config.environment_of(prompt.columns)]
 
     @cached_property
-    def dialogue(self) -> Dialogue | None:
-        """How the policy calls tools and is answered; ConfigError where its template cannot."""
-        return None if self.described is None else self._dialogue(self.described)
+    def _talks(self) -> dict[str | None, Dialogue]:
+        """By environment; ConfigError where the model's template cannot."""
+        return {name: self._dialogue(described) for name, described in self.described.items()}
 
     def dialogue_of(self, tools: str) -> Dialogue:
         """How the policy talks with an agent that has these tools, as JSON; ConfigError where its template cannot."""
@@ -160,7 +170,7 @@ class Assembly:
         rules = parts.rules(num_engines=self._share_of(controller.engines))
         return controller.beside(draws=draws, rules=rules, scoring=scoring)
 
-    def _share_of(self, engines: Sequence[Engine]) -> float:
+    def _share_of(self, engines: Sequence[Any]) -> float:
         """How many of these engines a rank of the machine has for itself."""
         return len(engines) / (this_rank().local_world if self._shares_slots else 1)
 
@@ -175,8 +185,8 @@ class Assembly:
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The prompt's token ids: a chat goes through the chat template, text does not."""
-        if self.dialogue is not None:
-            return self.dialogue.prompt_ids(prompt.content)
+        if self.described:
+            return self.dialogue_for(prompt).prompt_ids(prompt.content)
         if isinstance(prompt.content, str):
             return tuple(self.tokenizer(prompt.content)["input_ids"])
         template_arguments = self.config.trl.get("chat_template_kwargs") or {}
@@ -220,12 +230,18 @@ class Assembly:
         guesses = None
         if isinstance(settings.curriculum, str):
             guesses = guesses_from(self.prompts.prompts, settings.curriculum, config.group_size)
-        return Curriculum(seed=config.seed, guesses=guesses, drop_after=settings.drop_after)
+        return Curriculum(
+            seed=config.seed,
+            guesses=guesses,
+            drop_after=settings.drop_after,
+            drop_at=settings.drop_at,
+            least=settings.least,
+        )
 
     def rules(self, *, num_engines: float = 1) -> Rules:
         """How a round samples on a rank with this share of the engines. An evaluation takes every group as it comes."""
         config, evaluates = self.config, self.config.algorithm == "eval"
-        group_size = config.num_samples if evaluates else config.group_size
+        group_size = (2 if config.pairs else config.num_samples) if evaluates else config.group_size
         at_once = self.started.max_num_seqs
         return Rules(
             group_size=group_size,
@@ -236,11 +252,15 @@ class Assembly:
             cost=Cost.of_model(read_json(self.started.model / "config.json")),
             teaches_alone=teaches_alone(config) and not evaluates,
             greedy_baseline=config.advantage == "remax" and not evaluates,
-            num_prompts=len(self.prompts.prompts),
+            # An environment may draw its world for each place in the order of prompts, also from one row.
+            num_prompts=None if config.env else len(self.prompts.prompts),
+            environments=tuple(config.environments) if len(config.env) > 1 else (),
+            constraints=Constraints.of(config),
+            in_order=config.deterministic,
             # One more than fits, so that no engine waits for the controller to notice that a group has ended. With
             # tools all at once: while they answer, nobody can tell how many fit.
             max_in_flight=None
-            if at_once is None or self.described is not None or config.agent is not None
+            if at_once is None or self.described or config.agent is not None
             else math.ceil(at_once * num_engines / group_size) + 1,
         )
 
@@ -249,7 +269,7 @@ class Assembly:
         """Whether all ranks of the machine use all of its slots; otherwise a rank generates by itself."""
         return self.started.kind == "vllm"
 
-    def vllm_engines(self) -> list[Engine]:
+    def vllm_engines(self) -> list[VllmEngine]:
         """This rank's clients of all rollout engines of the machine. It sends weights to those of its own slots."""
         settings, names, homes = self.config.engine, self.started.engines, self._homes
         own = {name for slot in homes for name in self._on_slot(names, slot)}
@@ -330,7 +350,7 @@ def assemble(root: Path) -> Assembly:
     started = TypeAdapter(EngineList).validate_python(read_json(folder.engines))
     tokenizer = load_tokenizer(started.model, trust_remote_code=config.trust_remote_code)
     prompts = load_prompts(config, as_chat=tokenizer.chat_template is not None)
-    described = describe_tools(config, run_folder=root) if config.replay is None else None
+    described = describe_tools(config, run_folder=root) if config.replay is None else {}
     return Assembly(folder, config, started, tokenizer, prompts, described)
 
 

@@ -13,7 +13,6 @@ from typing import Any
 from ycore.errors import DataError
 from ycore.types import Prompt
 
-LEAST = 0.1  # of its positions, those at which a prompt is drawn that never taught: the policy may have learned since
 _MEMORY = 0.5  # weight that a group keeps when the prompt's next one comes
 _PRIOR = 0.1  # groups that the first guess of a prompt counts for
 _SAME = 1e-6  # rewards nearer than this are the same, as in `sampling.can_teach`
@@ -45,12 +44,23 @@ class Curriculum:
     Args:
         seed: the run's.
         guesses: the chance of each row before its first group; None is 1 for all.
-        drop_after: a prompt is drawn no more once so many of its groups in a row were solved: every completion got the
-            highest reward that any group of the run got on average; 0 never drops one.
+        drop_after: a prompt is drawn no more once so many of its groups in a row were solved; 0 never drops one.
+        drop_at: a group is solved whose mean reward is this share of the highest mean of any group of the run; with 1
+            also all its completions must have it.
+        least: of its positions, those at which a prompt is drawn that never taught: the policy may have learned since.
     """
 
-    def __init__(self, *, seed: int, guesses: Sequence[float] | None = None, drop_after: int = 3) -> None:
+    def __init__(
+        self,
+        *,
+        seed: int,
+        guesses: Sequence[float] | None = None,
+        drop_after: int = 3,
+        drop_at: float = 1.0,
+        least: float = 0.1,
+    ) -> None:
         self._seed, self._guesses, self._drop_after = seed, guesses, drop_after
+        self._drop_at, self._least = drop_at, least
         self._seen: dict[int, _Seen] = {}
         self._best = float("-inf")
         self._news: list[Told] = []
@@ -67,7 +77,7 @@ class Curriculum:
         if self._drop_after and seen.solved >= self._drop_after:
             return 0.0
         guess = 1.0 if self._guesses is None else self._guesses[row]
-        return max(LEAST, (seen.taught + _PRIOR * guess) / (seen.groups + _PRIOR))
+        return max(self._least, (seen.taught + _PRIOR * guess) / (seen.groups + _PRIOR))
 
     def learn(self, told: Iterable[Told]) -> None:
         """From the groups that the ranks wrote in a round, in an order that all ranks share."""
@@ -77,7 +87,8 @@ class Curriculum:
             seen = self._seen.setdefault(row, _Seen())
             seen.taught = seen.taught * _MEMORY + chance
             seen.groups = seen.groups * _MEMORY + 1
-            seen.solved = seen.solved + 1 if chance == 0 and reward > self._best - _SAME else 0
+            solved = reward > self._best * (self._drop_at if self._best > 0 else 1) - _SAME
+            seen.solved = seen.solved + 1 if solved and (chance == 0 or self._drop_at < 1) else 0
 
     @property
     def num_dropped(self) -> int:

@@ -41,6 +41,9 @@ _AT_ONCE = 64  # prompts in flight where the engines' own limit is not known
 Table = npt.NDArray[np.float64]
 """A row for each prompt: what `_row` counts of its group."""
 
+Counted = npt.NDArray[np.float64]
+"""A number for each prompt."""
+
 
 # -- what is measured --------------------------------------------------------------------------------------------------
 
@@ -125,18 +128,41 @@ def figures(table: Table, config: RunConfig) -> dict[str, float]:
     parts |= {name: (values, ones) for name, values in passes.items()}
     if _votes(config.rewards, size):
         parts[f"majority@{size}"] = (vote, ones)
-    drawn = np.random.default_rng(0).integers(0, len(table), (BOOTSTRAPS, len(table)))
     measured: dict[str, float] = {}
     for name, (sums, counts) in parts.items():
-        if counts.sum() == 0:
-            continue
-        scored = counts[drawn].sum(axis=1)
-        means = sums[drawn].sum(axis=1)[scored > 0] / scored[scored > 0]
-        low, high = np.percentile(means, (2.5, 97.5))
-        measured |= {name: sums.sum() / counts.sum(), f"{name}/low": low, f"{name}/high": high}
+        measured |= with_interval(name, sums, counts)
     num = len(table) * size
     counted = {"mean_length": tokens.sum() / num, "cut_off": cut.sum() / num, "masked": num - table[:, 0].sum()}
     return {name: float(value) for name, value in {**measured, **counted}.items()}
+
+
+def with_interval(name: str, sums: Counted, counts: Counted) -> dict[str, float]:
+    """The mean over prompts of which each has a sum of so many values, with its interval; nothing without a value."""
+    if counts.sum() == 0:
+        return {}
+    drawn = np.random.default_rng(0).integers(0, len(sums), (BOOTSTRAPS, len(sums)))
+    scored = counts[drawn].sum(axis=1)
+    means = sums[drawn].sum(axis=1)[scored > 0] / scored[scored > 0]
+    low, high = np.percentile(means, (2.5, 97.5))
+    return {name: float(sums.sum() / counts.sum()), f"{name}/low": float(low), f"{name}/high": float(high)}
+
+
+def pair_figures(groups: Sequence[Group], config: RunConfig) -> dict[str, float]:
+    """`accuracy`: how often the better answer of a row has the higher reward, where equal ones count half; of each
+    source too, where there are several. A pair with a masked answer is left out, and counted in `masked`."""
+    weights = [reward.weight for reward in config.rewards]
+    pairs = {"accuracy": [[total_reward(scores, weights) for scores in group.scores_GR] for group in groups]}
+    for source, name in enumerate(reward_names(config.rewards) if len(weights) > 1 else ()):
+        pairs[f"accuracy/{name}"] = [[scores[source].value for scores in group.scores_GR] for group in groups]
+    measured: dict[str, float] = {}
+    for name, rewards in pairs.items():
+        known = [(better, worse) for better, worse in rewards if better is not None and worse is not None]
+        wins = np.array([(better > worse) + 0.5 * (better == worse) for better, worse in known])
+        measured |= with_interval(name, wins, np.ones(len(wins)))
+        if name == "accuracy":
+            equal = sum(better == worse for better, worse in known)
+            measured |= {"equal": equal / max(1, len(known)), "masked": float(len(rewards) - len(known))}
+    return measured
 
 
 # -- what follows from it ----------------------------------------------------------------------------------------------

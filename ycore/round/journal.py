@@ -126,6 +126,7 @@ class ReplayedRounds:
         self._run, self._folder = run, RunFolder(run).journal
         self._group_size, self._record = group_size, record
         self._journal = Journal(self._folder, rank=rank, world=world)
+        self.constraint_weights: list[float] | None = None
 
     def check(self, *, steps: int, steps_per_round: int) -> None:
         """Raise RunFolderError where the journal lacks a round, of any rank, that this run will need."""
@@ -150,6 +151,7 @@ class ReplayedRounds:
                 f"{num_groups} of {self._group_size}; leave --prompts-per-step and --group-size as they were"
             )
         record_again(found, self._record)
+        self.constraint_weights = found.state.get("constraint_weights")
         return groups
 
 

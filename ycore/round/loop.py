@@ -71,7 +71,7 @@ class RankLoop:
         self.turns = turns or OneTurn()
         self.surplus = Surplus(max_age=max_surplus_age)
         self.yields = Yield()
-        self.meter = RoundMeter(engines, peers, self.surplus)
+        self.meter = RoundMeter(engines, peers, self.surplus, rules.environments)
         self._share_weights = share_weights
         self._journal = journal
         self._besides: list[Scoring] = []  # of controllers beside this one, closed with it
@@ -146,7 +146,7 @@ class RankLoop:
         other.draws, other.rules, other.scoring = draws, rules, scoring
         other.record = lambda name, value: None
         other.surplus, other.yields = Surplus(max_age=0), Yield()
-        other.meter = RoundMeter(self.engines, self.peers, other.surplus)
+        other.meter = RoundMeter(self.engines, self.peers, other.surplus, other.rules.environments)
         other._journal, other._metrics = None, {}
         if scoring is not self.scoring:
             self._besides.append(scoring)
@@ -210,7 +210,8 @@ class RankLoop:
 
     def commit(self, step: int, groups: list[Group]) -> None:
         """Write the round to the journal before the optimizer sees it, and record its metrics."""
-        self.note_all(collect([self.meter, *self.scoring.meters, *self.turns.meters], self.peers.add_up))
+        held = [] if self.rules.constraints is None else [self.rules.constraints]
+        self.note_all(collect([self.meter, *self.scoring.meters, *self.turns.meters, *held], self.peers.add_up))
         self.note_all(self.meter.own_metrics(rate=self.yields.rate, syncs=self._share_weights is not None))
         metrics, self._metrics = self._metrics, {}
         for name, value in metrics.items():
@@ -231,6 +232,7 @@ class RankLoop:
             "surplus": [finished_to_json(item) for item in self.surplus.waiting],
             "placement": self.slots.state,
             "curriculum": None if self.draws.curriculum is None else self.draws.curriculum.state,
+            "constraint_weights": self.constraint_weights,
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -242,6 +244,21 @@ class RankLoop:
         self.slots.restore(state.get("placement"))  # absent from checkpoints of early versions
         if self.draws.curriculum is not None:
             self.draws.curriculum.restore(state.get("curriculum"))
+
+        weights = state.get("constraint_weights")  # absent from earlier versions, and from a run without constraints
+        if self.rules.constraints is not None and weights is not None:
+            self.rules.constraints.weights = list(weights)
+
+    @property
+    def constraint_weights(self) -> list[float] | None:
+        """Those that the last round is trained with; None without constraints."""
+        return None if self.rules.constraints is None else list(self.rules.constraints.weights)
+
+    def count(self, group: Group) -> None:
+        """Note what a group that was written and scored adds to the step's metrics."""
+        self.meter.count(group, self.rules.reward_weights)
+        if self.rules.constraints is not None:
+            self.rules.constraints.count(group)
 
     def learn_order(self, offers: Sequence[Offer]) -> None:
         """What the groups of all ranks tell of their prompts decides how often those come again."""

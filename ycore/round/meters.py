@@ -39,7 +39,10 @@ def collect(meters: Sequence[Meter], add_up: AddUp) -> dict[str, float]:
 class RoundMeter:
     """What this rank wrote and scored in the round that is under way, or in the last one."""
 
-    def __init__(self, engines: Sequence[Engine], peers: Peers, surplus: Sized) -> None:
+    def __init__(
+        self, engines: Sequence[Engine], peers: Peers, surplus: Sized, environments: Sequence[str] = ()
+    ) -> None:
+        self._environments = environments
         self._vllm = [engine for engine in engines if isinstance(engine, VllmEngine)]
         self._peers, self._surplus = peers, surplus
         self._bytes_reported, self._restarts_reported = peers.bytes_sent, 0
@@ -48,6 +51,7 @@ class RoundMeter:
     def begin(self) -> None:
         self.drawn = self.num_tokens = self.num_masked = 0
         self.rewards: list[float] = []
+        self.rewards_in: dict[str, list[float]] = {name: [] for name in self._environments}
         self.problems: Counter[str] = Counter()
         self.generate_s = self.seconds = 0.0
         self._began = time.perf_counter()
@@ -59,7 +63,10 @@ class RoundMeter:
         totals = [total_reward(scores_R, weights_R) for scores_R in group.scores_GR]
         self.num_tokens += group.num_written
         self.num_masked += totals.count(None)
-        self.rewards += [total for total in totals if total is not None]
+        known = [total for total in totals if total is not None]
+        self.rewards += known
+        if self._environments:
+            self.rewards_in[group.draw.prompt.columns["environment"]] += known
         self.problems.update(score.problem for scores_R in group.scores_GR for score in scores_R if score.problem)
 
     def end(self) -> None:
@@ -72,12 +79,15 @@ class RoundMeter:
         new_restarts, self._restarts_reported = restarts - self._restarts_reported, restarts
         reward_sum = math.fsum(self.rewards)  # exact, so that the order in which groups finish does not matter
         counts = (self.num_tokens, self.num_masked, self.drawn, len(self._surplus), moved, new_restarts)
-        return [reward_sum, len(self.rewards), *counts]
+        each = [count for one in self.rewards_in.values() for count in (math.fsum(one), len(one))]
+        return [reward_sum, len(self.rewards), *counts, *each]
 
     def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
-        reward_sum, num_scored, num_tokens, num_masked, drawn, surplus, moved, restarts = sums
+        reward_sum, num_scored, num_tokens, num_masked, drawn, surplus, moved, restarts, *each = sums
+        in_each = zip(self._environments, each[::2], each[1::2], strict=True)
         return {
             **({"ycore/reward": reward_sum / num_scored} if num_scored else {}),
+            **{f"ycore/reward/{name}": total / number for name, total, number in in_each if number},
             "ycore/tokens_per_s": num_tokens / self.seconds,
             "ycore/masked": num_masked,
             "ycore/sampling/drawn": drawn,
@@ -146,6 +156,7 @@ class JudgeMeter(RewardModelMeter):
         total = JudgeMeter(*sums)
         metrics = {**total.named("judge"), "ycore/judge/parse_failures": total.parse_failures}
         if total.pairs:
+            metrics["ycore/judge/pairs"] = total.pairs
             metrics["ycore/judge/position_bias"] = total.pairs_by_position / total.pairs
         return metrics
 

@@ -22,7 +22,7 @@ def regroup_states(states: Sequence[Mapping[str, Any]], *, world: int) -> list[d
     waiting = sorted((item for state in states for item in state["surplus"]), key=_position)
     placement = next((state["placement"] for state in states if state.get("placement") is not None), None)
     common = {"cursor": 0, "gaps": list(gaps), "start": start, "yield": first["yield"], "placement": placement}
-    common["curriculum"] = first.get("curriculum")  # the same on all ranks
+    common |= {name: first.get(name) for name in ("curriculum", "constraint_weights")}  # the same on all ranks
     return [{**common, "surplus": waiting[rank::world]} for rank in range(world)]
 
 

@@ -10,6 +10,7 @@ from typing import Any, Self
 
 from ycore.data.prompts import PromptOrder
 from ycore.errors import DataError
+from ycore.round.constraints import Constraints
 from ycore.round.curriculum import Curriculum
 from ycore.round.peers import Counts, Peers, Tally
 from ycore.types import Draw, Finished, Group, Prompt, Score
@@ -61,7 +62,9 @@ class Rules:
         teaches_alone: every scored completion teaches, whatever its group's others got (a critic, groups of one).
         greedy_baseline: also write and score each prompt's greedy completion, ReMax's baseline. It is not trained on.
         cost: what training on a group costs; ranks get about the same.
+        environments: names of several, whose rewards are told apart.
         num_prompts: prompts of the dataset; a round then draws no more than what is left to learn in them.
+        in_order: take groups as they were drawn, not as they end: then the draws do not depend on how long each takes.
         max_in_flight: groups that this rank's engines can write at once. More stay unclaimed, for a rank that is free.
     """
 
@@ -74,23 +77,45 @@ class Rules:
     greedy_baseline: bool = False
     cost: Cost = Cost()
     num_prompts: int | None = None
+    environments: tuple[str, ...] = ()
+    constraints: Constraints | None = None
+    in_order: bool = False
     max_in_flight: int | None = None
 
 
 def total_reward(scores_R: Sequence[Score], weights_R: Sequence[float]) -> float | None:
-    """The weighted sum over the reward sources that gave a value; None when none did."""
-    known = [weight * score.value for weight, score in zip(weights_R, scores_R, strict=True) if score.value is not None]
+    """The weighted sum over the reward sources that gave a value; None when none did.
+
+    A source of weight 0 is measured only: it is no reward where the others gave none, unless there are no others.
+    """
+    counted = [place for place, weight in enumerate(weights_R) if weight] or range(len(weights_R))
+    known = [weights_R[place] * value for place in counted if (value := scores_R[place].value) is not None]
     return sum(known) if known else None
 
 
-def can_teach(group: Group, weights_R: Sequence[float], *, alone: bool = False, tolerance: float = TOLERANCE) -> bool:
+def compared_rewards(
+    group: Group, weights_R: Sequence[float], constraints: Constraints | None = None
+) -> list[float | None]:
+    """Of each completion, as it is compared with the others of its group; None where nothing could score it."""
+    totals = [total_reward(scores_R, weights_R) for scores_R in group.scores_GR]
+    return totals if constraints is None else constraints.compared(totals, group.scores_GR)
+
+
+def can_teach(
+    group: Group,
+    weights_R: Sequence[float],
+    *,
+    alone: bool = False,
+    tolerance: float = TOLERANCE,
+    constraints: Constraints | None = None,
+) -> bool:
     """Whether any advantage of the group differs from zero (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2).
 
     That takes two scored completions whose rewards differ by more than `tolerance`. Where the prompt's greedy
     completion is the baseline (ReMax), one completion whose reward differs from the baseline's is enough. With `alone`
     (`Rules.teaches_alone`) one scored completion is enough. Rewards of turns that differ teach too.
     """
-    totals = [total_reward(scores_R, weights_R) for scores_R in group.scores_GR]
+    totals = compared_rewards(group, weights_R, constraints)
     known = [total for total in totals if total is not None]
     if group.greedy_scores_R is not None:
         baseline = total_reward(group.greedy_scores_R, weights_R)

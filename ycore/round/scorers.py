@@ -5,7 +5,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -78,7 +78,8 @@ def build_scoring(
 
     `started` are the engines of judges and reward models. `policy` is what `reference_probability` asks.
     """
-    names, models = reward_names(config.rewards), {source: one for one in started for source in one.sources}
+    names = reward_names(config.rewards)
+    ensembles = [[one for one in started if source in one.sources] for source in range(len(names))]
     rules = [source for source, spec in enumerate(config.rewards) if is_rule(spec) and not is_reference(spec)]
     judges, reward_models, teachers, code = JudgeMeter(), RewardModelMeter(), TeacherMeter(), CodeMeter()
     scorers: list[tuple[Sequence[int], Scorer]] = []
@@ -89,10 +90,9 @@ def build_scoring(
         scorers.append((rules, RuleScorer(pool)))
         meters.append(WorkerMeter(lambda: pool.restarts, NUMBERS[pool.level]))
     for source, spec in enumerate(config.rewards):
-        model = models.get(source)
-        tokenizer: PreTrainedTokenizerBase | None = None
-        if model is not None:
-            tokenizer = AutoTokenizer.from_pretrained(model.model, trust_remote_code=config.trust_remote_code)
+        trusts = config.trust_remote_code
+        tokenizers = [AutoTokenizer.from_pretrained(one.model, trust_remote_code=trusts) for one in ensembles[source]]
+        model, tokenizer = next(iter(ensembles[source]), None), next(iter(tokenizers), None)
         if is_judge(spec):
             judge = judge_of(spec)
             engines: Sequence[JudgeEngine]
@@ -104,16 +104,15 @@ def build_scoring(
             text = text_of(spec)
             one: Scorer = JudgeScorer(names[source], questioner, engines, meter=judges, seed=config.seed, text_of=text)
         elif is_reward_model(spec):
-            assert model is not None and tokenizer is not None, "the launcher starts every reward model"
-            one = RewardModelScorer(
-                names[source],
-                reward_model_of(spec),
-                scorer_servers(config, folder, model, VllmRewardModel),
-                encode=reward_model_encoder(tokenizer),
-                max_model_len=model.max_model_len,
-                meter=reward_models,
-                text_of=text_of(spec),
-            )
+            assert model is not None, "the launcher starts every reward model"
+            members = [
+                Member(
+                    scorer_servers(config, folder, one, VllmRewardModel), reward_model_encoder(own), one.max_model_len
+                )
+                for one, own in zip(ensembles[source], tokenizers, strict=True)
+            ]
+            text = text_of(spec)
+            one = RewardModelScorer(names[source], reward_model_of(spec), members, meter=reward_models, text_of=text)
         elif is_teacher(spec):
             assert model is not None, "the launcher starts every teacher"
             servers = scorer_servers(config, folder, model, VllmTeacher)
@@ -200,32 +199,42 @@ def reward_model_encoder(tokenizer: PreTrainedTokenizerBase) -> Callable[[Prompt
     return encode
 
 
+class Member(NamedTuple):
+    """A model of an ensemble; its `engines` are slot by slot."""
+
+    engines: Sequence[VllmRewardModel]
+    encode: Callable[[Prompt, str], list[int]]
+    max_model_len: int
+
+
 @dataclass(eq=False)
 class RewardModelScorer(Scorer):
-    """One reward model, asked for a number as each completion ends. `engines` are slot by slot."""
+    """A reward model, or several that are combined, asked for a number as each completion ends."""
 
     name: str
     reward_model: RewardModel
-    engines: Sequence[VllmRewardModel]
+    members: Sequence[Member]
     _: KW_ONLY
-    encode: Callable[[Prompt, str], list[int]]
-    max_model_len: int
     meter: RewardModelMeter
     text_of: TextOf = plain_text
 
+    def __post_init__(self) -> None:
+        self.engines = [engine for member in self.members for engine in member.engines]
+
     async def score_one(self, writing: Writing, index: int) -> Score:
         completion = await writing.tasks_G[index]
-        token_ids = self.encode(writing.draw.prompt, self.text_of(completion))
-        if len(token_ids) > self.max_model_len:
+        text, prompt = self.text_of(completion), writing.draw.prompt
+        asked = [(member, member.encode(prompt, text)) for member in self.members]
+        if any(len(token_ids) > member.max_model_len for member, token_ids in asked):
             return self._masked("longer than its context")
         async with writing.turn(REWARD_MODEL) as slot:
             started = time.perf_counter()
-            logit = await slot.pick(self.engines).logit(token_ids)
-            slot.num_tokens = len(token_ids)
-        self.meter.count(seconds=time.perf_counter() - started, tokens=len(token_ids))
-        if not math.isfinite(logit):
+            logits = await together([slot.pick(member.engines).logit(token_ids) for member, token_ids in asked])
+            slot.num_tokens = sum(len(token_ids) for _, token_ids in asked)
+        self.meter.count(seconds=time.perf_counter() - started, tokens=slot.num_tokens)
+        if not all(map(math.isfinite, logits)):
             return self._masked("its answer is no finite number")
-        return Score(self.reward_model.reward(logit))
+        return Score(self.reward_model.reward(*logits))
 
     def _masked(self, why: str) -> Score:
         return Score(None, problem=f"reward model {self.name}: {why}")

@@ -110,11 +110,14 @@ class RuleScorer(Scorer):
     async def score(self, writing: Writing) -> list[list[Score]]:
         draw, completions = writing.draw, await writing.all()
         size = len(completions)
+        columns = {name: [value] * size for name, value in draw.prompt.columns.items()}
+        if any(completion.world is not None for completion in completions):
+            columns["environments"] = [completion.world for completion in completions]
         return await self._pool.score(
             [draw.prompt.content] * size,
             [completion.messages if draw.prompt.is_chat else completion.text for completion in completions],
             [list(completion.token_ids) for completion in completions],
-            {name: [value] * size for name, value in draw.prompt.columns.items()},
+            columns,
             step=writing.step,
         )
 

@@ -34,10 +34,14 @@ class Sleeper(Protocol):
 
 
 class Turn(int):
-    """The slot's number. Its holder sets `num_tokens`, the answer's tokens, for the measured speed and the trace."""
+    """The slot's number. Its holder sets `num_tokens`, the answer's tokens, for the measured speed and the trace.
+
+    `seed`, in the trace too, tells which completion's turn it was (`completion_seed`).
+    """
 
     num_slots: int = 1
     num_tokens: int = 0
+    seed: int | None = None
 
     def pick(self, engines: Sequence[E]) -> E:
         """Of one model's engines, slot by slot: that of this slot; of several there, the one least busy with us."""
@@ -117,6 +121,7 @@ class Slots:
         now = time.perf_counter()
         self._tell(["ended", request, float(turn.num_tokens or 1)])
         details = {"request": request, "tokens": turn.num_tokens, "waited_s": round(began - asked, 6)}
+        details |= {} if turn.seed is None else {"seed": turn.seed}
         self._record(role, turn, began, now, **details, asked_by=self._rank)
 
     def begin_phase(self, name: str) -> None:

@@ -14,7 +14,7 @@ from ycore.placement.placement import ROLLOUT
 from ycore.round.curriculum import lesson_of
 from ycore.round.loop import RankLoop
 from ycore.round.peers import Offer, deal_groups
-from ycore.round.sampling import Quota, can_teach, total_reward
+from ycore.round.sampling import Quota, can_teach, compared_rewards
 from ycore.round.scoring import Writing
 from ycore.round.tasks import ending, next_finished, together
 from ycore.round.turns import Start
@@ -65,16 +65,20 @@ class Controller(RankLoop):
             The groups that this rank finished, in the order of their draws.
         """
         quota = await Quota.open(self.rules, self.yields, self.peers, need=need, ready=ready)
-        writing: set[asyncio.Task[Finished]] = set()
+        writing: list[asyncio.Task[Finished]] = []  # in the order of their draws
         finished: list[Finished] = []
         async with ending(writing):
             while (num_new := await quota.claim(num_writing=len(writing))) is not None:
                 self.meter.drawn += num_new
                 for _ in range(num_new):
-                    writing.add(asyncio.create_task(self.group(self.draws.draw(), step=step)))
-                for item in await next_finished(writing, quota.news(num_writing=len(writing))):
-                    await quota.finish(item)
-                    finished.append(item)
+                    writing.append(asyncio.create_task(self.group(self.draws.draw(), step=step)))
+                # In order, what is drawn next follows from the groups drawn before, and not from which ends first.
+                awaited = writing[:1] if self.rules.in_order else writing
+                done = await next_finished(awaited, quota.news(num_writing=len(writing)))
+                writing[:] = [task for task in writing if task not in done]
+                for task in done:
+                    await quota.finish(task.result())
+                    finished.append(task.result())
         return sorted(finished, key=lambda item: item.group.draw.position)
 
     async def group(self, draw: Draw, *, step: int) -> Finished:
@@ -95,9 +99,10 @@ class Controller(RankLoop):
             tuple(tuple(scores_R) for scores_R in scores_GR),
             greedy_scores_R=tuple(baseline[0][0]) if baseline else None,
         )
-        self.meter.count(group, rules.reward_weights)
-        teaches = can_teach(group, rules.reward_weights, alone=rules.teaches_alone)
-        return Finished(group, teaches, lesson_of([total_reward(one, rules.reward_weights) for one in group.scores_GR]))
+        self.count(group)
+        weights, constraints = rules.reward_weights, rules.constraints
+        teaches = can_teach(group, weights, alone=rules.teaches_alone, constraints=constraints)
+        return Finished(group, teaches, lesson_of(compared_rewards(group, weights, constraints)))
 
     async def complete(self, start: Start, index: int, *, greedy: bool = False) -> Completion:
         """One completion. Each of the policy's turns is one request, whose seed does not depend on who answers it."""
@@ -113,7 +118,7 @@ class Controller(RankLoop):
         limit = {} if max_tokens is None else {"max_tokens": max_tokens}
         async with self.slots.turn(ROLLOUT) as slot:
             written = await slot.pick(self.engines).complete(token_ids, seed, greedy=greedy, **limit)
-            slot.num_tokens = len(written.token_ids)
+            slot.num_tokens, slot.seed = len(written.token_ids), seed
         return written
 
     def deal(self, finished: Sequence[Finished], num_groups: int) -> list[Group]:

@@ -26,16 +26,15 @@ async def together(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
         return await asyncio.gather(*tasks)
 
 
-async def next_finished(tasks: set[asyncio.Task[T]], news: Coroutine[Any, Any, None]) -> list[T]:
-    """Wait for the next results, take their tasks out of `tasks`, and return them; none where `news` came first."""
+async def next_finished(tasks: Collection[asyncio.Task[T]], news: Coroutine[Any, Any, None]) -> list[asyncio.Task[T]]:
+    """Wait for the next results, and return the tasks that have them; none where `news` came first."""
     told = asyncio.create_task(news)
     async with ending([told]):
         await asyncio.wait([*tasks, told], return_when=asyncio.FIRST_COMPLETED)
     if told.done() and not told.cancelled():
         told.result()
-    done = {task for task in tasks if task.done()}
-    tasks -= done
+    done = [task for task in tasks if task.done()]
     errors = [error for task in done if (error := task.exception()) is not None]
     if errors:  # every exception is retrieved, so that asyncio warns of none; the first is raised
         raise errors[0]
-    return [task.result() for task in done]
+    return done

@@ -4,7 +4,7 @@ A completion holds a slot only while an engine writes. While tools or an environ
 """
 
 import time
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Protocol
 
@@ -48,6 +48,14 @@ class OneTurn:
 
     async def close(self) -> None:
         pass
+
+
+class GivenPairs(OneTurn):
+    """Nobody writes: the completions are a row's better answer and then its worse one."""
+
+    async def play(self, start: Start, index: int, write: Write, *, seed: int) -> Completion:
+        text = str(start.draw.prompt.columns[("chosen", "rejected")[index]])
+        return Completion(tuple(text.encode()), None, text, "stop", 0)
 
 
 @dataclass
@@ -105,14 +113,16 @@ class Turns(OneTurn):
     """With tools or an environment: turn by turn, until the policy asks nothing more, or something is used up.
 
     Args:
+        dialogue_of: how the policy talks in a prompt's environment.
         max_turns: turns of the policy. `max_tokens`: of a completion, whoever wrote them. `turn_tokens`: of one turn.
         max_prompt_tokens: a prompt that what the environment said makes longer is not used.
         pays, pays_turns: whether the environment is asked for a reward, at the end and after each turn.
+        shows: whether a reward function may look at its attributes.
     """
 
     def __init__(
         self,
-        dialogue: Dialogue,
+        dialogue_of: Callable[[Prompt], Dialogue],
         pool: ToolPool,
         *,
         max_turns: int,
@@ -121,10 +131,12 @@ class Turns(OneTurn):
         max_prompt_tokens: int,
         pays: bool,
         pays_turns: bool = False,
+        shows: bool = False,
     ) -> None:
         self.meter = TurnMeter()
         self.meters = [self.meter]
-        self._dialogue, self._pool, self._pays, self._pays_turns = dialogue, pool, pays, pays_turns
+        self._dialogue_of, self._pool = dialogue_of, pool
+        self._pays, self._pays_turns, self._shows = pays, pays_turns, shows
         self._max_turns, self._max_tokens, self._turn_tokens = max_turns, max_tokens, turn_tokens or max_tokens
         self._max_prompt_tokens = max_prompt_tokens
 
@@ -135,7 +147,7 @@ class Turns(OneTurn):
         if said is None:
             return Start(draw, draw.prompt)
         content = said_after(draw.prompt, said)
-        token_ids = self._dialogue.prompt_ids(content)
+        token_ids = self._dialogue_of(draw.prompt).prompt_ids(content)
         if len(token_ids) > self._max_prompt_tokens:
             return Start(draw, draw.prompt)  # what its environments say is then not what the policy reads
         return Start(
@@ -143,7 +155,7 @@ class Turns(OneTurn):
         )
 
     async def play(self, start: Start, index: int, write: Write, *, seed: int) -> Completion:
-        position = start.draw.position
+        position, dialogue = start.draw.position, self._dialogue_of(start.prompt)
         async with Episode(self._pool, start.prompt, position=position, index=index) as episode:
             if await episode.begin() != start.said:
                 episode.lose("reset said another thing than the prompt has, or more than fits into it")
@@ -151,16 +163,16 @@ class Turns(OneTurn):
             for number in range(self._max_turns):
                 turn_seed = completion_seed(seed, position, index, number)
                 part = await write(talk.token_ids, turn_seed, max_tokens=min(self._turn_tokens, talk.room))
-                message, calls = self._dialogue.read(part.token_ids, part.text, prefix=talk.token_ids)
+                message, calls = dialogue.read(part.token_ids, part.text, prefix=talk.token_ids)
                 talk.add(part, message)
                 if part.finish_reason != "stop":
                     break  # a call that was cut off is not asked
-                if not calls and not self._dialogue.takes_text:
+                if not calls and not dialogue.takes_text:
                     break
                 is_last = number + 1 == self._max_turns
                 place = talk.num_turns
                 try:
-                    goes_on = await self._answer(talk, episode, part.text, calls, is_last=is_last)
+                    goes_on = await _answer(talk, episode, dialogue, part.text, calls, is_last=is_last)
                     if self._pays_turns:
                         talk.pay(place, await episode.turn_reward())
                 except OutOfTime:
@@ -169,34 +181,38 @@ class Turns(OneTurn):
                 if not goes_on:
                     break
             earned = await episode.reward() if self._pays else None
-        completion = talk.completion(earned)
+            world = await episode.attributes() if self._shows else None
+        completion = replace(talk.completion(earned), world=world)
         self.meter.count(completion)
         return completion
 
-    async def _answer(self, talk: "Talk", episode: Episode, text: str, calls: Sequence[Call], *, is_last: bool) -> bool:
-        """Ask tools or the environment, and add what they answer; whether the policy has another turn.
-
-        The calls of a last turn are not asked, as in TRL. An environment that takes text gets the last one too.
-        """
-        began = time.perf_counter()
-        answers: list[Answer]
-        if self._dialogue.takes_text:
-            answer = await episode.step(text)
-            if answer is None:
-                return False
-            answers = [answer]
-        else:
-            answers = [] if is_last else [await _asked(episode, call) for call in calls]
-        if is_last:
-            talk.ended = "turns"
-            return False
-        messages = self._dialogue.answers(calls or [Call("step", {})], answers)
-        failures = sum(answer.failed for answer in answers)
-        turn = Turn(False, 0, tuple(messages), len(answers), failures, seconds=time.perf_counter() - began)
-        return talk.add_answer(turn, self._dialogue.answer_ids(messages))
-
     async def close(self) -> None:
         await self._pool.close()
+
+
+async def _answer(
+    talk: "Talk", episode: Episode, dialogue: Dialogue, text: str, calls: Sequence[Call], *, is_last: bool
+) -> bool:
+    """Ask tools or the environment, and add what they answer; whether the policy has another turn.
+
+    The calls of a last turn are not asked, as in TRL. An environment that takes text gets the last one too.
+    """
+    began = time.perf_counter()
+    answers: list[Answer]
+    if dialogue.takes_text:
+        answer = await episode.step(text)
+        if answer is None:
+            return False
+        answers = [answer]
+    else:
+        answers = [] if is_last else [await _asked(episode, call) for call in calls]
+    if is_last:
+        talk.ended = "turns"
+        return False
+    messages = dialogue.answers(calls or [Call("step", {})], answers)
+    failures = sum(answer.failed for answer in answers)
+    turn = Turn(False, 0, tuple(messages), len(answers), failures, seconds=time.perf_counter() - began)
+    return talk.add_answer(turn, dialogue.answer_ids(messages))
 
 
 async def _asked(episode: Episode, call: Call) -> Answer:

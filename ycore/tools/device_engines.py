@@ -12,6 +12,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -20,9 +21,10 @@ from transformers import AutoModelForCausalLM
 
 from ycore.engine import Sampling
 from ycore.engine.commands import EngineSpec
+from ycore.engine.shared_bucket import Source
 from ycore.engine.sleeping import SleepingEngine
 from ycore.engine.vllm_engine import VllmEngine
-from ycore.engine.weights import write_weights
+from ycore.engine.weights import engine_weights, note_weights, write_weights
 from ycore.errors import RunError
 from ycore.launch.engine_watch import EngineWatch, LiveEngine
 from ycore.launch.gpus import Gpu, ask_driver, visible_gpus
@@ -55,7 +57,7 @@ def engines(folder: Path) -> str:
         held = None if before is None else before - (_free_gib() or 0.0)
         weights = run.shared_memory
         write_weights(policy, weights, dtype=torch.float32, version=1)
-        asyncio.run(_sleep_and_wake(spec, weights, held, said))
+        asyncio.run(_sleep_and_wake(spec, weights, policy, held, said))
         beside = _start(run, second)
         said.append("a second engine started beside one asleep")
         for engine in (first, beside):
@@ -68,12 +70,26 @@ def engines(folder: Path) -> str:
     return "; ".join(said)
 
 
-async def _sleep_and_wake(spec: EngineSpec, weights: Path, held: float | None, said: list[str]) -> None:
-    """Tokens after each sleep are those of before; asleep, another process may have the memory. It is left asleep.
+async def _sleep_and_wake(
+    spec: EngineSpec, weights: Path, policy: torch.nn.Module, held: float | None, said: list[str]
+) -> None:
+    """Tokens after each sleep are those of before, with weights from files and from this process's memory; asleep,
+    another process may have the memory. It is left asleep.
 
     `held`: GiB of the device that the engine holds awake; None where the driver does not say.
     """
     engine = _client(spec)
+
+    async def checked(level: int, sleeper: SleepingEngine) -> None:
+        began, awake, freed = time.perf_counter(), _free_gib(), ""
+        await sleeper.sleep()
+        if held is not None and awake is not None:
+            freed = _check_freed(level, held, (_free_gib() or 0.0) - awake)
+        await sleeper.wake()
+        said.append(f"level {level}: asleep and awake in {time.perf_counter() - began:.1f} s{freed}")
+        if await _tokens(engine) != expected:
+            raise RunError(f"after a sleep at level {level} the same requests give other tokens")
+
     try:
         began = time.perf_counter()
         await engine.load_weights(weights, 1)
@@ -81,15 +97,15 @@ async def _sleep_and_wake(spec: EngineSpec, weights: Path, held: float | None, s
         expected = await _tokens(engine)
         keeping = SleepingEngine(engine, levels=_Always(KEEP))
         assert engine.sleeper is not None
-        for level, sleeper in ((1, keeping), (2, engine.sleeper)):
-            began, awake, freed = time.perf_counter(), _free_gib(), ""
-            await sleeper.sleep()
-            if held is not None and awake is not None:
-                freed = _check_freed(level, held, (_free_gib() or 0.0) - awake)
-            await sleeper.wake()
-            said.append(f"level {level}: asleep and awake in {time.perf_counter() - began:.1f} s{freed}")
-            if await _tokens(engine) != expected:
-                raise RunError(f"after a sleep at level {level} the same requests give other tokens")
+        await checked(1, keeping)
+        await checked(2, engine.sleeper)
+        device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+        note_weights(policy.to(device), weights / "noted", dtype=torch.float32, version=2)
+        engine.source = Source(partial(engine_weights, policy, dtype=torch.float32), device)
+        began = time.perf_counter()
+        await engine.load_weights(weights / "noted", 2)
+        said.append(f"from this process's memory, loaded and proved in {time.perf_counter() - began:.2f} s")
+        await checked(2, engine.sleeper)
         await engine.sleeper.sleep()
     finally:
         await engine.close()

@@ -11,7 +11,9 @@ import resource
 import subprocess
 import sys
 import time
+from collections import deque
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +22,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from ycore.engine.shared_bucket import Bucket, Source
 from ycore.engine.weight_proof import tensor_sums
 from ycore.engine.weights import copied_to_host, engine_weights, write_weights
 from ycore.errors import RunError
@@ -45,6 +48,12 @@ _GROUP, _PROMPT_SHARE = 8, 8  # completions of a row's prompt, and which part of
 _MEANS_WITHIN = 0.01  # nats a token, in bfloat16
 _LARGEST_GAP = 0.1  # nats a token; 0.04 was seen with bfloat16 on both sides
 _GROWN_GIB = 1.25  # of the plan
+_OPEN = """
+import sys, torch
+from ycore.engine.shared_bucket import opened
+handle, num_bytes, device = sys.argv[1:]
+print(len(opened(handle, int(num_bytes), torch.device(device, 0)).clone()))
+"""
 
 
 def device(folder: Path) -> str:
@@ -186,6 +195,12 @@ def sync(folder: Path) -> str:
         _, wait = copied_to_host(weight)
         wait()
 
+    def opened() -> None:
+        command = [sys.executable, "-P", "-c", _OPEN, bucket.handle, str(bucket.num_bytes), policy.device.type]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+        if done.returncode != 0 or int(done.stdout) != bucket.num_bytes:
+            raise RunError(f"another process cannot open the bucket: {done.stderr.strip().rpartition(chr(10))[2]}")
+
     stages = {
         "merged and cast": each(lambda weight: None),
         "and summed": each(tensor_sums),
@@ -195,6 +210,11 @@ def sync(folder: Path) -> str:
     num_bytes = sum(weight.nbytes for _, weight in engine_weights(policy, dtype=torch.bfloat16))
     try:
         words = [f"{name} {num_bytes / 1e9 / _best(work):.2f} GB/s" for name, work in stages.items()]
+        walk = partial(engine_weights, policy, dtype=torch.bfloat16)
+        bucket = Bucket(Source(walk, policy.device), {}, target / "bucket")
+        words.append(f"all, into a bucket {num_bytes / 1e9 / _best(lambda: deque(bucket.fill(), 0)):.2f} GB/s")
+        opened()
+        words[-1] += ", which another process opened"
     finally:
         for file in target.glob("*"):
             file.unlink()

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from ycore.round.held_out import BOOTSTRAPS, RIGHT_FROM
+from ycore.round.held_out import RIGHT_FROM, with_interval
 from ycore.round.sampling import total_reward
 from ycore.run.files import write_bytes_atomic
 from ycore.trainer.evaluator import mean
@@ -61,11 +61,7 @@ def difference(first: Mapping[int, Answered], other: Mapping[int, Answered]) -> 
         ],
         "pass@1": [other[row].right - first[row].right for row in rows],
     }.items():
-        if not values:
-            continue
-        drawn = np.random.default_rng(0).integers(0, len(values), (BOOTSTRAPS, len(values)))
-        low, high = np.percentile(np.array(values)[drawn].mean(axis=1), (2.5, 97.5))
-        found |= {name: float(np.mean(values)), f"{name}/low": float(low), f"{name}/high": float(high)}
+        found |= with_interval(name, np.array(values), np.ones(len(values)))
     return found
 
 

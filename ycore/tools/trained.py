@@ -175,7 +175,7 @@ def card(run: Path, *, repo: str, has_curve: bool) -> str:
     parts = [
         f"---\n{yaml.safe_dump(head)}---",
         f"# {repo.rpartition('/')[2]}",
-        f"`{config['model']}` trained with {method} on `{config['dataset']}`{by}, by ycore.",
+        f"`{config['model']}` trained with {method} on `{config['dataset'] or config['env'][0]}`{by}, by ycore.",
         "![the run's curve](curve.png)" if has_curve else "",
         _measured(summary),
         f"## Use\n\n```sh\nycore chat {repo}\n```",

@@ -1,5 +1,7 @@
 """`python -m ycore.trainer.evaluator RUN_FOLDER`: complete every prompt, score as training would, write the figures.
 
+With `pairs` the completions are the rows' own, and the figures are of who scores them.
+
 It leaves `eval.json` (the figures) and `completions.jsonl` (every completion with its rewards) in the run folder.
 """
 
@@ -10,7 +12,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
-from ycore.round.held_out import figures, table_of
+from ycore.round.held_out import figures, pair_figures, table_of
 from ycore.run.files import sync, write_json_atomic
 from ycore.run.metrics import MetricsWriter
 from ycore.run.reports import on_stop, run_alone
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
     from ycore.round.assemble import Assembly
     from ycore.round.step import Controller
 
+_OF_PAIRS = ("pairs", "position_bias")
 _PROMPTS_AT_ONCE = 64  # enough to keep the engines busy, few enough to hold
 
 
@@ -28,7 +31,11 @@ def _evaluate(root: Path) -> None:
     from ycore.round.assemble import assemble
 
     parts = assemble(root)
-    controller = parts.controller(open_engines(parts, None if parts.started.kind == "vllm" else load_policy(parts)))
+    pairs = parts.config.pairs
+    local = pairs or parts.started.kind == "vllm"
+    controller = parts.controller([] if pairs else open_engines(parts, None if local else load_policy(parts)))
+    judged: list[tuple[str, float]] = []
+    controller.record = lambda name, value: judged.append((name, value))
     on_stop(controller.stop.set)
     try:
         controller.start(timeout_s=parts.config.engine.start_timeout_s)
@@ -36,8 +43,19 @@ def _evaluate(root: Path) -> None:
         groups = _all_groups(controller, len(parts.prompts.prompts), parts.folder.metrics, root / "completions.jsonl")
     finally:
         controller.close()
-    sizes = {"num_prompts": len(groups), "num_samples": parts.config.num_samples}
-    write_json_atomic(root / "eval.json", sizes | figures(table_of(groups, parts.config), parts.config))
+    if pairs:
+        found = {"num_pairs": len(groups)} | pair_figures(groups, parts.config) | _position_bias(judged)
+    else:
+        sizes = {"num_prompts": len(groups), "num_samples": parts.config.num_samples}
+        found = sizes | figures(table_of(groups, parts.config), parts.config)
+    write_json_atomic(root / "eval.json", found)
+
+
+def _position_bias(judged: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Of all rounds: the share of the pairs in which a judge preferred the same position in both orders."""
+    counts, shares = ([value for name, value in judged if name == f"ycore/judge/{key}"] for key in _OF_PAIRS)
+    followed = sum(count * share for count, share in zip(counts, shares, strict=True))
+    return {"position_bias": followed / sum(counts)} if counts else {}
 
 
 def load_policy(parts: "Assembly") -> Any:
@@ -58,7 +76,7 @@ def open_engines(parts: "Assembly", model: Any) -> "list[Engine]":
     from ycore.engine.transformers_engine import TransformersEngine
 
     if parts.started.kind == "vllm":
-        return parts.vllm_engines()
+        return [*parts.vllm_engines()]
     return [TransformersEngine(model, parts.tokenizer, parts.sampling())]
 
 

@@ -11,6 +11,7 @@ from contextlib import contextmanager
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
 from ycore.plan.preflight_verdict import NUM_PROMPTS, JudgeCount, Measurements, PromptCount, TemplateCheck
@@ -21,6 +22,7 @@ from ycore.trainer.evaluator import load_policy, mean, open_engines
 from ycore.types import Completion, Group, Message, Prompt
 
 if TYPE_CHECKING:
+    from ycore.config.schema import RunConfig
     from ycore.round.assemble import Assembly
     from ycore.round.step import Controller
 
@@ -128,19 +130,28 @@ class Preflight:
 
     def _gaps(self, controller: "Controller", groups: Sequence[Group]) -> dict[str, Any]:
         """Engine against trainer: on the first weights, after a sync of changed ones, and without that sync."""
-        gap = self._gap(groups)
+        gaps = self._log_ratios(groups)
         with _sharpened(self._model):
             after = controller.next_round(step=1, num_groups=min(_SYNC_PROMPTS, len(self._prompts)))
             synced = self._gap(after)
-        return {"logprob_gap": gap, "sync_gap": synced, "stale_gap": self._gap(after)}
+        return {
+            "logprob_gap": mean(map(abs, gaps)),
+            "gap_spread": stdev(gaps) if len(gaps) > 1 else 0.0,
+            "weight_limit": weight_limit(self._parts.config),
+            "sync_gap": synced,
+            "stale_gap": self._gap(after),
+        }
 
     def _gap(self, groups: Sequence[Group]) -> float | None:
-        """Mean absolute difference, in nats, of the engine's log-probabilities and the model's."""
+        return mean(map(abs, self._log_ratios(groups)))
+
+    def _log_ratios(self, groups: Sequence[Group]) -> list[float]:
+        """Of some tokens, the model's log-probability less the engine's."""
         pairs = [(group.prompt_ids(completion), completion) for group in groups for completion in group.completions]
         pairs = [pair for pair in pairs if not any(turn.begins for turn in pair[1].turns)]
         temperature = float(self._parts.config.trl.get("temperature", 1.0)) or 1.0
-        return mean(
-            abs(engine - computed)
+        return [
+            computed - engine
             for prompt_ids, completion in pairs[:: max(1, len(pairs) // _SCORED)][:_SCORED]
             for engine, computed, by_policy in zip(
                 completion.logprobs or (),
@@ -149,7 +160,17 @@ class Preflight:
                 strict=False,
             )
             if by_policy
-        )
+        ]
+
+
+def weight_limit(config: "RunConfig") -> float | None:
+    """Of TRL's `sequence_mask`, which leaves out whole completions and is its default; None where it does not act."""
+    trl, masks = config.trl, config.trust_region in ("clip", "clip-completion") and config.loss_from == "grpo"
+    mode = trl.get("vllm_importance_sampling_mode", "sequence_mask")
+    if not masks or mode != "sequence_mask" or not trl.get("vllm_importance_sampling_correction", True):
+        return None
+    limit = trl.get("vllm_importance_sampling_clip_max", 3.0)
+    return None if limit is None else float(limit)
 
 
 def of_groups(groups: Sequence[Group], *, weights: Sequence[float], names: Sequence[str]) -> dict[str, Any]:

@@ -1,12 +1,14 @@
 """A run that learns from rollouts: rounds by its engines, or read from another run's journal."""
 
 import random
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 from ycore.engine import Engine
+from ycore.engine.shared_bucket import Source
 from ycore.engine.transformers_engine import TransformersEngine
-from ycore.engine.weights import write_adapters, write_weights
+from ycore.engine.weights import engine_weights, note_weights, write_adapters, write_weights
 from ycore.environments.agent_pool import agent_files
 from ycore.round.assemble import Assembly
 from ycore.round.journal import Journal, ReplayedRounds
@@ -87,17 +89,24 @@ class RolloutRun(TrainingRun):
     def _engines(self) -> list[Engine]:
         """The engines of the machine; or the model in training."""
         if self._parts.started.kind == "vllm":
-            return self._parts.vllm_engines()
+            engines = self._parts.vllm_engines()
+            if self._parts.config.engine.sync == "ipc":
+                walk = partial(engine_weights, self.trainer.bare_model, dtype=compute_dtype(self.config))
+                for engine in engines:
+                    engine.source = Source(walk, self.trainer.accelerator.device)
+            return [*engines]
         return [TransformersEngine(self.trainer.bare_model, self._parts.tokenizer, self._parts.sampling())]
 
     def _share_weights(self, version: int) -> Path:
         """Write the policy's weights for the engines: the first rank of a machine does, and the others wait."""
         folder, accelerator = self._parts.folder.shared_memory, self.trainer.accelerator
         model, dtype, writes = self.trainer.bare_model, compute_dtype(self.config), accelerator.is_local_main_process
-        if self._parts.config.engine.sync == "merged":
+        how = self._parts.config.engine.sync
+        if how == "merged":
             num_bytes = write_weights(model, folder, dtype=dtype, writes=writes, version=version)
         else:
-            num_bytes = write_adapters(model, folder, dtype=dtype, version=version) if writes else 0
+            write = note_weights if how == "ipc" else write_adapters
+            num_bytes = write(model, folder, dtype=dtype, version=version) if writes else 0
         accelerator.wait_for_everyone()
         if version > 0:  # the first weights are sent before the first step begins
             self.trainer.record("ycore/sync_mb", num_bytes / 1e6)
@@ -170,7 +179,7 @@ def _contents(parts: Assembly) -> dict[str, str]:
         "model": model_fingerprint(parts.started.model),
     }
     named = [("reward", reward.reward) for reward in parts.config.rewards]
-    named += [("tool", name) for name in (*parts.config.tools, parts.config.env) if name is not None]
+    named += [("tool", name) for name in (*parts.config.tools, *parts.config.environments.values())]
     for kind, name in named:
         file = Path(name.rpartition(":")[0]).expanduser()
         if file.suffix == ".py" and file.is_file():

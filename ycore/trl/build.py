@@ -19,8 +19,9 @@ from ycore.data.examples import ExampleSet
 from ycore.judge.sources import teachers_of
 from ycore.models.folder import context_length, read_json
 from ycore.rewards.loading import reward_names
+from ycore.round.constraints import Constraints
 from ycore.run.paths import RunFolder
-from ycore.trl.advantages import ESTIMATORS
+from ycore.trl.advantages import ESTIMATORS, Estimator
 from ycore.trl.base import BaseTrainer
 
 
@@ -92,17 +93,31 @@ def _for_rollouts(
         arguments["num_generations"] = max(2, rows_per_round)
     return arguments, {
         **({} if config.critic is None else {"critic": config.critic, "base": model}),
+        **({"likelihood": config.constraints.likelihood} if config.algorithm == "online-dpo" else {}),
         **({"teachers": teachers_of(config.rewards)} if config.algorithm == "distill" else {}),
         "kl_in": config.kl_in,
         "by_token": config.advantage == BY_TOKEN,
         "trust_region": config.trust_region,
+        "loss_average": config.loss_average,
         "reward_funcs": placeholder_rewards(reward_names(config.rewards)),
         "by_turn": config.advantage == BY_TURN,
-        "advantage": None if config.advantage in ("group", BY_TOKEN, BY_TURN) else ESTIMATORS[config.advantage],
+        "advantage": _estimator(config),
+        "constraints": Constraints.of(config),
         "divergence": config.divergence,
         # The round draws the prompts; the rows of TRL's loader only say that a round is due.
         "train_dataset": Dataset.from_dict({"prompt": ["tick"] * rows_per_round}),
     }
+
+
+def _estimator(config: RunConfig) -> Estimator | None:
+    """What replaces TRL's advantages. TRL's own know of no constraints: the same estimators of ours then do."""
+    if config.advantage in (BY_TOKEN, BY_TURN):
+        return None
+    if config.advantage != "group":
+        return ESTIMATORS[config.advantage]
+    scale = config.trl.get("scale_rewards", "group")
+    ours = {"none": "dr-grpo", False: "dr-grpo", "batch": "lite-ppo"}.get(scale, "group")
+    return ESTIMATORS[ours] if any(reward.constraint for reward in config.rewards) else None
 
 
 def placeholder_rewards(names: Sequence[str]) -> list[Callable[..., list[float]]]:

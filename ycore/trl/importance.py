@@ -1,4 +1,4 @@
-"""The policy against the one that wrote the tokens: importance weights, and DPPO's trust region. Pure functions.
+"""The policy against the one that wrote the tokens: importance weights, and trust regions. Pure functions.
 
 DPPO (arXiv 2602.04879) says which tokens may still move the policy. PPO clips the ratio of a token's probabilities,
 which stops rare tokens early and lets likely ones go far. DPPO looks at the divergence from the policy that wrote the
@@ -12,6 +12,9 @@ from torch import Tensor
 
 LIMITS = {"dppo-tv": 0.15, "dppo-kl": 0.05}
 """The largest divergence: of the token's probability, or of the two outcomes "this token" and "another" in nats."""
+
+BOUNDS = {"icepop": (0.5, 5.0), "geometric": (0.999, 1.001)}
+"""The least and the largest weight of a token (arXiv 2510.18855), or geometric mean of a completion's weights."""
 
 RATIO_CAP = 20.0
 """The importance weight is truncated there."""
@@ -38,10 +41,10 @@ def importance_ratio(
     gap = torch.nan_to_num((trainer_logps - engine_logps) * mask, nan=0.0)
     level, _, action = mode.partition("_")
     ratio = torch.exp(gap.sum(dim=-1, keepdim=True) if level == "sequence" else gap)
-    if action == "truncate":
-        return torch.clamp(ratio, min=clip_min, max=clip_max)
     low = -math.inf if clip_min is None else clip_min
     high = math.inf if clip_max is None else clip_max
+    if action == "truncate":
+        return torch.clamp(ratio, min=low, max=high)
     return ratio.masked_fill((ratio < low) | (ratio > high), 0.0)
 
 
@@ -78,10 +81,31 @@ def effective_share(log_weights: Tensor) -> float:
     return float(weights.sum().square() / weights.square().sum() / weights.numel())
 
 
-def region_weights(name: str, logps: Tensor, behaviour_logps: Tensor, advantages: Tensor) -> Tensor:
-    """What each token's advantage is multiplied with: the truncated importance weight, or 0 outside of the region."""
-    weights = (logps - behaviour_logps).exp().clamp(max=RATIO_CAP)
-    return weights * keeps(name, logps, behaviour_logps, advantages)
+def region_weights(
+    name: str, logps: Tensor, behaviour_logps: Tensor, advantages: Tensor, mask: Tensor | None = None
+) -> Tensor:
+    """What each token's advantage is multiplied with: the truncated importance weight, or 0 outside of the region.
+
+    Args:
+        mask: (B, T), the tokens that count in a completion's mean.
+    """
+    gap = logps - behaviour_logps
+    weights = gap.exp().clamp(max=RATIO_CAP)
+    if name in LIMITS:
+        return weights * keeps(name, logps, behaviour_logps, advantages)
+    low, high = map(math.log, BOUNDS[name])
+    if name == "geometric":
+        mask = torch.ones_like(gap) if mask is None else mask
+        gap = (gap * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
+    return weights * ((gap >= low) & (gap <= high))
+
+
+def old_by_completion(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
+    """Old log-probabilities with which the ratio of every token is that of its whole completion, (B, T).
+
+    A loss that clips by token then clips whole completions: the ratio's gradient adds up over its tokens.
+    """
+    return logps - ((logps - old_logps) * mask).sum(dim=1, keepdim=True)
 
 
 def behaviour_logps(sampled: Tensor | None, old: Tensor | None, logps: Tensor) -> Tensor:

@@ -16,7 +16,9 @@ from trl import GRPOConfig, GRPOTrainer
 
 from ycore.errors import ConfigError
 from ycore.round.sampling import TOLERANCE
+from ycore.trl.advantages import broken, kept
 from ycore.trl.batches import loss_mask
+from ycore.trl.seam import SeamGRPOTrainer
 from ycore.trl.token_rewards import TokenRewardTrainer, packed_inputs
 
 
@@ -24,6 +26,8 @@ class _PairLoss(GRPOTrainer):
     """Under the seam, in the place of GRPO's loss."""
 
     kind: str
+    likelihood = 0.0
+    """Weight of the best completion's mean log-probability (CODPO, eq. 14)."""
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         width, size = inputs["completion_ids"].size(1), self.num_generations
@@ -33,8 +37,13 @@ class _PairLoss(GRPOTrainer):
             losses = ranking_losses((logps * mask).sum(1).view(-1, size), mask.sum(1).view(-1, size), totals)
         else:
             ratios = ((logps - inputs["ref_per_token_logps"]) * mask).sum(1).view(-1, size)
-            margins = margins_of(ratios, totals)
+            keeps = inputs["kept"].view(-1, size) if "kept" in inputs else None
+            margins = margins_of(ratios, totals, keeps)
             losses = preference_losses(margins, beta=self.beta, kind=self.kind)
+            if self.likelihood:
+                means = ((logps * mask).sum(1) / mask.sum(1).clamp(min=1)).view(-1, size)
+                best, _, differ = best_and_worst(totals, keeps)
+                losses = losses - self.likelihood * means.gather(1, best.unsqueeze(1)).squeeze(1)[differ]
             if margins.numel():
                 self._metrics["train"]["ycore/pairs/margin"].append(margins.detach().mean().item())
                 self._metrics["train"]["ycore/pairs/accuracy"].append((margins > 0).float().mean().item())
@@ -44,8 +53,9 @@ class _PairLoss(GRPOTrainer):
 class Trainer(TokenRewardTrainer, _PairLoss):
     config_class = GRPOConfig
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, *args: Any, likelihood: float = 0.0, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        self.likelihood = likelihood
         if self.args.per_device_train_batch_size % self.num_generations:
             raise ConfigError(
                 "the completions of a group are compared within one micro-batch, and per_device_train_batch_size "
@@ -58,12 +68,16 @@ class Trainer(TokenRewardTrainer, _PairLoss):
 
         A completion with no token to learn from, such as one that was cut and is masked, is not compared.
         """
-        totals = self._of_this_rank(self._totals(self._rewards))
-        totals = totals.masked_fill(loss_mask(batch).sum(dim=1) == 0, torch.nan)
-        differ = best_and_worst(totals.view(-1, self.num_generations))[2]
+        found, more = self._totals(self._rewards), {}
+        if self._constraints is not None and self._constraints.by == "gate" and self.kind != "rrhf":
+            found = SeamGRPOTrainer._totals(self, self._rewards)
+            more["kept"] = self._of_this_rank(kept(broken(self._rewards, self._constraints.held)))
+        totals = self._of_this_rank(found).masked_fill(loss_mask(batch).sum(dim=1) == 0, torch.nan)
+        size = self.num_generations
+        differ = best_and_worst(totals.view(-1, size), more["kept"].view(-1, size) if more else None)[2]
         pairs = self._add_up(differ.sum().double()) / self.accelerator.num_processes
         share = self.args.gradient_accumulation_steps / self.args.steps_per_generation
-        return {"totals": totals, "pairs_a_step": torch.full_like(totals, float(pairs) * share)}
+        return {**more, "totals": totals, "pairs_a_step": torch.full_like(totals, float(pairs) * share)}
 
 
 class _TrainerOfIPO(Trainer):
@@ -82,20 +96,25 @@ TRAINERS = {"dpo": _TrainerOfDPO, "ipo": _TrainerOfIPO, "rrhf": _TrainerOfRRHF}
 """By `loss_from`."""
 
 
-def best_and_worst(totals_PG: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def best_and_worst(totals_PG: Tensor, kept_PG: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Of each group the first completion with the highest reward, the first with the lowest, and whether they differ.
 
-    NaN is a completion without a reward; it is neither.
+    NaN is a completion without a reward; it is neither. With `kept_PG` (`advantages.kept`) the best keeps all
+    constraints, and the worst breaks some, where one does; a group of which none keeps them has no best (CODPO,
+    arXiv 2409.20370, section 4.2).
     """
     missing = totals_PG.isnan()
-    highest, best = totals_PG.masked_fill(missing, -torch.inf).max(dim=1)
-    lowest, worst = totals_PG.masked_fill(missing, torch.inf).min(dim=1)
-    return best, worst, highest - lowest > TOLERANCE
+    kept_PG = torch.ones_like(totals_PG) if kept_PG is None else kept_PG
+    good, bad = ~missing & (kept_PG == 1), ~missing & (kept_PG == 0)
+    some_bad = bad.any(dim=1)
+    highest, best = totals_PG.masked_fill(~good, -torch.inf).max(dim=1)
+    lowest, worst = totals_PG.masked_fill(~torch.where(some_bad.unsqueeze(1), bad, good), torch.inf).min(dim=1)
+    return best, worst, good.any(dim=1) & (some_bad | (highest - lowest > TOLERANCE))
 
 
-def margins_of(ratios_PG: Tensor, totals_PG: Tensor) -> Tensor:
+def margins_of(ratios_PG: Tensor, totals_PG: Tensor, kept_PG: Tensor | None = None) -> Tensor:
     """The best completion's log(pi / ref) less the worst's, of the groups whose rewards differ: (pairs,)."""
-    best, worst, differ = best_and_worst(totals_PG)
+    best, worst, differ = best_and_worst(totals_PG, kept_PG)
     margins = ratios_PG.gather(1, best.unsqueeze(1)) - ratios_PG.gather(1, worst.unsqueeze(1))
     return margins.squeeze(1)[differ]
 

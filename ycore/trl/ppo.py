@@ -15,7 +15,14 @@ from ycore.config.schema import CriticSettings
 from ycore.errors import ConfigError
 from ycore.trl.critic import VALUES, add_critic, start_from_reward_model
 from ycore.trl.forward import packed_scores
-from ycore.trl.returns import advantages_and_targets, explained_variance, to_go, value_losses, whitened
+from ycore.trl.returns import (
+    advantages_and_targets,
+    explained_by_position,
+    explained_variance,
+    to_go,
+    value_losses,
+    whitened,
+)
 from ycore.trl.token_rewards import TokenRewardTrainer, packed_inputs
 
 
@@ -64,12 +71,18 @@ class Trainer(TokenRewardTrainer):
         )
         if settings.whiten:
             advantages = whitened(advantages, mask, self._add_up)
-        explained = explained_variance(values, to_go(rewards), mask * ~cut.unsqueeze(1), self._add_up)
-        if explained is not None:
-            self.record("ycore/critic/explained_variance", explained)
+        self._record_explained(values, to_go(rewards), mask * ~cut.unsqueeze(1))
         self.record("ycore/critic/value", (values * mask).sum().item() / max(1, int(mask.sum())))
         found = {"advantages": advantages, "old_values": values, "value_targets": targets}
         return {**{name: one.float() for name, one in found.items()}, "value_mask": mask}
+
+    def _record_explained(self, values: Tensor, returns: Tensor, mask: Tensor) -> None:
+        explained = explained_variance(values, returns, mask, self._add_up)
+        if explained is not None:
+            self.record("ycore/critic/explained_variance", explained)
+        most = self.args.max_completion_length or 1
+        for first, one in explained_by_position(values, returns, mask, self._add_up, most=most).items():
+            self.record(f"ycore/critic/explained_from/{first}", one)
 
     def _values_of(self, batch: dict[str, Any], cut: Tensor) -> tuple[Tensor, Tensor]:
         """Values before each token, (B, T), and after the last one, (B,), which is 0 unless the completion was cut.

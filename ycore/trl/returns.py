@@ -103,9 +103,31 @@ def explained_variance(values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor, a
     returns, rest = returns_BT[mask].double(), (returns_BT - values_BT)[mask].double()
     counts = torch.tensor(float(returns.numel()), dtype=torch.float64, device=returns.device)
     count, total, total_rest = add_up(torch.stack([counts, returns.sum(), rest.sum()]))
+    count = count.clamp(min=1)
     spread = torch.stack([(returns - total / count).square().sum(), (rest - total_rest / count).square().sum()])
     of_returns, of_rest = add_up(spread).tolist()
     return 1 - of_rest / of_returns if of_returns > EPSILON * float(count) else None
+
+
+def explained_by_position(
+    values_BT: Tensor, returns_BT: Tensor, mask_BT: Tensor, add_up: AddUp, *, most: int
+) -> dict[int, float]:
+    """`explained_variance` before each completion's token number 0, 1, 2 to 3, 4 to 7, and so on, by the first of them.
+
+    Where a token settles the reward, a critic that has learned knows it from there on, and the figure jumps.
+
+    Args:
+        most: tokens of the longest completion, the same on all ranks; the last range has those beyond it.
+    """
+    mask = mask_BT.bool()
+    firsts = torch.tensor([2**place for place in range(max(0, most - 1).bit_length())], device=mask.device)
+    ranges = torch.bucketize((mask.cumsum(dim=1) - 1).clamp(min=0), firsts, right=True)
+    found = {}
+    for place in range(len(firsts) + 1):
+        explained = explained_variance(values_BT, returns_BT, mask & (ranges == place), add_up)
+        if explained is not None:
+            found[2**place // 2] = explained
+    return found
 
 
 def value_losses(values: Tensor, old_values: Tensor, targets: Tensor, clip: float | None) -> Tensor:

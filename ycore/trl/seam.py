@@ -86,6 +86,9 @@ class DurableTrainer(BaseTrainer, GRPOTrainer):
 class RoundSource(Protocol):
     """Where the trainer's rounds come from."""
 
+    constraint_weights: list[float] | None
+    """Of each constraint, what breaking it costs in the last round; None without any."""
+
     def next_round(self, *, step: int, num_groups: int) -> list[Group]:
         """Sync the engines to the policy of this step, then return that many scored groups of this rank."""
 
@@ -270,8 +273,9 @@ class SeamGRPOTrainer(DurableTrainer):
 
     def _totals(self, rewards: torch.Tensor) -> torch.Tensor:
         """Weighted sums over the sources that gave a reward; NaN where none did. (N, R) -> (N,)."""
-        totals = (rewards * self.reward_weights.to(rewards.device)).nansum(dim=1)
-        return totals.masked_fill(rewards.isnan().all(dim=1), float("nan"))
+        weights = self.reward_weights.to(rewards.device)
+        rewards = rewards.masked_fill((weights == 0) & bool(weights.any()), math.nan)  # these are measured only
+        return (rewards * weights).nansum(dim=1).masked_fill(rewards.isnan().all(dim=1), math.nan)
 
     # -- micro-batches ---------------------------------------------------------------------------------------------
 

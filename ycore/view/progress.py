@@ -121,7 +121,8 @@ def watch(root: Path, *, stream: TextIO | None = None, once: bool = False) -> No
     look = None if config.get("algorithm") == "eval" else activity.look  # an evaluation has no steps to be in
     progress = open_progress(config.get("steps"), stream=stream, look=look)
     try:
-        progress.say(f"{root}: {config.get('algorithm')} of {config.get('model')} on {config.get('dataset')}")
+        topic = config.get("dataset") or config.get("env")
+        progress.say(f"{root}: {config.get('algorithm')} of {config.get('model')} on {topic}")
         follower = MetricsFollower(folder.metrics, from_the_start=True, say=progress.say)
         while True:
             is_over = once or not is_held(folder)  # before reading: what it wrote last is then read too

@@ -1,0 +1,187 @@
+"""CGPO: rewards under constraints, by tables worked out by hand, and in the trainers of advantages and of pairs."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import AutoTokenizer
+from trl import GRPOConfig
+
+from ycore.models.tiny import write_tiny_model
+from ycore.round.constraints import Constraint, Constraints
+from ycore.trl.advantages import ESTIMATORS, broken, calibrated, gated, kept, near
+from ycore.trl.build import placeholder_rewards
+from ycore.trl.grpo import Trainer
+from ycore.trl.online_dpo import TRAINERS, best_and_worst, preference_losses
+from ycore.types import Completion, Draw, Group, Prompt, Score
+
+NAN = float("nan")
+# The example: rewards, whether all constraints hold, log(pi / pi_ref) of whole completions; baseline 1.5, KL_max 5.
+REWARDS = torch.tensor([2.0, 3.0, 1.0, 2.5, 0.5], dtype=torch.float64)
+KEPT = torch.tensor([1.0, 0.0, 1.0, 1.0, 0.0], dtype=torch.float64)
+LOG_RATIOS = torch.tensor([2.0, 1.0, 6.0, 4.0, 1.0], dtype=torch.float64)
+HELD = (Constraint(1, "format", 1.0, 0.1),)
+
+
+def close(found: Tensor, expected: list[float]) -> None:
+    torch.testing.assert_close(found.double(), torch.tensor(expected, dtype=torch.float64), rtol=0, atol=1e-6)
+
+
+def test_the_policy_gradients_rewards() -> None:
+    calibration = calibrated(REWARDS, 1.5)
+    close(calibration, [0.622459, 0.817574, 0.377541, 0.731059, 0.268941])
+    rewards = near(LOG_RATIOS, 5.0) * calibration * KEPT
+    close(rewards, [0.373476, 0, 0, 0.146212, 0])
+    advantages = ESTIMATORS["crpg"](rewards.view(1, 5), torch.ones(1, 5, dtype=torch.bool))[0]
+    close(advantages, [0.269538, -0.103937, -0.103937, 0.042274, -0.103937])
+
+
+def test_the_pair_is_the_best_that_keeps_and_the_worst_that_breaks() -> None:
+    best, worst, differ = best_and_worst(REWARDS.view(1, 5), KEPT.view(1, 5))
+    assert (best.item(), worst.item(), differ.item()) == (3, 4, True), "not the second, which has the highest reward"
+
+
+@pytest.mark.parametrize(
+    ("kept_G", "pair"),
+    [([1, 1, 1, 1, 1], (1, 4)), ([0, 0, 0, 0, 0], None), ([0, NAN, 1, 0, 0], (2, 4)), ([NAN, NAN, 1, NAN, NAN], None)],
+)
+def test_where_none_breaks_or_all_do(kept_G: list[float], pair: tuple[int, int] | None) -> None:
+    best, worst, differ = best_and_worst(REWARDS.view(1, 5), torch.tensor([kept_G]))
+    assert differ.item() == (pair is not None) and (pair is None or (best.item(), worst.item()) == pair)
+
+
+def test_the_pairs_loss_with_the_likelihood_of_the_best() -> None:
+    """Log ratios 1 and -0.5, beta 0.1, lambda 0.1, 4 tokens of log-probability -2 in all: 0.620957 + 0.05."""
+    loss = preference_losses(torch.tensor([1.5]), beta=0.1, kind="dpo") - 0.1 * (-2.0 / 4)
+    close(loss, [0.670957])
+
+
+def test_all_constraints_must_hold_and_unknown_is_not_broken() -> None:
+    two = (*HELD, Constraint(2, "short", 0.5, 0.1))
+    rewards = torch.tensor([[9, 1, 0.5], [9, 0.9, 1], [9, 1, 0.4], [9, NAN, 0.4], [9, NAN, 1.0]])
+    found = kept(broken(rewards, two))
+    assert found[:4].tolist() == [1, 0, 0, 0] and found[4].isnan()
+    gates = gated(torch.tensor([2.0, 3.0, 1.0, 2.0, NAN, 1.0]), torch.tensor([1.0, 0, 1, NAN, 1, 1]), 3)
+    close(gates[:3], [0.5, 0.0, torch.sigmoid(torch.tensor(-1.0)).item()])
+    assert gates[3:5].isnan().all() and gates[5].item() == pytest.approx(torch.sigmoid(torch.tensor(-0.5)).item())
+
+
+# -- in the trainers ---------------------------------------------------------------------------------------------------
+
+PROMPT = (9, 8, 7)
+SCORES = ((2.0, 1.0), (3.0, 0.0), (1.0, 1.0), (2.5, 1.0), (0.5, 0.0), (2.0, None))
+
+
+class Rounds:
+    """One group of six: the example's five, and one whose constraint could not be scored."""
+
+    constraint_weights = (0.75,)
+
+    def next_round(self, *, step: int, num_groups: int) -> list[Group]:
+        completions = [
+            Completion(tuple(10 + place + 3 * n for n in range(2 + place)), None, "", "stop", step)
+            for place in range(len(SCORES))
+        ]
+        draw = Draw(0, Prompt(row=0, content="prompt"), PROMPT)
+        return [Group(draw, tuple(completions), tuple(tuple(Score(one) for one in row) for row in SCORES))]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+def made(kind: type[Any], model: Path, output: Path, *, own: dict[str, Any], **settings: Any) -> Any:
+    trainer = kind(
+        model=str(model),
+        reward_funcs=placeholder_rewards(["mine", "format"]),
+        args=GRPOConfig(
+            output_dir=str(output),
+            use_cpu=True,
+            report_to="none",
+            num_generations=6,
+            per_device_train_batch_size=6,
+            reward_weights=[1.0, 0.0],
+            scale_rewards="none",
+            bf16=False,
+            gradient_checkpointing=False,
+            **settings,
+        ),
+        train_dataset=Dataset.from_dict({"prompt": ["tick"] * 6}),
+        processing_class=AutoTokenizer.from_pretrained(model),
+        **{"constraints": Constraints(HELD), **own},
+    )
+    trainer.rounds = Rounds()
+    trainer.current_gradient_accumulation_steps = 1
+    return trainer
+
+
+def advantages(trainer: Any) -> Tensor:
+    found: Tensor = trainer._generate_and_score_completions([{"prompt": "tick"}] * 6)["advantages"]
+    return found
+
+
+MEAN = sum(row[0] for row in SCORES) / 6
+GATES = [torch.sigmoid(torch.tensor(row[0] - MEAN)).item() * (row[1] or 0) for row in SCORES]
+
+
+def test_the_trainer_gates_rewards_before_the_estimator(model: Path, tmp_path: Path) -> None:
+    """What breaks the constraint counts in the mean, and what is not known does not."""
+    found = advantages(made(Trainer, model, tmp_path, own={"advantage": ESTIMATORS["crpg"]}))
+    mean = sum(GATES) / 5
+    close(found, [*(gate - mean for gate in GATES[:5]), 0.0])
+    plain = advantages(made(Trainer, model, tmp_path, own={"advantage": ESTIMATORS["crpg"], "constraints": None}))
+    assert plain[1] > 0 > found[1]
+
+
+def test_the_kl_of_whole_completions_scales_the_reward(model: Path, tmp_path: Path) -> None:
+    own = {"advantage": ESTIMATORS["crpg"], "kl_in": "reward"}
+    trainer = made(Trainer, model, tmp_path, own=own, beta=0.2)
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        for one in trainer.bare_model.parameters():
+            one += 0.2 * torch.randn(one.shape, generator=generator)
+    ratios = []
+    for completion in Rounds().next_round(step=0, num_groups=1)[0].completions:
+        whole = torch.tensor([[*PROMPT, *completion.token_ids]])
+        logps = [
+            like(input_ids=whole)
+            .logits[0, len(PROMPT) - 1 : -1]
+            .log_softmax(-1)
+            .gather(1, torch.tensor(completion.token_ids).unsqueeze(1))
+            .sum()
+            .item()
+            for like in (trainer.bare_model, trainer.ref_model)
+        ]
+        ratios.append(logps[0] - logps[1])
+    rewards = [max(0.0, 1 - ratio / 5) * gate for ratio, gate in zip(ratios, GATES, strict=True)]
+    assert max(map(abs, ratios)) > 0.1
+    found = advantages(trainer)
+    mean = sum(rewards[:5]) / 5
+    expected = torch.tensor([*(reward - mean for reward in rewards[:5]), 0.0])
+    torch.testing.assert_close(found.float(), expected, rtol=0, atol=2e-4)
+
+
+def test_the_best_that_keeps_weighs_its_calibrated_reward(model: Path, tmp_path: Path) -> None:
+    found = advantages(made(Trainer, model, tmp_path, own={"advantage": ESTIMATORS["raft"]}))
+    close(found, [0, 0, 0, GATES[3], 0, 0])
+
+
+def test_a_broken_constraint_costs_its_weight(model: Path, tmp_path: Path) -> None:
+    own = {"advantage": ESTIMATORS["dr-grpo"], "constraints": Constraints(HELD, by="lagrangian")}
+    totals = [2.0, 3.0 - 0.75, 1.0, 2.5, 0.5 - 0.75]
+    mean = sum(totals) / 5
+    close(advantages(made(Trainer, model, tmp_path, own=own)), [*(total - mean for total in totals), 0.0])
+
+
+def test_the_pair_in_the_trainer(model: Path, tmp_path: Path) -> None:
+    """At the start all ratios are 1: the loss is log 2, less lambda times the best one's mean log-probability."""
+    trainer = made(TRAINERS["dpo"], model, tmp_path, own={"likelihood": 0.1}, beta=0.1, max_steps=1)
+    loss = trainer.training_step(trainer.model, [{"prompt": "tick"}] * 6, None)
+    ids = Rounds().next_round(step=0, num_groups=1)[0].completions[3].token_ids
+    logits = trainer.bare_model(input_ids=torch.tensor([[*PROMPT, *ids]])).logits[0, len(PROMPT) - 1 : -1]
+    mean = logits.log_softmax(-1).gather(1, torch.tensor(ids).unsqueeze(1)).mean()
+    assert float(loss) == pytest.approx(0.693147 - 0.1 * mean.item(), abs=1e-5)

@@ -1,0 +1,100 @@
+"""Weights for an engine of the same machine through memory that both processes have: a bucket, filled again and again.
+
+On a device the bucket is memory of the device, which CUDA IPC opens in the engine's process, so that no weight crosses
+the bus. On a CPU it is a file in the run's shared memory, and all else is the same. (torch's own handles of CPU tensors
+come with a process that serves them, and a killed run would leave both.) A bucket is filled anew once the engine has
+said that it copied the last one, so a sync takes the bucket's memory and not the model's.
+
+vLLM's own backend `ipc` is not used: on a CPU it asks CUDA for the device's name, and leaves the model half loaded. The
+engine's side is `vllm_extension.PolicyWorker`, and the proof is that of files.
+"""
+
+import base64
+import math
+import os
+import pickle
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch.multiprocessing.reductions import rebuild_cuda_tensor, reduce_tensor
+
+from ycore.engine.weight_proof import TensorSums
+from ycore.errors import SyncError
+
+BUCKET_BYTES = 2**28  # or the largest weight, where it has more
+_ALIGNED = 64
+_DEVICE = 6  # of the arguments of `rebuild_cuda_tensor`: the device's number, which is another one in another process
+
+Entry = tuple[str, str, list[int], int]
+"""A weight in a bucket: checkpoint name, dtype, shape, first byte."""
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The policy's weights where they are; `weights` walks them, with the same names and values until the next step."""
+
+    weights: Callable[[], Iterator[tuple[str, torch.Tensor]]]
+    device: torch.device
+
+
+class Bucket:
+    """`handle`: what another process opens it by. `file`: what holds it on a CPU."""
+
+    def __init__(self, source: Source, sums: Mapping[str, TensorSums], file: Path) -> None:
+        largest = max((one.num_bytes for one in sums.values()), default=0)
+        self._weights, self.num_bytes = source.weights, max(BUCKET_BYTES, largest)
+        if source.device.type == "cuda":
+            self._memory = torch.empty(self.num_bytes, dtype=torch.uint8, device=source.device)
+            # Whoever reaches the engine's socket, which is the user's own, may call its worker: pickle adds nothing.
+            self.handle = base64.b64encode(pickle.dumps(reduce_tensor(self._memory)[1])).decode()
+            return
+        descriptor = os.open(file, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        try:
+            os.posix_fallocate(descriptor, 0, self.num_bytes)  # a full /dev/shm is an error here, and no signal later
+        except OSError as problem:
+            raise SyncError(f"a bucket of {self.num_bytes} bytes for weights: {problem.strerror}: {file}") from None
+        finally:
+            os.close(descriptor)
+        self._memory = torch.from_file(str(file), shared=True, size=self.num_bytes, dtype=torch.uint8)
+        self.handle = str(file)
+
+    def fill(self) -> Iterator[list[Entry]]:
+        """What is in the bucket, each time that it is full and at the end; the next one overwrites it."""
+        entries: list[Entry] = []
+        end = 0
+        for name, weight in self._weights():
+            if end + weight.nbytes > self.num_bytes:
+                yield self._written(entries)
+                entries, end = [], 0
+            self._memory[end : end + weight.nbytes].copy_(weight.reshape(-1).view(torch.uint8))
+            entries.append((name, str(weight.dtype).removeprefix("torch."), [*weight.shape], end))
+            end += -(-weight.nbytes // _ALIGNED) * _ALIGNED
+        yield self._written(entries)
+
+    def _written(self, entries: list[Entry]) -> list[Entry]:
+        if self._memory.is_cuda:
+            torch.cuda.synchronize(self._memory.device)
+        return entries
+
+
+def opened(handle: str, num_bytes: int, device: torch.device) -> torch.Tensor:
+    """A bucket's memory, in the engine; SyncError where it is less than was said."""
+    if device.type == "cuda":
+        arguments = [*pickle.loads(base64.b64decode(handle))]
+        arguments[_DEVICE] = device.index
+        memory: torch.Tensor = rebuild_cuda_tensor(*arguments)
+    elif (size := os.stat(handle).st_size) < num_bytes:
+        raise SyncError(f"the bucket {handle} has {size} bytes and not {num_bytes}")
+    else:
+        memory = torch.from_file(handle, shared=True, size=num_bytes, dtype=torch.uint8)
+    return memory
+
+
+def weights_in(memory: torch.Tensor, entries: Iterable[Entry]) -> Iterator[tuple[str, torch.Tensor]]:
+    """Copies of the weights, since vLLM keeps what it is given until all of a layer is there."""
+    for name, dtype_name, shape, begin in entries:
+        dtype: torch.dtype = getattr(torch, dtype_name)
+        num_bytes = math.prod(shape) * dtype.itemsize
+        yield name, memory[begin : begin + num_bytes].clone().view(dtype).view(shape)

@@ -177,8 +177,7 @@ def _check_turns(config: RunConfig, model: ModelPlan) -> None:
 def _sandbox_lines(config: RunConfig) -> list[str]:
     """What confines the rewards that ycore did not bring, and what a recipe opens for each; nothing without any."""
     own = [reward for reward in config.rewards if is_rule(reward) and ":" in reward.reward]
-    has_tools = bool(config.tools) or bool(config.env) or config.agent is not None
-    if not own and not has_tools and not any(is_code(reward) for reward in config.rewards):
+    if not own and not config.has_turns and not any(is_code(reward) for reward in config.rewards):
         return []
     lines = [choose(config.sandbox.level).line]
     for reward in own:

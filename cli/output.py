@@ -121,7 +121,7 @@ def _eval_command(config: "RunConfig", folder: RunFolder) -> str:
         words += ["--reward", reward.reward]
     for tool in config.tools:
         words += ["--tools", tool]
-    if config.tools or config.env or config.agent is not None:
+    if config.has_turns:
         words += ["--env-python", config.env_python] if config.env_python else []
         words += [*(word for env in config.env for word in ("--env", env)), "--max-turns", str(config.max_turns)]
         words += ["--agent", config.agent] if config.agent else []

@@ -18,6 +18,7 @@ import pytest
 
 from ycore.launch.engines import is_vllm_installed
 from ycore.models.tiny import write_tiny_model
+from ycore.run.metrics import read_metrics
 
 SCRIPTED = [sys.executable, "-m", "tests.chaos.command", json.dumps({"--think-s": "0.05"})]
 YCORE = [sys.executable, "-c", "import sys; from ycore_cli.main import main; sys.exit(main())"]
@@ -60,8 +61,7 @@ def start(command: list[str], model: Path, output: Path, *sets: str) -> subproce
 
 
 def rows(output: Path) -> list[dict[str, Any]]:
-    path = output / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return read_metrics(output / "metrics.jsonl")
 
 
 def wait_for_row(output: Path, number: int, run: subprocess.Popen[str]) -> None:

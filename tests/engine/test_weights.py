@@ -223,4 +223,4 @@ def test_of_a_base_in_4_bits_what_the_trainer_computes_with_is_sent(
         assert not hasattr(merged.config, "quantization_config")
         gap, unrounded = (float((one(input_ids=ids).logits - expected).abs().mean()) for one in (merged, exact))
     print(f"mean gap of logits {gap:.2g}; with a base that was not rounded {unrounded:.2g}")
-    assert unrounded > 3 * gap
+    assert gap < 0.005 and unrounded > 4 * gap

@@ -1,12 +1,9 @@
-"""A run of PPO that is killed and goes on ends as one that was not: the same losses, rewards and weights, to the bit.
-
-tests/tools/test_selftest.py shows it of GRPO, by the command that users have for it.
+"""A run that is killed and goes on ends as one that was not: the same losses, rewards and weights, to the bit.
 
 The engine is transformers' own generation in the trainer, which answers the same way when asked the same way; rounds
 that a vLLM engine wrote are in the journal, and beyond it an engine may write other tokens.
 """
 
-import json
 import os
 import signal
 import subprocess
@@ -20,10 +17,11 @@ import pytest
 from safetensors.numpy import load_file
 
 from ycore.models.tiny import write_tiny_model
+from ycore.run.metrics import read_metrics
 
 COMMAND = [sys.executable, "-c", "import sys; from ycore_cli.main import main; sys.exit(main())"]
 SAME = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length", "learning_rate")
-SAME += ("ycore/critic/loss", "ycore/critic/grad_norm", "ycore/critic/value")
+OF_THE_CRITIC = ("ycore/critic/loss", "ycore/critic/grad_norm", "ycore/critic/value")
 STEPS = 6
 REWARD = """
 import time
@@ -39,7 +37,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def words(model: Path, output: Path) -> list[str]:
+def words(algorithm: str, model: Path, output: Path) -> list[str]:
     options: dict[str, Any] = {
         "--model": model,
         "--dataset": "task:addition?digits=1",
@@ -55,8 +53,8 @@ def words(model: Path, output: Path) -> list[str]:
     }
     # Dropout draws random numbers in training: without the generators restored the curves part at once.
     sets = ["lora.dropout=0.2", "dtype=float32", "checkpoint_every=2", "sampling.dynamic=false"]
-    # The checkpoint that the killed run goes on from lies in the critic's warm-up: the policy has no moments yet.
-    sets += ["critic.warmup_steps=3"]
+    # The checkpoint that a killed run of PPO goes on from lies in the critic's warm-up: the policy has no moments yet.
+    sets += ["critic.warmup_steps=3"] if algorithm == "ppo" else []
     given = [str(word) for option, value in options.items() for word in (option, value)]
     return [*given, *(word for value in sets for word in ("--set", value))]
 
@@ -69,8 +67,7 @@ def start(arguments: list[str], log: Path) -> subprocess.Popen[bytes]:
 
 
 def rows(output: Path) -> list[dict[str, Any]]:
-    path = output / "metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.is_file() else []
+    return read_metrics(output / "metrics.jsonl")
 
 
 def wait_for_row(output: Path, number: int, process: subprocess.Popen[bytes]) -> None:
@@ -88,14 +85,15 @@ def trainer(run: subprocess.Popen[bytes]) -> psutil.Process:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_killed_run_with_a_critic_is_never_killed(model: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
+def test_killed_and_resumed_is_never_killed(algorithm: str, model: Path, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     (tmp_path / "rewards.py").write_text(REWARD)
-    assert start(["ppo", *words(model, whole)], tmp_path / "whole.log").wait(200) == 0, (
+    assert start([algorithm, *words(algorithm, model, whole)], tmp_path / "whole.log").wait(200) == 0, (
         tmp_path / "whole.log"
     ).read_text()
 
-    run = start(["ppo", *words(model, killed)], tmp_path / "killed.log")
+    run = start([algorithm, *words(algorithm, model, killed)], tmp_path / "killed.log")
     wait_for_row(killed, 3, run)
     trainer(run).send_signal(signal.SIGKILL)
     assert run.wait(30) == 1
@@ -105,14 +103,13 @@ def test_a_killed_run_with_a_critic_is_never_killed(model: Path, tmp_path: Path)
     assert shown == [f"{step}/{STEPS}" for step in range(3, STEPS + 1)], "steps that were shown before are not again"
 
     expected, seen = rows(whole), rows(killed)
+    moved, same = ("grad_norm", SAME) if algorithm == "grpo" else ("ycore/critic/grad_norm", (*SAME, *OF_THE_CRITIC))
     assert [row["step"] for row in seen] == list(range(1, STEPS + 1))
-    assert [{key: row[key] for key in SAME} for row in seen] == [{key: row[key] for key in SAME} for row in expected]
-    assert len({row["loss"] for row in expected}) == STEPS and all(
-        row["ycore/critic/grad_norm"] > 0 for row in expected
-    )
+    assert [{key: row[key] for key in same} for row in seen] == [{key: row[key] for key in same} for row in expected]
+    assert len({row["loss"] for row in expected}) == STEPS and all(row[moved] > 0 for row in expected)
     assert any("ycore/replayed" in row for row in seen), "no round came from the journal: the kill missed its window"
 
-    for file in ("model/adapter_model.safetensors", "critic/critic.safetensors"):
+    for file in ["model/adapter_model.safetensors"] + ["critic/critic.safetensors"] * (algorithm == "ppo"):
         one, other = (load_file(run / file) for run in (whole, killed))
         assert one.keys() == other.keys()
         assert all((one[name] == other[name]).all() for name in one), file

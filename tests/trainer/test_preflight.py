@@ -16,7 +16,7 @@ from ycore.models.tiny import write_tiny_model
 from ycore.plan.preflight_verdict import Measurements, from_json, verdict
 from ycore.run.files import write_json_atomic
 from ycore.run.paths import RunFolder
-from ycore.trainer.preflight_round import check_template, of_groups, samples
+from ycore.trainer.preflight_round import check_template, of_groups, samples, weight_limit
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
 pytestmark = pytest.mark.timeout(300)
@@ -161,3 +161,20 @@ def test_a_template_of_another_model_is_found(tokenizer: Any, template: str, tol
 def test_an_end_of_turn_that_ends_no_completion_is_found(tokenizer: Any) -> None:
     other = tokenizer.convert_tokens_to_ids("<|system|>")
     assert checked(tokenizer, tokenizer.chat_template, ends=(other,)) == ((), "<|end|>")
+
+
+@pytest.mark.parametrize(
+    ("settings", "limit"),
+    [
+        ({}, 3.0),
+        ({"trust_region": "clip-completion"}, 3.0),
+        ({"trl": {"vllm_importance_sampling_clip_max": 2.0}}, 2.0),
+        ({"trl": {"vllm_importance_sampling_mode": "token_mask"}}, None),
+        ({"trl": {"vllm_importance_sampling_correction": False}}, None),
+        ({"trl": {"vllm_importance_sampling_clip_max": None}}, None),
+        ({"trust_region": "icepop"}, None),
+    ],
+)
+def test_when_a_completions_weight_can_leave_it_out(settings: dict[str, Any], limit: float | None) -> None:
+    config = RunConfig(model="m", dataset="d", output="o", rewards=[RewardConfig(reward="length")], **settings)
+    assert weight_limit(config) == limit

@@ -292,5 +292,5 @@ def test_a_policy_learns_with_an_agent_that_writes_its_own_prompts(
     assert any(len(completion.turns) == 5 for completion in written) and set(sizes) == {1, 2}
     rows = read_metrics(folder.metrics)
     assert len(rows) == 2 and all(row["ycore/logprob_gap"] < 1e-3 for row in rows if "ycore/logprob_gap" in row)
-    assert all(1 < row["ycore/turns/sequences"] < 2 for row in rows)
-    assert all(0 < row["ycore/turns/ended_failed"] < 64 for row in rows)
+    assert all(1 < row["ycore/turns/sequences"] <= 2 for row in rows), "a step may be without a failed agent"
+    assert rows[0]["ycore/turns/sequences"] < 2 and 0 < rows[0]["ycore/turns/ended_failed"] < 64

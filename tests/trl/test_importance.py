@@ -75,7 +75,7 @@ def test_which_tokens_are_dropped(old: float, new: float, sign: int, by_tv: bool
     assert keeps("dppo-kl", logps, behaviour, advantages).item() == by_kl
     assert all(keeps(name, logps, behaviour, -advantages).item() for name in ("dppo-tv", "dppo-kl")), "it leads back"
     assert old * math.log(old / new) + (1 - old) * math.log((1 - old) / (1 - new)) == pytest.approx(kl, abs=1e-5)
-    weight = region_weights("dppo-tv", logps, behaviour, advantages).item()
+    weight = region_weights("dppo-tv", logps, behaviour, advantages, torch.ones(1, 1)).item()
     assert weight == pytest.approx(min(new / old, 20.0) if by_tv else 0.0)
 
 
@@ -120,13 +120,15 @@ def test_weights_of_one_completion(mode: str, low: float | None, high: float | N
 
 def test_regions_of_weights() -> None:
     """The geometric mean of the four is exp(0.4) = 1.491825; of the same with their negatives it is 1."""
-    none, advantages = torch.zeros_like(LOG_RATIOS), torch.ones(1, 1)
-    assert region_weights("icepop", LOG_RATIOS, none, advantages)[0].tolist() == pytest.approx(WEIGHTS, abs=1e-6)
-    outside = region_weights("icepop", torch.tensor([[1.7, -0.8, 0.0]]), torch.zeros(1, 3), advantages)
+    none, advantages, mask = torch.zeros_like(LOG_RATIOS), torch.ones(1, 1), torch.ones(1, 8)
+    assert region_weights("icepop", LOG_RATIOS, none, advantages, mask[:, :4])[0].tolist() == pytest.approx(
+        WEIGHTS, abs=1e-6
+    )
+    outside = region_weights("icepop", torch.tensor([[1.7, -0.8, 0.0]]), torch.zeros(1, 3), advantages, mask[:, :3])
     assert outside.tolist() == [[0.0, 0.0, 1.0]], "above 5 and below a half"
-    assert not region_weights("geometric", LOG_RATIOS, none, advantages).any()
+    assert not region_weights("geometric", LOG_RATIOS, none, advantages, mask[:, :4]).any()
     both = torch.cat([LOG_RATIOS, -LOG_RATIOS], dim=1)
-    found = region_weights("geometric", both, torch.zeros_like(both), advantages)
+    found = region_weights("geometric", both, torch.zeros_like(both), advantages, mask)
     assert found[0, :4].tolist() == pytest.approx(WEIGHTS, abs=1e-6)
     mask = torch.tensor([[1, 1, 1, 1, 0, 0, 0, 0]])
     assert not region_weights("geometric", both, torch.zeros_like(both), advantages, mask).any()

@@ -100,7 +100,7 @@ def test_the_gradient_under_dppo_is_that_of_its_definition(
         trainer.model.zero_grad()
         logps, mask = logps_of(trainer, batch), batch["completion_mask"].bool()
         advantages = batch["advantages"].unsqueeze(1)
-        weights = region_weights(name, logps.detach(), batch["sampling_per_token_logps"], advantages)
+        weights = region_weights(name, logps.detach(), batch["sampling_per_token_logps"], advantages, mask)
         assert (weights[mask] > 1).any(), "the engine and the trainer differ"
         (-(weights * advantages * logps)[mask].sum() / mask.sum()).backward()  # type: ignore[no-untyped-call]
         for one, gradient in zip(parameters, found, strict=True):

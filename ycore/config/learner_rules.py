@@ -92,7 +92,7 @@ def _check_given_pairs(config: RunConfig) -> None:
         return
     if config.algorithm != "eval":
         raise ConfigError(f"--pairs is of ycore eval, and this is {config.algorithm}; leave it out")
-    if config.tools or config.env or config.agent is not None:
+    if config.has_turns:
         raise ConfigError("--pairs scores answers that are written; leave --tools, --env and --agent out")
     for reward in config.rewards:
         if reward.reward.startswith(TEACHER) or reward.reward in ("reference_probability", "environment"):

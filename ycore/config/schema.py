@@ -299,6 +299,11 @@ class RunConfig(BaseConfig):
     pairs: bool = False
 
     @property
+    def has_turns(self) -> bool:
+        """Whether something answers the policy between turns: tools, environments or an agent."""
+        return bool(self.tools or self.env or self.agent is not None)
+
+    @property
     def environments(self) -> dict[str, str]:
         """What the policy acts in, by name."""
         named = (re.fullmatch(r"(?:([\w-]+)=)?(.+)", one) for one in self.env)

@@ -36,7 +36,7 @@ from ycore.run.metrics import Status, read_metrics, summarise
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
 from ycore.run.secrets import redact, secrets_environment
-from ycore.run.text import as_duration
+from ycore.run.text import as_duration, topic
 from ycore.sandbox.level import choose
 from ycore.view.activity import RunActivity
 from ycore.view.pictures import draw_curve, finish_trace_and_draw
@@ -113,7 +113,7 @@ def _note_sandbox(folder: RunFolder, config: AnyConfig) -> None:
     if not isinstance(config, RunConfig):
         return
     own = any(is_code(one) or (is_rule(one) and ":" in one.reward) for one in config.rewards)
-    if own or config.tools or config.env or config.agent is not None:
+    if own or config.has_turns:
         description = read_json(folder.config) | {"sandbox": choose(config.sandbox.level).line}
         write_json_atomic(folder.config, description)
 
@@ -268,8 +268,8 @@ class LocalRun:
         try:
             if isinstance(config, RunConfig):
                 finish_trace_and_draw(folder, f"placement {config.placement}, the last rounds")
-            topic = Path(config.dataset).name or folder.root.name
-            draw_curve(metrics, folder.curve, f"{config.algorithm}: {config.model} on {topic}")
+            on = Path(topic(vars(config))).name
+            draw_curve(metrics, folder.curve, f"{config.algorithm}: {config.model} on {on}")
         except (OSError, RuntimeError, ValueError) as problem:
             self.progress.say(f"no curve was drawn: {problem}")
 

@@ -4,7 +4,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -116,7 +116,7 @@ class Assembly:
         """How completions are written with the run's tools or agent; None without any."""
         config, folder = self.config, self.folder
         if config.pairs:
-            return GivenPairs()
+            return GivenPairs(partial(self.tokenizer.encode, add_special_tokens=False))
         where: Any = {"run_id": folder.run_id, "run_folder": folder.root}
         limits: Any = {"max_turns": config.max_turns, "max_tokens": config.max_tokens}
         limits |= {"turn_tokens": config.turns.max_tokens, "max_prompt_tokens": self.max_prompt_tokens}

@@ -51,11 +51,18 @@ class OneTurn:
 
 
 class GivenPairs(OneTurn):
-    """Nobody writes: the completions are a row's better answer and then its worse one."""
+    """Nobody writes: the completions are a row's better answer and then its worse one.
+
+    Args:
+        encode: Token ids of a text, without special tokens.
+    """
+
+    def __init__(self, encode: Callable[[str], list[int]]) -> None:
+        self._encode = encode
 
     async def play(self, start: Start, index: int, write: Write, *, seed: int) -> Completion:
         text = str(start.draw.prompt.columns[("chosen", "rejected")[index]])
-        return Completion(tuple(text.encode()), None, text, "stop", 0)
+        return Completion(tuple(self._encode(text)), None, text, "stop", 0)
 
 
 @dataclass

@@ -1,7 +1,8 @@
 """Text for a person: durations, and text of unknown origin that can do nothing to a terminal."""
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 Say = Callable[[str], None]
 """Shows a line to whoever follows the run."""
@@ -24,6 +25,11 @@ def printable(text: str, *, one_line: bool = False) -> str:
     """
     text = _UNPRINTABLE.sub(lambda match: match[0].encode("unicode_escape").decode(), text)
     return text.replace("\n", r"\n").replace("\t", r"\t") if one_line else text
+
+
+def topic(config: Mapping[str, Any]) -> str:
+    """Where a run's prompts come from: its dataset, or its environments where it has none."""
+    return config.get("dataset") or ", ".join(config.get("env") or ())
 
 
 def as_duration(seconds: float) -> str:

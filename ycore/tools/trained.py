@@ -22,7 +22,7 @@ from ycore.models.names import resolve_model
 from ycore.placement.placement import JUDGE
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
-from ycore.run.text import printable
+from ycore.run.text import printable, topic
 
 _AT_ONCE = 8  # requests that a served model answers at once on a CPU
 _SERVED_LENGTH = 4096
@@ -175,7 +175,7 @@ def card(run: Path, *, repo: str, has_curve: bool) -> str:
     parts = [
         f"---\n{yaml.safe_dump(head)}---",
         f"# {repo.rpartition('/')[2]}",
-        f"`{config['model']}` trained with {method} on `{config['dataset'] or config['env'][0]}`{by}, by ycore.",
+        f"`{config['model']}` trained with {method} on `{topic(config)}`{by}, by ycore.",
         "![the run's curve](curve.png)" if has_curve else "",
         _measured(summary),
         f"## Use\n\n```sh\nycore chat {repo}\n```",

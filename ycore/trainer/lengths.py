@@ -94,8 +94,9 @@ def judge_cut(num_cut: int, num_sampled: int, config: RunConfig) -> str:
 def is_judged(parts: Assembly) -> bool:
     """Whether the run's length was given and nothing is known of it yet; turns end in other ways too."""
     config = parts.config
-    has_turns = bool(parts.described) or config.agent is not None
-    return config.max_tokens >= JUDGED_FROM and not has_turns and "max_tokens" not in read_json(parts.home.config)
+    return (
+        config.max_tokens >= JUDGED_FROM and not config.has_turns and "max_tokens" not in read_json(parts.home.config)
+    )
 
 
 def note(folder: RunFolder, config: RunConfig, words: str, shares: Mapping[int, float]) -> None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from statistics import stdev
 from typing import TYPE_CHECKING, Any
 
+from ycore.config.trl_fields import fields_of
 from ycore.plan.preflight_verdict import NUM_PROMPTS, JudgeCount, Measurements, PromptCount, TemplateCheck
 from ycore.round.sampling import total_reward
 from ycore.run.files import write_json_atomic
@@ -165,12 +166,10 @@ class Preflight:
 
 def weight_limit(config: "RunConfig") -> float | None:
     """Of TRL's `sequence_mask`, which leaves out whole completions and is its default; None where it does not act."""
-    trl, masks = config.trl, config.trust_region in ("clip", "clip-completion") and config.loss_from == "grpo"
-    mode = trl.get("vllm_importance_sampling_mode", "sequence_mask")
-    if not masks or mode != "sequence_mask" or not trl.get("vllm_importance_sampling_correction", True):
-        return None
-    limit = trl.get("vllm_importance_sampling_clip_max", 3.0)
-    return None if limit is None else float(limit)
+    names = [f"vllm_importance_sampling_{name}" for name in ("correction", "mode", "clip_max")]
+    corrects, mode, limit = (config.trl.get(name, fields_of("GRPOConfig")[name].default) for name in names)
+    masks = config.trust_region in ("clip", "clip-completion") and config.loss_from == "grpo"
+    return float(limit) if masks and corrects and mode == "sequence_mask" and limit is not None else None
 
 
 def of_groups(groups: Sequence[Group], *, weights: Sequence[float], names: Sequence[str]) -> dict[str, Any]:

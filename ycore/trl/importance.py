@@ -81,9 +81,7 @@ def effective_share(log_weights: Tensor) -> float:
     return float(weights.sum().square() / weights.square().sum() / weights.numel())
 
 
-def region_weights(
-    name: str, logps: Tensor, behaviour_logps: Tensor, advantages: Tensor, mask: Tensor | None = None
-) -> Tensor:
+def region_weights(name: str, logps: Tensor, behaviour_logps: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
     """What each token's advantage is multiplied with: the truncated importance weight, or 0 outside of the region.
 
     Args:
@@ -95,7 +93,6 @@ def region_weights(
         return weights * keeps(name, logps, behaviour_logps, advantages)
     low, high = map(math.log, BOUNDS[name])
     if name == "geometric":
-        mask = torch.ones_like(gap) if mask is None else mask
         gap = (gap * mask).sum(dim=1, keepdim=True) / mask.sum(dim=1, keepdim=True).clamp(min=1)
     return weights * ((gap >= low) & (gap <= high))
 

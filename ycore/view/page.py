@@ -11,7 +11,7 @@ from typing import Any
 
 from ycore.run.files import write_json_atomic
 from ycore.run.metrics import number
-from ycore.run.text import as_duration, printable
+from ycore.run.text import as_duration, printable, topic
 from ycore.view.pictures import RUN_COLOURS, as_svg, curves, over_seconds, points, save_png, seconds_went
 from ycore.view.record import PARTS, RunRecord, ScoredCompletion, as_text, at_equal_seconds
 
@@ -88,7 +88,7 @@ def as_page(runs: Sequence[RunRecord]) -> str:
     return environment.from_string(source).render(
         runs=runs,
         colours=RUN_COLOURS,
-        same_question=len({str((run.config.get("model"), run.config.get("dataset"))) for run in runs}) == 1,
+        same_question=len({(run.config.get("model"), topic(run.config)) for run in runs}) == 1,
         curves=None if drawn is None else as_svg(drawn),
         over_seconds=None if compared is None else as_svg(compared),
         # Runs may reach fewer marks than others: only those that all have are shown.

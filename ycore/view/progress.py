@@ -17,7 +17,7 @@ from ycore.run.claim import is_held
 from ycore.run.files import read_json
 from ycore.run.metrics import REWARD, MetricsFollower, Row
 from ycore.run.paths import RunFolder
-from ycore.run.text import as_duration, printable
+from ycore.run.text import as_duration, printable, topic
 from ycore.view.activity import RunActivity
 from ycore.view.live import EVALUATED, Look, RunView, TimeLeft, parts, restarted_workers, reward_problems
 
@@ -121,8 +121,7 @@ def watch(root: Path, *, stream: TextIO | None = None, once: bool = False) -> No
     look = None if config.get("algorithm") == "eval" else activity.look  # an evaluation has no steps to be in
     progress = open_progress(config.get("steps"), stream=stream, look=look)
     try:
-        topic = config.get("dataset") or config.get("env")
-        progress.say(f"{root}: {config.get('algorithm')} of {config.get('model')} on {topic}")
+        progress.say(f"{root}: {config.get('algorithm')} of {config.get('model')} on {topic(config)}")
         follower = MetricsFollower(folder.metrics, from_the_start=True, say=progress.say)
         while True:
             is_over = once or not is_held(folder)  # before reading: what it wrote last is then read too

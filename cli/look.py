@@ -280,15 +280,12 @@ def _run_seed(recipe: str, seed: int, root: Path, *, sets: Sequence[str], dry_ru
 
     from ycore.config.recipe_files import load_recipe
     from ycore.config.resolve import resolve
-    from ycore.errors import ConfigError
     from ycore.run.claim import AS_IT_WAS, changes, is_finished
     from ycore.run.paths import RunFolder
 
     folder, base = RunFolder(root), load_recipe(recipe)
     if "stages" in base:
-        raise ConfigError(
-            f"{recipe} has several stages; `ycore pipeline {recipe}` runs them, and reproduce takes recipes of one"
-        )
+        return _run_stages(base, seed, root, sets=sets, dry_run=dry_run)
     config = o.completed(resolve(recipe=base, sets=sets, options={"seed": seed, "output": str(root)}))
     if is_finished(folder) and not changes(folder, config):
         return
@@ -300,6 +297,18 @@ def _run_seed(recipe: str, seed: int, root: Path, *, sets: Sequence[str], dry_ru
         )
 
 
+def _run_stages(base: Mapping[str, Any], seed: int, root: Path, *, sets: Sequence[str], dry_run: bool) -> None:
+    from ycore_cli.train import declared_stages, run_stages
+
+    from ycore.run.files import read_json
+    from ycore.tools.stages import parse_pipeline
+
+    declared = declared_stages(base, sets, seed=seed, output=str(root))
+    report = read_json(root / "pipeline.json") if (root / "pipeline.json").is_file() else {}
+    if (report.get("status"), report.get("pipeline")) != ("finished", declared):
+        run_stages(parse_pipeline(declared, name=root.name), declared, resume=bool(report), dry_run=dry_run)
+
+
 def _compare(
     name: str, root: Path, seeds: int, *, sets: Sequence[str], band: Path | None, write_band: Path | None, json: bool
 ) -> int:
@@ -308,25 +317,25 @@ def _compare(
 
     from ycore.run.claim import installed_versions
     from ycore.run.files import read_json, write_json_atomic
-    from ycore.run.metrics import read_metrics
     from ycore.tools import reproduce as tool
     from ycore.view.page import make_report, write_report
     from ycore.view.record import read_run
 
     known = tool.stored_band(name) if band is None else read_json(band)
-    rows = {seed: read_metrics(root / f"seed-{seed}" / "metrics.jsonl") for seed in range(seeds)}
+    runs = {seed: tool.stages_in(root / f"seed-{seed}") for seed in range(seeds)}
     about = {"recipe": name, "sets": list(sets), "machine": tool.machine(), "versions": installed_versions()}
     if write_band is not None:
-        write_json_atomic(write_band, tool.band_of(rows, **about))
-    verdicts = [] if known is None else [tool.judge(known, seed, own) for seed, own in rows.items()]
-    page = write_report(make_report([read_run(root / f"seed-{seed}") for seed in rows]), root / "report.html")[0]
-    finals = {str(seed): tool.final_of(own) for seed, own in rows.items()}
+        write_json_atomic(write_band, tool.bands_of(runs, **about))
+    verdicts = [one for seed, own in runs.items() for one in tool.judge_stages(known, seed, own)]
+    shown = [read_run(tool.last_trained(root / f"seed-{seed}")) for seed in runs]
+    page = write_report(make_report(shown), root / "report.html")[0]
+    finals = {tool.name_of(seed, name): tool.final_of(rows) for seed, own in runs.items() for name, rows in own.items()}
     result = {**about, "finals": finals, "verdicts": [one.as_json() for one in verdicts], "page": str(page)}
     write_json_atomic(root / "reproduce.json", result)
     if json:
         print_json(result)
     else:
-        print_table([(f"seed {seed}", f"final reward {final:.3f}") for seed, final in finals.items()])
+        print_table([(f"seed {name}", f"final {final:.3f}") for name, final in finals.items()])
         print_table([("", one.in_words) for one in verdicts] or [("band", "none is stored for this recipe")])
         print_table([("page", str(page))])
     return int(any(not one.is_inside for one in verdicts))

@@ -2,7 +2,7 @@
 
 import os
 import shlex
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -18,6 +18,7 @@ from ycore.run.paths import RunFolder
 if TYPE_CHECKING:
     from ycore.config.schema import AnyConfig, TuneConfig
     from ycore.run.claim import Resume
+    from ycore.tools.stages import Pipeline
 
 
 _ROLLOUTS = {
@@ -251,27 +252,41 @@ def pipeline(
     ycore pipeline stages.yaml --output runs/mine --resume
     """
     from ycore.config.recipe_files import PIPELINE, load_recipe, recipe_name
-    from ycore.config.resolve import parse_set
-    from ycore.tools.pipeline_run import check_folder, check_pipeline, run_pipeline, table_rows
-    from ycore.tools.stages import parse_pipeline, steps_of, with_sets
+    from ycore.tools.pipeline_run import table_rows
+    from ycore.tools.stages import parse_pipeline
 
     with stdout_for_json(json):
-        sets = {".".join(path): value for path, value in map(parse_set, set_ or ())}
-        sets |= {key: value for key, value in (("model", model), ("output", output)) if value is not None}
-        declared = with_sets(load_recipe(file, command=PIPELINE), sets)
+        declared = declared_stages(load_recipe(file, command=PIPELINE), set_ or (), model=model, output=output)
         parsed = parse_pipeline(declared, name=recipe_name(file))
-        steps = steps_of(parsed)
-        check_folder(Path(parsed.output), declared, resume=resume)
-        check_pipeline(parsed, steps, _check_stage, show=print_line)
-        report: dict[str, Any] = {"stages": [{"name": one.name, "command": one.command} for one in steps]}
-        if not dry_run:
-            report = run_pipeline(parsed, steps, _run_stage, declared=declared, resume=resume, say=print_line)
+        report = run_stages(parsed, declared, resume=resume, dry_run=dry_run)
     if json:
         print_json(report)
     elif dry_run:
         print("Nothing was started; leave out --dry-run to run it.")
     else:
         print_table([*table_rows(report), ("report", str(Path(parsed.output) / "pipeline.json"))])
+
+
+def declared_stages(recipe: Mapping[str, Any], sets: Sequence[str], **given: Any) -> dict[str, Any]:
+    """A pipeline's keys with `--set` and what else was given applied."""
+    from ycore.config.resolve import parse_set
+    from ycore.tools.stages import with_sets
+
+    own = {".".join(path): value for path, value in map(parse_set, sets)}
+    return with_sets(recipe, own | {key: value for key, value in given.items() if value is not None})
+
+
+def run_stages(parsed: "Pipeline", declared: Mapping[str, Any], *, resume: bool, dry_run: bool) -> dict[str, Any]:
+    """Check a pipeline and run it, or the rest of it; its report."""
+    from ycore.tools.pipeline_run import check_folder, check_pipeline, run_pipeline
+    from ycore.tools.stages import steps_of
+
+    steps = steps_of(parsed)
+    check_folder(Path(parsed.output), declared, resume=resume)
+    check_pipeline(parsed, steps, _check_stage, show=print_line)
+    if dry_run:
+        return {"stages": [{"name": one.name, "command": one.command} for one in steps]}
+    return run_pipeline(parsed, steps, _run_stage, declared=declared, resume=resume, say=print_line)
 
 
 def _check_stage(config: "AnyConfig", resume: bool) -> list[tuple[str, str]]:

@@ -12,7 +12,7 @@ import pytest
 
 from ycore.errors import ConfigError
 from ycore.models.tiny import write_tiny_model
-from ycore.tools.reproduce import band_of, curve_of, final_of, interval, judge
+from ycore.tools.reproduce import bands_of, curve_of, final_of, interval, judge, judge_stages
 
 
 def run(seed: int, *, gain: float = 0.8, steps: int = 40) -> list[dict[str, Any]]:
@@ -35,12 +35,23 @@ def test_curves_are_trailing_means() -> None:
 
 
 def test_runs_of_the_same_recipe_are_inside_and_others_are_not() -> None:
-    band = band_of({seed: run(seed) for seed in range(5)}, machine="a test")
+    band = bands_of({seed: {"": run(seed)} for seed in range(5)}, machine="a test")
     inside = [judge(band, seed, run(seed)).is_inside for seed in range(100, 200)]
     assert sum(inside) >= 85
     assert not any(judge(band, seed, run(seed, gain=0.3)).is_inside for seed in range(100, 110))
     assert not judge(band, 7, run(7, steps=20)).is_inside, "a run that ended early has not reproduced the recipe"
     assert band["machine"] == "a test" and len(band["steps"]) == 40 and len(band["finals"]) == 5
+
+
+def test_every_stage_of_a_pipeline_has_a_band() -> None:
+    runs = {seed: {"sft": run(seed), "after": [{"reward": 0.7 + seed / 100}]} for seed in range(5)}
+    band = bands_of(runs, recipe="mine")
+    assert band["recipe"] == "mine" and band["stages"]["after"]["finals"]["4"] == 0.74
+    good, bad = {"sft": run(9), "after": [{"reward": 0.72}]}, {"sft": run(9), "after": [{"reward": 0.3}]}
+    assert [(one.stage, one.is_inside) for one in judge_stages(band, 9, good)] == [("sft", True), ("after", True)]
+    assert [one.is_inside for one in judge_stages(band, 9, bad)] == [True, False]
+    assert [one.is_inside for one in judge_stages(band, 9, {"after": good["after"]})] == [False, True]
+    assert judge_stages(band, 9, good)[1].in_words.startswith("seed 9/after is inside the band: 100% of its steps")
 
 
 RECIPE = """algorithm: dpo
@@ -71,6 +82,37 @@ def test_a_recipe_is_run_once_a_seed_and_compared(tmp_path: Path) -> None:
     assert status == 1 and said.count("is OUTSIDE the band") == 3
     status, said = reproduce(tmp_path, "mine.yaml --set lora.r=4")
     assert status == 2 and "another run" in said and "lora.r" in said
+
+
+STAGES = """model: model
+stages:
+  dpo: {dataset: pairs.jsonl, steps: 2, dtype: float32}
+  after:
+    command: eval
+    dataset: task:addition?digits=1
+    rewards: [length]
+    engine: {kind: transformers}
+    limit: 4
+    max_tokens: 4
+    dtype: float32
+    seed: 7
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_a_pipeline_is_run_once_a_seed_and_compared(tmp_path: Path) -> None:
+    write_tiny_model(tmp_path / "model")
+    pairs = [{"prompt": f"{n} + 1?", "chosen": str(n + 1), "rejected": "no"} for n in range(20)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    (tmp_path / "mine.yaml").write_text(STAGES)
+    status, said = reproduce(tmp_path, "mine.yaml --seeds 2 --json")
+    finals = json.loads(said)["finals"]
+    assert status == 0 and sorted(finals) == ["0/after", "0/dpo", "1/after", "1/dpo"]
+    seeds = [json.loads((tmp_path / f"again/seed-{n}/after/run.json").read_text())["config"]["seed"] for n in (0, 1)]
+    assert seeds == [7, 1007], "a stage's own seed is told apart too"
+    status, said = reproduce(tmp_path, "mine.yaml --seeds 2")
+    assert status == 0 and "stage 1 of 2" not in said and "none is stored" in said
 
 
 def reproduce(folder: Path, words: str) -> tuple[int, str]:

@@ -2,22 +2,27 @@
 
 A band is data: for each step the interval in which one more run falls with 95 %, from the runs of at least three seeds
 (Student's t; a prediction interval, so it is wider than that of the mean). It names the machine, versions and command.
+A pipeline has a band for each stage: of a stage that trains, its curve; of one that measures, the reward it found.
 """
 
 import math
 import platform
 import statistics
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
+from ycore.config.algorithms import ALGORITHMS
 from ycore.errors import ConfigError
 from ycore.launch.layout import this_machine
 from ycore.run.files import read_json
-from ycore.run.metrics import REWARD, Row, number
+from ycore.run.metrics import REWARD, Row, number, read_metrics
+from ycore.run.paths import RunFolder
 from ycore.view.record import half_width
+
+Stages = Mapping[str, Sequence[Row]]
 
 MIN_SEEDS = 3
 _WINDOW = 5  # steps of a trailing mean; one step's reward says little
@@ -65,14 +70,36 @@ def interval(values: Sequence[float]) -> tuple[float, float]:
     return middle - reach, middle + reach
 
 
-def band_of(runs: Mapping[int, Sequence[Row]], **about: Any) -> dict[str, Any]:
-    """The band of finished runs by seed, as JSON values; `about` says where and how they were made."""
+def stages_in(folder: Path) -> dict[str, Sequence[Row]]:
+    """What is compared of a finished run, by stage; a recipe of one stage has one without a name."""
+    report = folder / "pipeline.json"
+    if not report.is_file():
+        return {"": read_metrics(RunFolder(folder).metrics)}
+    stages = read_json(report)["stages"]
+    rows: dict[str, Sequence[Row]] = {one["name"]: [one["figures"]] for one in stages}
+    trained = [one["name"] for one in stages if one["command"] in ALGORITHMS]
+    return rows | {name: read_metrics(RunFolder(folder / name).metrics) for name in trained}
+
+
+def last_trained(folder: Path) -> Path:
+    """The folder of the run that a report shows: of a pipeline, its last stage that trained."""
+    stages = read_json(folder / "pipeline.json")["stages"] if (folder / "pipeline.json").is_file() else []
+    return next((folder / one["name"] for one in reversed(stages) if one["command"] in ALGORITHMS), folder)
+
+
+def band_of(runs: Mapping[int, Sequence[Row]]) -> dict[str, Any]:
+    """The band of one stage by seed, as JSON values."""
     curves = [curve_of(rows) for rows in runs.values()]
     steps = min(map(len, curves), default=0)
     finals = {str(seed): round(final_of(rows), 4) for seed, rows in runs.items()}
     ends = [[round(end, 4) for end in interval([curve[step] for curve in curves])] for step in range(steps)]
     final = [round(end, 4) for end in interval([*finals.values()])]
-    return {**about, "metric": metric_of(next(iter(runs.values()))), "finals": finals, "final": final, "steps": ends}
+    return {"metric": metric_of(next(iter(runs.values()))), "finals": finals, "final": final, "steps": ends}
+
+
+def name_of(seed: int, stage: str) -> str:
+    """`2`, or `2/sft` of a pipeline's stage."""
+    return f"{seed}/{stage}" if stage else str(seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,11 +110,13 @@ class Verdict:
     final: float
     share_inside: float
     is_inside: bool
+    stage: str = ""
 
     @property
     def in_words(self) -> str:
         where = "inside" if self.is_inside else "OUTSIDE"
-        return f"seed {self.seed} is {where} the band: {self.share_inside:.0%} of its steps, final {self.final:.3f}"
+        steps = f"{self.share_inside:.0%} of its steps, final {self.final:.3f}"
+        return f"seed {name_of(self.seed, self.stage)} is {where} the band: {steps}"
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
@@ -100,6 +129,18 @@ def judge(band: Mapping[str, Any], seed: int, rows: Sequence[Row]) -> Verdict:
     share, (low, high) = sum(inside) / max(1, len(inside)), band["final"]
     is_whole = len(curve) >= len(band["steps"])
     return Verdict(seed, final, share, is_whole and low <= final <= high and share >= _SHARE_INSIDE)
+
+
+def bands_of(runs: Mapping[int, Stages], **about: Any) -> dict[str, Any]:
+    """What `band.json` holds of finished runs by seed; `about` says where and how they were made."""
+    bands = {stage: band_of({seed: own[stage] for seed, own in runs.items()}) for stage in next(iter(runs.values()))}
+    return about | bands[""] if list(bands) == [""] else {**about, "stages": bands}
+
+
+def judge_stages(known: Mapping[str, Any] | None, seed: int, stages: Stages) -> list[Verdict]:
+    """Of each stage that the band knows; none where no band is known."""
+    bands = {} if known is None else known.get("stages", {"": known})
+    return [replace(judge(band, seed, stages.get(stage, [])), stage=stage) for stage, band in bands.items()]
 
 
 def machine() -> str:

@@ -36,7 +36,8 @@ TRAINS_A_POLICY = frozenset(row.name for row in ALGORITHMS.values() if not row.t
 Compare = Literal["best-worst", "all"]
 """Of `pairs`: the best with the worst completion of a prompt, or every two whose rewards differ."""
 
-_TOP = ("description", "model", "output", "defaults", "stages")
+_TOP = ("description", "model", "output", "seed", "defaults", "stages")
+_SEEDS_APART = 1000  # of a stage that names a seed, between two runs of its pipeline
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,10 +53,14 @@ class Stage:
 
 @dataclass(frozen=True, slots=True)
 class Pipeline:
-    """Stages in the order in which they run; `defaults` are keys for every stage whose command knows them."""
+    """Stages in the order in which they run; `defaults` are keys for every stage whose command knows them.
+
+    `seed` tells runs of one pipeline apart: with 0 every stage has the seed that it names.
+    """
 
     model: str | None
     output: str
+    seed: int
     defaults: Mapping[str, Any]
     stages: tuple[Stage, ...]
 
@@ -98,9 +103,16 @@ def parse_pipeline(declared: Mapping[str, Any], *, name: str) -> Pipeline:
     return Pipeline(
         model=None if declared.get("model") is None else str(declared["model"]),
         output=str(declared.get("output") or f"runs/{name}"),
+        seed=_seed(declared.get("seed", 0)),
         defaults=_mapping(declared.get("defaults") or {}, "defaults"),
         stages=tuple(stage for stages in entries for stage in stages),
     )
+
+
+def _seed(value: Any) -> int:
+    if type(value) is not int or value < 0:
+        raise ConfigError(f"seed must be a whole number of 0 or more, and it is {value!r}")
+    return value
 
 
 def with_sets(declared: Mapping[str, Any], sets: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,6 +147,7 @@ class _Expansion:
     def __init__(self, pipeline: Pipeline) -> None:
         self._output = Path(pipeline.output)
         self._policy = pipeline.model
+        self._seed, self._default_seed = pipeline.seed * _SEEDS_APART, pipeline.defaults.get("seed", 0)
         self._latest: dict[str, Step] = {}
         self._stand_ins: dict[str, str | None] = {}
         self._used: set[str] = set()
@@ -147,6 +160,8 @@ class _Expansion:
                 raise ConfigError(f"stage {stage.name}: it has no model, and no stage before it makes one; say model:")
             keys["model"] = self._policy
             self._used.add(self._policy)
+        if self._seed:
+            keys["seed"] = keys.get("seed", self._default_seed) + self._seed
         name = stage.name if stage.round is None else f"{stage.name}-{stage.round}"
         stand_ins = {path: self._stand_ins[path] for path in sorted(self._used) if path in self._stand_ins}
         step = Step(name, stage.command, keys, self._output / name, stand_ins, stage.compare)

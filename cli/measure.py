@@ -78,7 +78,8 @@ def fly_first(config: "RunConfig") -> None:
 
 
 @o.takes({
-    "model": o.Models, "benchmark": o.Benchmark, "dataset": o.Dataset, "reward": o.Reward, "tools": o.Tools,
+    "model": o.Models, "benchmark": o.Benchmark, "dataset": o.Dataset, "reward": o.Reward,
+    "constraint": o.Constraint, "tools": o.Tools,
     "env": o.Env, "env_python": o.EnvPython,
     "agent": o.Agent, "max_turns": o.MaxTurns, "actions": o.Actions, "split": o.Split, "prompt_column": o.PromptColumn,
     "answer_column": o.AnswerColumn, "system_prompt": o.SystemPrompt, "trust_remote_code": o.TrustRemoteCode,

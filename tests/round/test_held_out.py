@@ -14,6 +14,7 @@ from ycore.round.held_out import (
     check_evaluation,
     figures,
     is_due,
+    names_of,
     num_overlapping,
     pair_figures,
     report,
@@ -50,6 +51,19 @@ def test_figures_of_three_prompts() -> None:
     assert found["pass@4"] == pytest.approx(2 / 3) and found["majority@4"] == pytest.approx(1 / 3)
     assert found["masked"] == 1 and found["cut_off"] == pytest.approx(2 / 12) and found["mean_length"] == 2
     assert found["pass@4/low"] == 0.0 and found["pass@4/high"] == 1.0
+
+
+def test_right_by_right_reasons() -> None:
+    """Of four right completions a judge of the reasoning accepts one, rejects two, and gives no verdict on one."""
+    scores = [(1.0, 1.0), (1.0, 0.4), (1.0, 0.0), (1.0, None), (0.0, 1.0), (0.0, 1.0), (0.0, 0.0), (0.0, 0.0)]
+    completions = tuple(Completion((1, 2), None, "7", "stop", 0) for _ in scores)
+    one = Group(Draw(0, Prompt(0, "p"), (1,)), completions, tuple((Score(a), Score(b)) for a, b in scores))
+    rewards = [{"reward": "exact_answer"}, {"reward": "judge:reasons", "constraint": True, "weight": 0.0}]
+    settings = config(rewards=rewards, num_samples=8)
+    found = figures(table_of([one], settings), settings)
+    assert (found["pass@1"], found["cot-pass@1"], found["pass@8"], found["cot-pass@8"]) == (0.5, 0.125, 1.0, 1.0)
+    assert found["cot-pass@2"] == pytest.approx(1 - 21 / 28) and "cot-pass@4" in names_of(settings)
+    assert not any("cot" in name for name in names_of(config()))
 
 
 def test_how_often_a_reward_agrees_with_pairs() -> None:

@@ -1,9 +1,10 @@
 """Evaluation: every prompt of a dataset once, as figures with intervals over prompts, and what a run does with them.
 
 Figures: `reward`; `rewards/NAME` of each source; `pass@k`, the chance that one of k completions is right (Chen et al.
-2021, arXiv 2107.03374); `majority@n`, whether the answer that most of a prompt's n completions give is right (Wang et
-al. 2022, arXiv 2203.11171). Right is what the first reward gives 1 or more. Intervals are 95 % percentiles of the
-bootstrap over prompts (Efron 1979).
+2021, arXiv 2107.03374); with constraints `cot-pass@k`, the chance that one of k is right and keeps them all, which with
+a judge of the reasoning is CoT-pass@k (arXiv 2506.14245); `majority@n`, whether the answer that most of a prompt's n
+completions give is right (Wang et al. 2022, arXiv 2203.11171). Right is what the first reward gives 1 or more.
+Intervals are 95 % percentiles of the bootstrap over prompts (Efron 1979).
 """
 
 import asyncio
@@ -21,7 +22,7 @@ from ycore.rewards.loading import reward_names
 from ycore.round.sampling import total_reward
 from ycore.round.tasks import together
 from ycore.run.metrics import Row, number, pass_at_k
-from ycore.types import Draw, Group, Prompt
+from ycore.types import Draw, Group, Prompt, Score
 
 if TYPE_CHECKING:
     from ycore.round.step import Controller
@@ -50,7 +51,8 @@ Counted = npt.NDArray[np.float64]
 
 def names_of(config: RunConfig) -> list[str]:
     """The figures of an evaluation with these settings."""
-    passes = [f"pass@{k}" for k in _ks(config.num_samples)]
+    kinds = ["pass", "cot-pass"] if any(reward.constraint for reward in config.rewards) else ["pass"]
+    passes = [f"{kind}@{k}" for kind in kinds for k in _ks(config.num_samples)]
     majority = [f"majority@{config.num_samples}"] if _votes(config.rewards, config.num_samples) else []
     return ["reward", *(f"rewards/{name}" for name in reward_names(config.rewards)), *passes, *majority]
 
@@ -94,13 +96,14 @@ def table_of(groups: Iterable[Group], config: RunConfig) -> Table:
 
 
 def _width(config: RunConfig) -> int:
-    return 6 + 2 * len(config.rewards)
+    return 7 + 2 * len(config.rewards)
 
 
 def _row(group: Group, config: RunConfig) -> list[float]:
-    """Completions scored and the sum of their rewards, the same of each source, right ones, the vote, tokens, cut off.
+    """Completions scored and the sum of their rewards, the same of each source; right ones, and those of them that keep
+    every constraint; the vote, tokens, cut off.
 
-    A masked completion is left out of the means, and counts as wrong.
+    A masked completion is left out of the means, and counts as wrong; an unscored constraint counts as broken.
     """
     weights = [reward.weight for reward in config.rewards]
     totals = [total for scores in group.scores_GR if (total := total_reward(scores, weights)) is not None]
@@ -109,25 +112,33 @@ def _row(group: Group, config: RunConfig) -> list[float]:
         values = [scores[source].value for scores in group.scores_GR]
         known = [value for value in values if value is not None]
         row += [len(known), sum(known)]
-    is_right = [(scores[0].value or 0.0) >= RIGHT_FROM for scores in group.scores_GR]
+    is_right = [_at_least(scores[0], RIGHT_FROM) for scores in group.scores_GR]
+    held = [(source, reward.least) for source, reward in enumerate(config.rewards) if reward.constraint]
+    keeps = [all(_at_least(scores[source], least) for source, least in held) for scores in group.scores_GR]
+    both = sum(right and kept for right, kept in zip(is_right, keeps, strict=True))
     answers = [final_answer(completion.text) for completion in group.completions]
     (winner, _), *_ = Counter(answers).most_common(1)  # of several with as many votes, the first that was written
     cut = sum(completion.finish_reason == "length" for completion in group.completions)
-    return [*row, sum(is_right), is_right[answers.index(winner)], group.num_written, cut]
+    return [*row, sum(is_right), both, is_right[answers.index(winner)], group.num_written, cut]
+
+
+def _at_least(score: Score, least: float) -> bool:
+    return score.value is not None and score.value >= least
 
 
 def figures(table: Table, config: RunConfig) -> dict[str, float]:
     """Each figure, and its interval as `NAME/low` and `NAME/high`; a figure that nothing was scored for is left out."""
     size = config.num_samples
-    right, vote, tokens, cut = table[:, -4:].T
-    passes = {f"pass@{k}": np.array([pass_at_k(size, int(c), k) for c in right]) for k in _ks(size)}
+    right, both, vote, tokens, cut = table[:, -5:].T
+    numbers = {"pass": right, "cot-pass": both}
     ones = np.ones(len(table))
     parts = {"reward": (table[:, 1], table[:, 0])}
     for source, name in enumerate(reward_names(config.rewards)):
         parts[f"rewards/{name}"] = (table[:, 3 + 2 * source], table[:, 2 + 2 * source])
-    parts |= {name: (values, ones) for name, values in passes.items()}
-    if _votes(config.rewards, size):
-        parts[f"majority@{size}"] = (vote, ones)
+    for name in names_of(config)[len(parts) :]:
+        kind, k = name.split("@")
+        chances = [pass_at_k(size, int(count), int(k)) for count in numbers[kind]] if kind in numbers else vote
+        parts[name] = (np.array(chances), ones)
     measured: dict[str, float] = {}
     for name, (sums, counts) in parts.items():
         measured |= with_interval(name, sums, counts)

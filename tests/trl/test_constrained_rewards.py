@@ -5,15 +5,12 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from torch import Tensor
-from transformers import AutoTokenizer
-from trl import GRPOConfig
 
+from tests.trl.small_trainer import small_trainer
 from ycore.models.tiny import write_tiny_model
 from ycore.round.constraints import Constraint, Constraints
 from ycore.trl.advantages import ESTIMATORS, broken, calibrated, gated, kept, near
-from ycore.trl.build import placeholder_rewards
 from ycore.trl.grpo import Trainer
 from ycore.trl.online_dpo import TRAINERS, best_and_worst, preference_losses
 from ycore.types import Completion, Draw, Group, Prompt, Score
@@ -95,28 +92,10 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def made(kind: type[Any], model: Path, output: Path, *, own: dict[str, Any], **settings: Any) -> Any:
-    trainer = kind(
-        model=str(model),
-        reward_funcs=placeholder_rewards(["mine", "format"]),
-        args=GRPOConfig(
-            output_dir=str(output),
-            use_cpu=True,
-            report_to="none",
-            num_generations=6,
-            per_device_train_batch_size=6,
-            reward_weights=[1.0, 0.0],
-            scale_rewards="none",
-            bf16=False,
-            gradient_checkpointing=False,
-            **settings,
-        ),
-        train_dataset=Dataset.from_dict({"prompt": ["tick"] * 6}),
-        processing_class=AutoTokenizer.from_pretrained(model),
-        **{"constraints": Constraints(HELD), **own},
-    )
-    trainer.rounds = Rounds()
-    trainer.current_gradient_accumulation_steps = 1
-    return trainer
+    sizes = {"num_generations": 6, "per_device_train_batch_size": 6, "reward_weights": [1.0, 0.0]}
+    own = {"constraints": Constraints(HELD), **own}
+    settings = {"scale_rewards": "none", **sizes, **settings}
+    return small_trainer(kind, model, output, Rounds(), rewards=("mine", "format"), own=own, **settings)
 
 
 def advantages(trainer: Any) -> Tensor:

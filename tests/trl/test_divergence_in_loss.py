@@ -6,15 +6,12 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
-from transformers import AutoTokenizer
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
-from trl import GRPOConfig
 
+from tests.trl.small_trainer import small_trainer
 from ycore.models.tiny import write_tiny_model
-from ycore.trl.build import placeholder_rewards
 from ycore.trl.divergence import DIVERGENCES
 from ycore.trl.grpo import TrainerOfGMPO
 from ycore.trl.seam import SeamGRPOTrainer
@@ -37,31 +34,8 @@ class EqualRewards:
 
 
 def trainer(kind: type[SeamGRPOTrainer], model: Path, output: Path, *, name: str, **trl: Any) -> SeamGRPOTrainer:
-    made = kind(
-        model=str(model),
-        reward_funcs=placeholder_rewards(["mine"]),
-        divergence=name,
-        args=GRPOConfig(
-            output_dir=str(output),
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to="none",
-            num_generations=4,
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=1,
-            max_steps=2,
-            learning_rate=1e-3,
-            save_strategy="no",
-            logging_steps=1,
-            beta=BETA,
-            **trl,
-        ),
-        train_dataset=Dataset.from_dict({"prompt": ["tick"] * 4}),
-        processing_class=AutoTokenizer.from_pretrained(model),
-    )
-    made.rounds = EqualRewards()
-    return made
+    settings = {"max_steps": 2, "learning_rate": 1e-3, "logging_steps": 1, "beta": BETA, **trl}
+    return small_trainer(kind, model, output, EqualRewards(), own={"divergence": name}, **settings)
 
 
 def moved_away(made: SeamGRPOTrainer) -> SeamGRPOTrainer:

@@ -6,14 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from torch import Tensor
-from transformers import AutoTokenizer
-from trl import GRPOConfig
 
+from tests.trl.small_trainer import small_trainer
 from ycore.errors import ConfigError
 from ycore.models.tiny import write_tiny_model
-from ycore.trl.build import placeholder_rewards
 from ycore.trl.online_dpo import TRAINERS, Trainer, best_and_worst, margins_of, preference_losses, ranking_losses
 from ycore.types import Completion, Draw, Group, Prompt, Score
 
@@ -69,30 +66,8 @@ class Rounds:
 
 
 def made(model: Path, output: Path, kind: str, **settings: Any) -> Trainer:
-    trainer = TRAINERS[kind](
-        model=str(model),
-        reward_funcs=placeholder_rewards(["mine"]),
-        args=GRPOConfig(
-            output_dir=str(output),
-            use_cpu=True,
-            report_to="none",
-            num_generations=4,
-            bf16=False,
-            gradient_checkpointing=False,
-            scale_rewards="none",
-            **{
-                "beta": 0.0 if kind == "rrhf" else 0.1,
-                "per_device_train_batch_size": 4,
-                "gradient_accumulation_steps": 3,
-                **settings,
-            },
-        ),
-        train_dataset=Dataset.from_dict({"prompt": ["tick"] * 12}),
-        processing_class=AutoTokenizer.from_pretrained(model),
-    )
-    trainer.rounds = Rounds()
-    trainer.current_gradient_accumulation_steps = trainer.args.gradient_accumulation_steps
-    return trainer
+    settings = {"beta": 0.0 if kind == "rrhf" else 0.1, "gradient_accumulation_steps": 3, **settings}
+    return small_trainer(TRAINERS[kind], model, output, Rounds(), scale_rewards="none", **settings)
 
 
 def log_probability(trainer: Trainer, ids: tuple[int, ...], like: Any = None) -> Tensor:

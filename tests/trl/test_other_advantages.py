@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
-from transformers import AutoTokenizer
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
-from trl import GRPOConfig
 
+from tests.trl.small_trainer import small_trainer
 from ycore.models.tiny import write_tiny_model
 from ycore.trl.advantages import ESTIMATORS
-from ycore.trl.build import placeholder_rewards
 from ycore.trl.grpo import TrainerOfGMPO
 from ycore.trl.seam import SeamGRPOTrainer
 from ycore.types import Completion, Draw, Group, Prompt, Score
@@ -44,29 +41,9 @@ class Fixed:
         ]
 
 
-def trainer(kind: type[SeamGRPOTrainer], model: Path, output: Path, **given: Any) -> SeamGRPOTrainer:
-    made = kind(
-        model=str(model),
-        reward_funcs=placeholder_rewards(["mine"]),
-        args=GRPOConfig(
-            output_dir=str(output),
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to="none",
-            num_generations=4,
-            per_device_train_batch_size=8,
-            gradient_accumulation_steps=1,
-            max_steps=2,
-            learning_rate=1e-2,
-            save_strategy="no",
-        ),
-        train_dataset=Dataset.from_dict({"prompt": ["tick"] * 8}),
-        processing_class=AutoTokenizer.from_pretrained(model),
-        **given,
-    )
-    made.rounds = Fixed()
-    return made
+def trainer(kind: type[SeamGRPOTrainer], model: Path, output: Path, **own: Any) -> SeamGRPOTrainer:
+    settings = {"per_device_train_batch_size": 8, "max_steps": 2, "learning_rate": 1e-2}
+    return small_trainer(kind, model, output, Fixed(), own=own, **settings)
 
 
 @pytest.mark.parametrize("name", ["rloo", "reinforce++-baseline", "maxrl"])

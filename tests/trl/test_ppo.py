@@ -6,19 +6,17 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import AutoModelForSequenceClassification, AutoTokenizer
-from trl import GRPOConfig
+from transformers import AutoModelForSequenceClassification
 
+from tests.trl.small_trainer import small_trainer
 from ycore.config.schema import CriticSettings
 from ycore.engine.weights import engine_weights
 from ycore.errors import ConfigError, RunError
 from ycore.models.tiny import write_tiny_model
 from ycore.run.claim import model_fingerprint
 from ycore.run.paths import RunFolder
-from ycore.trl.build import placeholder_rewards
 from ycore.trl.critic import NAME, VALUES, start_from_reward_model
 from ycore.trl.ppo import Trainer
 from ycore.trl.returns import whitened
@@ -49,34 +47,12 @@ def made(model: Path, output: Path, *, lora: bool = True, kl_in: str = "reward",
     """A trainer with a critic whose head is not zero, before its first step."""
     of_critic = CriticSettings.model_fields.keys() - {"max_grad_norm"}
     own = {name: settings.pop(name) for name in list(settings) if name in of_critic}
-    args = GRPOConfig(
-        output_dir=str(output),
-        use_cpu=True,
-        report_to="none",
-        num_generations=8,
-        **{
-            "bf16": False,
-            "gradient_checkpointing": False,
-            "per_device_train_batch_size": 8,
-            "loss_type": "dapo",
-            "scale_rewards": "none",
-            "max_steps": 4,
-            **settings,
-        },
-    )
-    args.num_generations = 1
-    trainer = Trainer(
-        model=str(model),
-        reward_funcs=placeholder_rewards(["mine"]),
-        args=args,
-        train_dataset=Dataset.from_dict({"prompt": ["tick"] * 8}),
-        processing_class=AutoTokenizer.from_pretrained(model),
-        peft_config=LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None,
-        critic=CriticSettings(**{"warmup_steps": 0, **own}),
-        kl_in=kl_in,
-    )
-    trainer.rounds = Rounds()
-    trainer.current_gradient_accumulation_steps = args.gradient_accumulation_steps
+    adapters = LoraConfig(r=4, target_modules="all-linear", task_type="CAUSAL_LM") if lora else None
+    critic = CriticSettings(**{"warmup_steps": 0, **own})
+    settings = {"loss_type": "dapo", "scale_rewards": "none", "max_steps": 4, "num_generations": 8, **settings}
+    settings = {"per_device_train_batch_size": 8, **settings}
+    given = {"peft_config": adapters, "critic": critic, "kl_in": kl_in}
+    trainer = small_trainer(Trainer, model, output, Rounds(), own=given, alone=True, **settings)
     generator = torch.Generator().manual_seed(3)
     with torch.no_grad():
         for name, parameter in trainer.critic.trained.items():

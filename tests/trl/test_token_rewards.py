@@ -6,12 +6,9 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
-from transformers import AutoTokenizer
-from trl import GRPOConfig
 
+from tests.trl.small_trainer import small_trainer
 from ycore.models.tiny import write_tiny_model
-from ycore.trl.build import placeholder_rewards
 from ycore.trl.grpo import Trainer
 from ycore.trl.importance import region_weights
 from ycore.trl.token_rewards import prompt_weights
@@ -40,26 +37,7 @@ class Rounds:
 
 
 def made(model: Path, output: Path, *, own: dict[str, Any], **settings: Any) -> Trainer:
-    trainer = Trainer(
-        model=str(model),
-        reward_funcs=placeholder_rewards(["mine"]),
-        args=GRPOConfig(
-            output_dir=str(output),
-            use_cpu=True,
-            report_to="none",
-            num_generations=4,
-            per_device_train_batch_size=4,
-            bf16=False,
-            gradient_checkpointing=False,
-            **{"loss_type": "dapo", **settings},
-        ),
-        train_dataset=Dataset.from_dict({"prompt": ["tick"] * 4}),
-        processing_class=AutoTokenizer.from_pretrained(model),
-        **own,
-    )
-    trainer.rounds = Rounds()
-    trainer.current_gradient_accumulation_steps = 1
-    return trainer
+    return small_trainer(Trainer, model, output, Rounds(), own=own, **{"loss_type": "dapo", **settings})
 
 
 def logps_of(trainer: Trainer, batch: dict[str, Any]) -> torch.Tensor:

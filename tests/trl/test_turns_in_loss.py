@@ -7,16 +7,13 @@ from typing import Any
 
 import pytest
 import torch
-from datasets import Dataset
-from transformers import AutoTokenizer
 
 os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
-from trl import GRPOConfig
 
+from tests.trl.small_trainer import small_trainer
 from ycore.config.schema import CriticSettings
 from ycore.models.tiny import write_tiny_model
-from ycore.trl.build import placeholder_rewards
 from ycore.trl.ppo import Trainer as PPO
 from ycore.trl.seam import SeamGRPOTrainer
 from ycore.trl.token_rewards import TokenRewardTrainer, turn_advantages
@@ -66,29 +63,8 @@ class Fixed:
 
 
 def made(model: Path, output: Path, kind: type[SeamGRPOTrainer] = SeamGRPOTrainer, **args: Any) -> SeamGRPOTrainer:
-    given = args.pop("given", {})
-    trainer = kind(
-        model=str(model),
-        reward_funcs=placeholder_rewards(["mine"]),
-        args=GRPOConfig(
-            output_dir=str(output),
-            use_cpu=True,
-            bf16=False,
-            gradient_checkpointing=False,
-            report_to="none",
-            num_generations=4,
-            per_device_train_batch_size=4,
-            gradient_accumulation_steps=1,
-            vllm_importance_sampling_correction=False,
-            **args,
-        ),
-        train_dataset=Dataset.from_dict({"prompt": ["tick"] * 4}),
-        processing_class=AutoTokenizer.from_pretrained(model),
-        **given,
-    )
-    trainer.rounds = Fixed()
-    trainer.current_gradient_accumulation_steps = 1
-    return trainer
+    own = args.pop("given", {})
+    return small_trainer(kind, model, output, Fixed(), own=own, vllm_importance_sampling_correction=False, **args)
 
 
 def logprobs_alone(model: Any) -> list[list[torch.Tensor]]:

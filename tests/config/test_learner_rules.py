@@ -70,6 +70,17 @@ def test_where_every_scored_completion_teaches() -> None:
         ({"algorithm": "ppo", "critic": {"range": [0, 1], "init": "runs/rm"}}, "give one of the two"),
         ({"algorithm": "ppo", "critic": {"lamda": 1}}, "no key critic.lamda; did you mean"),
         ({"algorithm": "distill"}, "ycore distill needs a teacher; say --teacher MODEL"),
+        ({"distill": {"divergence": "js"}}, "distill.divergence is of ycore distill, and this is grpo; leave it out"),
+        (
+            {**DISTILL, "distill": {"divergence": "top-k"}},
+            "top-k is no divergence: over the likeliest tokens alone",
+        ),
+        ({**DISTILL, "distill": {"beta": 0.3}}, "distill.beta is of the divergence js, and it is sampled; leave"),
+        (
+            {**DISTILL, "distill": {"divergence": "js"}, "accelerate": "zero3"},
+            "which zero3 shards; take --accelerate zero2 or ddp",
+        ),
+        ({**DISTILL, "distill": {"divergence": "js"}, "loss_average": "prompts"}, "leave loss_average=prompts out"),
         ({"teacher": "t"}, "a teacher is of ycore distill, and this is grpo; take ycore distill"),
         ({**DISTILL, "critic": {}}, "critic is of ycore ppo, and this is distill; leave critic out"),
         ({**DISTILL, "advantage": "reinforce++"}, "compares rewards within groups, which --advantage reinforce++"),

@@ -12,7 +12,7 @@ import torch
 import yaml
 from safetensors.torch import load_file
 
-from ycore.config.schema import CriticSettings, LoraSettings, RewardConfig, RunConfig
+from ycore.config.schema import CriticSettings, DistillSettings, LoraSettings, RewardConfig, RunConfig
 from ycore.launch.layout import accelerate_config
 from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
@@ -27,6 +27,7 @@ STEPS = 3
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     root = tmp_path_factory.mktemp("same")
     write_tiny_model(root / "model")
+    write_tiny_model(root / "teacher", seed=1)
     return root
 
 
@@ -37,9 +38,10 @@ JOBS: dict[str, dict[str, Any]] = {
     "lora-again": {"gradient_checkpointing": True},
     "ppo": {},
     "distill": {},
+    "distill-js": {},
     "online-dpo": {"beta": 0.1},
 }
-LEARNERS = ("ppo", "distill", "online-dpo")
+LEARNERS = ("ppo", "distill", "distill-js", "online-dpo")
 RUNS = {
     "alone": ("full", "lora", *LEARNERS),
     "ddp": ("full", "lora", *LEARNERS),
@@ -50,12 +52,13 @@ RUNS = {
 
 def config_of(place: Path, name: str, job: str) -> RunConfig:
     return RunConfig(
-        algorithm=job if job in LEARNERS else "grpo",  # type: ignore[arg-type]
+        algorithm=job.removesuffix("-js") if job in LEARNERS else "grpo",
+        distill=DistillSettings(divergence="js" if job == "distill-js" else "sampled", beta=0.3),
         loss_from="dpo" if job == "online-dpo" else "grpo",
         critic=CriticSettings(warmup_steps=1, lam=0.9) if job == "ppo" else None,
         model=str(place / "model"),
         dataset="none",
-        rewards=[RewardConfig(reward="teacher:made_up" if job == "distill" else "made_up")],
+        rewards=[RewardConfig(reward=f"teacher:{place / 'teacher'}" if "distill" in job else "made_up")],
         output=str(place / name / job),
         prompts_per_step=4,
         group_size=4,

@@ -162,6 +162,13 @@ def test_a_preflights_own_model_is_on_the_device_where_it_fits(tmp_path: Path) -
     assert crowded.as_json()["on_host"] and not crowded.sleeps and share_of(crowded) > 0.7
 
 
+def test_a_teacher_in_the_trainer_takes_room_from_the_engines(tmp_path: Path) -> None:
+    taught = {"algorithm": "distill", "rewards": [RewardConfig(reward=f"teacher:{SEVEN}")]}
+    beside = plan(config_of(HALF, distill={"divergence": "js"}, **taught), ONE_24, tmp_path)
+    alone = plan(config_of(HALF), ONE_24, tmp_path)
+    assert (alone.sleeps, beside.sleeps) == (False, True) and beside.as_json()["offload"] == "weights"
+
+
 def test_a_size_that_is_not_known_keeps_the_careful_shares() -> None:
     config = config_of("somebody/model", judge="somebody/judge")
     shared = check_run(config, site_on(config, ONE_80), known=lambda name: None, vllm=True)

@@ -273,6 +273,24 @@ def test_a_teacher_with_another_tokenizer_is_refused_before_anything_starts(tmp_
         planned(config, tmp_path, fetch=Path)
 
 
+def test_a_teacher_in_the_trainer_has_no_engine_and_is_compared_before_anything_starts(tmp_path: Path) -> None:
+    policy, teacher = (write_tiny_model(tmp_path / name) for name in ("policy", "teacher"))
+    how = {"model": str(policy), "algorithm": "distill", "distill": {"divergence": "js"}}
+    config = config_of({"reward": f"teacher:{teacher}"}, **how)
+    assert check_scorers(config, [], engine="transformers") == [
+        f"teacher {teacher}: found in {teacher}, js, exact, in the trainer"
+    ]
+    assert [model.role for model in planned(config, tmp_path, fetch=Path).served] == ["rollout"]
+    written = json.loads((teacher / "tokenizer.json").read_text())
+    written["model"]["vocab"]["a"] = 999
+    (teacher / "tokenizer.json").write_text(json.dumps(written))
+    with pytest.raises(ConfigError, match="take a teacher of the same family"):
+        planned(config, tmp_path, fetch=Path)
+    served = config_of({"reward": f"teacher:{policy}"}, model=str(policy), algorithm="distill")
+    with pytest.raises(ConfigError, match="install vLLM, or hold it in the trainer: --set distill"):
+        check_scorers(served, [], engine="transformers")
+
+
 @pytest.mark.parametrize(
     ("spec", "message"),
     [

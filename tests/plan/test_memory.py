@@ -6,7 +6,14 @@ import pytest
 
 from ycore.plan.devices import DEVICES, GIB, Device, Fleet
 from ycore.plan.job import Job, Way
-from ycore.plan.memory import activations, engine_weights, largest_weight, trainer_peak, trainer_states
+from ycore.plan.memory import (
+    activations,
+    engine_weights,
+    largest_weight,
+    trainer_memory,
+    trainer_peak,
+    trainer_states,
+)
 from ycore.plan.model_facts import model_facts
 from ycore.plan.step_forecast import forecast
 
@@ -40,6 +47,16 @@ def test_a_critic_shares_the_frozen_weights_and_keeps_activations_of_its_own() -
     more = sum(after[name] - before[name] for name in ("weights", "gradients", "optimizer"))
     assert more == pytest.approx(0.65e9, rel=0.01)
     assert activations(both, WAY)["activations"] == 2 * activations(alone, WAY)["activations"]
+
+
+def test_a_teacher_in_the_trainer_is_held_whole_and_leaves_with_the_frozen_weights() -> None:
+    taught = replace(JOB, teachers=(JOB.policy,))
+    assert trainer_states(taught, WAY)["teachers"] == JOB.policy.num_params * JOB.bytes_per_value
+    assert activations(taught, WAY)["logits"] == 2 * activations(JOB, WAY)["logits"]
+    memory, alone = trainer_memory(taught, WAY), trainer_memory(JOB, WAY)
+    assert memory.resting["optimizer"] > alone.resting["optimizer"] and memory.resting["weights"] == pytest.approx(
+        alone.resting["weights"]
+    )
 
 
 def test_a_mixtures_tokens_pass_through_few_experts() -> None:

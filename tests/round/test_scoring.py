@@ -8,7 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
-from ycore.config.schema import RewardConfig
+from ycore.config.schema import DistillSettings, RewardConfig, RunConfig
 from ycore.engine.judge_engine import Refused
 from ycore.errors import EngineError
 from ycore.judge.declaration import Judge
@@ -21,10 +21,11 @@ from ycore.round.judge_scorer import JudgeScorer
 from ycore.round.meters import JudgeMeter, RewardModelMeter, TeacherMeter, WorkerMeter, collect
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, completion_seed
-from ycore.round.scorers import Member, RewardModelScorer, TeacherScorer
+from ycore.round.scorers import Member, RewardModelScorer, TeacherScorer, build_scoring
 from ycore.round.scoring import Scorer, Scoring, Writing
 from ycore.round.slots import Slots
 from ycore.round.step import Controller
+from ycore.run.paths import RunFolder
 from ycore.types import Completion, Draw, Prompt, Score, Turn
 
 T = TypeVar("T")
@@ -364,6 +365,21 @@ def test_a_reward_model_scores_each_completion() -> None:
         meter=meter,
     )
     assert values(run(scores_of(of_two, ["ab", "abc"]))) == [3.0, None], "logits 2 and 6; the second has a NaN"
+
+
+def test_a_teacher_in_the_trainer_only_says_which_rows_it_has(tmp_path: Path) -> None:
+    spec = RewardConfig(reward="teacher:t", args={"where": {"subject": "sums"}})
+    exact = DistillSettings(divergence="js")
+    config = RunConfig(model="m", dataset="d", output="o", rewards=[spec], algorithm="distill", distill=exact)
+    scoring = build_scoring(config, RunFolder(tmp_path), [])
+    assert scoring.meters == []
+
+    async def work(columns: dict[str, Any]) -> list[list[Score]]:
+        tasks = [asyncio.create_task(asyncio.sleep(0, Completion((5,), None, "", "stop", 0)))]
+        return await scoring.score(Writing(Draw(0, Prompt(0, "q", columns), (9,)), tasks, 0, Slots(1)))
+
+    assert asyncio.run(work({"subject": "sums"})) == [[Score(0.0)]]
+    assert asyncio.run(work({"subject": "verse"})) == [[Score(None)]]
 
 
 def test_a_teacher_scores_the_tokens_of_its_own_rows() -> None:

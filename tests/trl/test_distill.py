@@ -8,10 +8,13 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer
 from trl import GRPOConfig
 
+from ycore.config.schema import DistillSettings
+from ycore.errors import ConfigError
 from ycore.models.tiny import write_tiny_model
+from ycore.trl import forward
 from ycore.trl.advantages import ESTIMATORS
 from ycore.trl.build import placeholder_rewards
 from ycore.trl.distill import Trainer, log_ratios
@@ -162,3 +165,105 @@ def test_the_gradient_is_that_of_the_definition(model: Path, tmp_path: Path) -> 
     (total / count).backward()  # type: ignore[no-untyped-call]
     for one, gradient in zip(parameters, found, strict=True):
         assert one.grad is not None and torch.allclose(gradient, one.grad, atol=1e-6)
+
+
+# -- exact divergences, with the teacher in the trainer ----------------------------------------------------------------
+
+EXACT = [
+    DistillSettings(divergence="reverse-kl"),
+    DistillSettings(divergence="forward-kl"),
+    DistillSettings(divergence="js", beta=0.3),
+]
+
+
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Another model, whose vocabulary is padded to 8 tokens more, and whose distributions are not flat."""
+    folder = write_tiny_model(tmp_path_factory.mktemp("teacher"), seed=1)
+    other = AutoModelForCausalLM.from_pretrained(folder)
+    other.resize_token_embeddings(other.config.vocab_size + 8, mean_resizing=False)
+    with torch.no_grad():
+        for weight in other.parameters():
+            weight.mul_(3.0 if weight.ndim > 1 else 1.0)
+    other.save_pretrained(folder)
+    return folder
+
+
+def taught(place: int, n: int) -> float | None:
+    """The last completion is not the teacher's to teach."""
+    return None if place == 3 else 0.0
+
+
+def defined(exact: DistillSettings, p: Tensor, q: Tensor) -> Tensor:
+    def kl(one: Tensor, other: Tensor) -> Tensor:
+        return (one * (one.log() - other.log())).sum(-1)
+
+    middle = exact.beta * q + (1 - exact.beta) * p
+    return {
+        "reverse-kl": kl(p, q),
+        "forward-kl": kl(q, p),
+        "js": exact.beta * kl(q, middle) + (1 - exact.beta) * kl(p, middle),
+    }[exact.divergence]
+
+
+@pytest.mark.parametrize("exact", EXACT, ids=lambda exact: exact.divergence)
+def test_the_exact_loss_and_gradient_are_those_of_the_definition(
+    exact: DistillSettings, model: Path, teacher: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By autograd on whole logits, sequence by sequence; the trainer has the logits of 3 tokens at a time."""
+    rows = []
+    tile = forward._log_softmax
+    monkeypatch.setattr(forward, "TILE", 3)
+    monkeypatch.setattr(
+        forward, "_log_softmax", lambda hidden, *rest: (rows.append(len(hidden)), tile(hidden, *rest))[1]
+    )
+    trainer = made(model, tmp_path, Rounds(taught), weights=[0.5, 0.0], exact=exact, folders=[teacher])
+    loss, _, _ = step(trainer)
+    assert rows and max(rows) == 3
+    parameters = [one for one in trainer.bare_model.parameters() if one.grad is not None]
+    found = [one.grad.clone() for one in parameters]
+    trainer.model.zero_grad()
+    other, total, seen = AutoModelForCausalLM.from_pretrained(teacher), torch.zeros(()), []
+    for place in range(3):
+        own = torch.tensor([10 + place + 3 * n for n in range(2 + place)])
+        ids = torch.cat([torch.tensor(PROMPT), own]).unsqueeze(0)
+        logits = trainer.bare_model(input_ids=ids).logits[0, len(PROMPT) - 1 : -1]
+        theirs = other(input_ids=ids).logits[0, len(PROMPT) - 1 : -1, : logits.size(-1)].detach()
+        seen += defined(exact, logits.softmax(-1), theirs.softmax(-1))
+    total = 0.5 * torch.stack(seen).sum() / (2 + 3 + 4 + 5)  # the tokens of the fourth completion count too
+    assert loss == pytest.approx(total.item(), abs=1e-6) and loss > 0.001
+    metric = trainer._metrics["train"]["ycore/teacher/divergence"]
+    assert metric == [pytest.approx(torch.stack(seen).mean().item(), abs=1e-6)]
+    total.backward()  # type: ignore[no-untyped-call]
+    for one, gradient in zip(parameters, found, strict=True):
+        assert one.grad is not None and torch.allclose(gradient, one.grad, rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("exact", EXACT, ids=lambda exact: exact.divergence)
+def test_an_exact_teacher_that_is_the_policy_leaves_no_loss_and_no_gradient(
+    exact: DistillSettings, model: Path, tmp_path: Path
+) -> None:
+    trainer = made(model, tmp_path, Rounds(taught), weights=[1.0, 0.0], exact=exact, folders=[model])
+    loss, _, largest = step(trainer)
+    assert (loss, largest) == (0, 0)
+    assert not any("teacher" in name for name in trainer.model.state_dict())
+
+
+def test_an_exact_divergence_and_rewards_are_added_by_weight(model: Path, teacher: Path, tmp_path: Path) -> None:
+    """The gradient of both is the sum of the gradients of each alone."""
+    found = []
+    for weights in ([0.5, 0.0], [0.0, 2.0], [0.5, 2.0]):
+        own = {"exact": EXACT[1], "folders": [teacher], "advantage": ESTIMATORS["rloo"]}
+        trainer = made(model, tmp_path, Rounds(taught), weights=weights, **own)
+        step(trainer)
+        found.append(torch.cat([one.grad.flatten() for one in trainer.bare_model.parameters() if one.grad is not None]))
+    alone, rewards, both = found
+    assert torch.allclose(both, alone + rewards, rtol=0, atol=1e-6) and alone.any() and rewards.any()
+
+
+def test_a_teacher_that_caps_its_logits_is_refused(model: Path, tmp_path: Path) -> None:
+    capped = AutoModelForCausalLM.from_pretrained(model)
+    capped.config.final_logit_softcapping = 30.0
+    capped.save_pretrained(tmp_path / "capped")
+    with pytest.raises(ConfigError, match=r"caps or scales its logits; leave distill\.divergence out"):
+        made(model, tmp_path, Rounds(taught), weights=[1.0, 0.0], exact=EXACT[0], folders=[tmp_path / "capped"])

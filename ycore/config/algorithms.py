@@ -92,7 +92,8 @@ _ROWS = (
         summary="Train a model towards a teacher's probabilities.",
         help=(
             "The policy writes, and the teacher says how likely each token is (on-policy distillation). Rewards\n"
-            "are added where given. Every field of TRL's GRPOConfig is an option too; see docs/algorithms.md."
+            "are added where given. --set distill.divergence=forward-kl takes an exact divergence, or js. Every field\n"
+            "of TRL's GRPOConfig is an option too; see docs/algorithms.md."
         ),
         examples=(
             "--recipe distill-quickstart --teacher runs/quickstart",

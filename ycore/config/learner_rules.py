@@ -1,6 +1,6 @@
 """Which settings of a learner fit together: each rule as one line with the way out."""
 
-from ycore.config.schema import RunConfig
+from ycore.config.schema import DistillSettings, RunConfig
 from ycore.errors import ConfigError
 
 BY_TOKEN = "reinforce++"
@@ -37,6 +37,8 @@ def teaches_alone(config: RunConfig) -> bool:
 def check_learner(config: RunConfig) -> None:
     """ConfigError for settings that contradict each other."""
     _check_given_pairs(config)
+    if config.algorithm != "distill" and config.distill.divergence != "sampled":
+        raise ConfigError(f"distill.divergence is of ycore distill, and this is {config.algorithm}; leave it out")
     if config.divergence != "reverse-kl" and not config.trl.get("beta"):
         raise ConfigError(f"--divergence {config.divergence} needs beta above 0, its weight; it is 0; say --beta 0.04")
     if config.algorithm == "ppo":
@@ -217,3 +219,13 @@ def _check_distill(config: RunConfig) -> None:
             )
     if config.trl.get("scale_rewards", "none") not in ("none", False):
         raise ConfigError("ycore distill computes advantages itself; leave scale_rewards out, and say --advantage")
+    exact, beta = config.distill.divergence, config.distill.beta
+    if exact != "js" and beta != DistillSettings().beta:
+        raise ConfigError(f"distill.beta is of the divergence js, and it is {exact}; leave distill.beta out")
+    if config.teaches_exactly and config.accelerate in ("zero3", "fsdp2"):
+        raise ConfigError(
+            f"distill.divergence={exact} reads a whole output layer, which {config.accelerate} shards; "
+            "take --accelerate zero2 or ddp, or leave it out"
+        )
+    if config.teaches_exactly and config.loss_average == "prompts":
+        raise ConfigError(f"distill.divergence={exact} is a mean over tokens; leave loss_average=prompts out")

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, model_validator
+from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, field_validator, model_validator
 
 from ycore.config.presets import Advantage, Divergence, TrustRegion
 
@@ -163,6 +163,25 @@ class CriticSettings(Strict):
     range: tuple[float, float] | None = None  # bounds of a value, those of the reward; None is unbounded
 
 
+class DistillSettings(Strict):
+    """What `ycore distill` makes small."""
+
+    # `sampled`: the reverse KL, by the tokens written, as their advantages; the teacher has engines. The others are
+    # exact, over the whole vocabulary, as the loss; every rank of the trainer then holds the teacher.
+    divergence: Literal["sampled"] | Divergence = "sampled"
+    beta: Annotated[float, Field(gt=0, lt=1)] = 0.5  # of `js`: the teacher's share of the mixture
+
+    @field_validator("divergence", mode="before")
+    @classmethod
+    def _no_top_k(cls, given: Any) -> Any:
+        if str(given).startswith("top"):
+            raise ValueError(
+                f"{given} is no divergence: over the likeliest tokens alone it can be below 0, and falls as they lose "
+                "mass; take reverse-kl, forward-kl or js, over the whole vocabulary"
+            )
+        return given
+
+
 class RewardSettings(Strict):
     """The worker processes in which plain reward functions run."""
 
@@ -275,6 +294,7 @@ class RunConfig(BaseConfig):
     kl_in: Literal["loss", "reward"] = "loss"
     constraints: ConstraintSettings = ConstraintSettings()  # of the rewards that are marked as constraints
     critic: CriticSettings | None = None  # of `ycore ppo` only, which always has one
+    distill: DistillSettings = DistillSettings()  # of `ycore distill` only
     # Which of TRL's trainers computes the loss; `dpo`, `ipo` and `rrhf` are of `ycore online-dpo`.
     loss_from: Literal["grpo", "gmpo", "dpo", "ipo", "rrhf"] = "grpo"
     # Keep every round on disk, for `replay`; else rounds before the oldest checkpoint are dropped.
@@ -302,6 +322,11 @@ class RunConfig(BaseConfig):
     def has_turns(self) -> bool:
         """Whether something answers the policy between turns: tools, environments or an agent."""
         return bool(self.tools or self.env or self.agent is not None)
+
+    @property
+    def teaches_exactly(self) -> bool:
+        """Whether the trainer holds its teachers, and no engine does."""
+        return self.algorithm == "distill" and self.distill.divergence != "sampled"
 
     @property
     def environments(self) -> dict[str, str]:

@@ -15,7 +15,7 @@ from ycore.config.batch import derive_batch
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError, ModelError
 from ycore.launch.layout import Machine, Site
-from ycore.launch.scoring_models import ServedModel
+from ycore.launch.scoring_models import ServedModel, own_teachers
 from ycore.placement.placement import ROLLOUT
 from ycore.plan.job import Way, job_of
 from ycore.plan.memory import NO_TRAINER, Need, TrainerMemory, least_engine, trainer_memory
@@ -83,7 +83,8 @@ class RunMemory:
         size = derive_batch(config, world_size=layout.world, on_cpu=False).per_device_train_batch_size
         checkpointing = bool(config.trl.get("gradient_checkpointing", True))
         way = Way(layout.world, 1, layout.sharding, size, checkpointing=checkpointing)
-        job = job_of(config, policy)
+        teachers = [facts for facts in map(self._known, own_teachers(config)) if facts is not None]
+        job = replace(job_of(config, policy), teachers=tuple(teachers))
         self.ways = sharings(job, way)
         return trainer_memory(job, way)
 

@@ -23,7 +23,7 @@ from ycore.launch.device_memory import (
     slot_width,
 )
 from ycore.launch.layout import Site
-from ycore.launch.scoring_models import ServedModel, check_same_tokens, served_models
+from ycore.launch.scoring_models import ServedModel, check_same_tokens, own_teachers, served_models
 from ycore.models.folder import context_length
 from ycore.placement.placement import ROLLOUT, TEACHER
 from ycore.plan.sharing import Sharing
@@ -131,6 +131,8 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch) -> EnginePlan:
     """Plan every engine of this machine."""
     model_config = read_json(fetch(config.model) / "config.json")
     length = model_length(config.engine.max_model_len, model_config, option="engine.max_model_len")
+    for teacher in own_teachers(config):
+        check_same_tokens(fetch(config.model), fetch(teacher), name=teacher)
     if config.replay is not None:
         return EnginePlan("replay", length, f"reading the rounds of {config.replay} from its journal: no generation")
     kind, how = choose_kind(config.engine.kind, vllm_installed=is_vllm_installed())

@@ -34,6 +34,8 @@ from ycore.placement.placement import (
     parse_placement,
 )
 
+_WITHOUT_ENGINES = "install vLLM, or hold it in the trainer: --set distill.divergence=reverse-kl"
+
 
 @dataclass(frozen=True, slots=True)
 class ServedModel:
@@ -73,7 +75,7 @@ def served_models(config: RunConfig) -> list[ServedModel]:
                 continue
             lengths = judge.max_model_len, judge.max_tokens
             _add(ServedModel(JUDGE, _model_name(judge, config), (source,), *lengths, judge.tensor_parallel), models)
-        elif is_reward_model(spec) or is_teacher(spec):
+        elif is_reward_model(spec) or (is_teacher(spec) and not config.teaches_exactly):
             role = REWARD_MODEL if is_reward_model(spec) else TEACHER
             declared = reward_model_of(spec) if role == REWARD_MODEL else teacher_of(spec)
             names = declared.models if isinstance(declared, RewardModel) else (declared.model,)
@@ -81,6 +83,11 @@ def served_models(config: RunConfig) -> list[ServedModel]:
                 lengths = declared.max_model_len, 0
                 _add(ServedModel(role, name, (source,), *lengths, declared.tensor_parallel), models)
     return list(models.values())
+
+
+def own_teachers(config: RunConfig) -> list[str]:
+    """The teachers that every rank of the trainer holds itself."""
+    return [teacher_of(spec).model for spec in config.rewards if is_teacher(spec)] if config.teaches_exactly else []
 
 
 def check_run_placement(config: RunConfig, models: Sequence[ServedModel], *, num_slots: int | None = None) -> None:
@@ -107,11 +114,13 @@ def check_scorers(config: RunConfig, columns: Sequence[str], *, engine: str) -> 
                 lines.append(f"reward model {model}: {plan.note}, one number a completion")
         elif is_teacher(spec):
             model = teacher_of(spec).model
-            plan = _served(f"teacher {model}", model, config, engine, "install vLLM")
+            exact = config.teaches_exactly
+            plan = _served(f"teacher {model}", model, config, "vllm" if exact else engine, _WITHOUT_ENGINES)
             policy = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
             if plan.ready and plan.folder is not None and policy.ready and policy.folder is not None:
                 check_same_tokens(policy.folder, plan.folder, name=model)
-            lines.append(f"teacher {model}: {plan.note}, the probability of each token")
+            gives = f"{config.distill.divergence}, exact, in the trainer" if exact else "the probability of each token"
+            lines.append(f"teacher {model}: {plan.note}, {gives}")
     return lines
 
 

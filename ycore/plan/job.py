@@ -31,6 +31,7 @@ class Job:
     draws: float = 1.0  # groups generated for each one trained on (dynamic sampling)
     has_reference: bool = False  # for the KL term; with LoRA, the policy without adapters, so it costs nothing
     has_critic: bool = False  # PPO's: the policy's frozen weights with adapters of its own, or every weight again
+    teachers: tuple[ModelFacts, ...] = ()  # that every rank holds itself
     judge: ModelFacts | None = None
     judge_prompt_tokens: int = 256
     judge_tokens: int = 128

@@ -103,6 +103,7 @@ def trainer_memory(job: Job, way: Way, *, on_cpu: bool = False) -> TrainerMemory
     resting["optimizer"] = resting["none"] - states.get("optimizer", 0.0)
     if not way.shards_weights:
         resting["weights"] = resting["optimizer"] - states.get("frozen weights", 0.0) - states.get("reference", 0.0)
+        resting["weights"] -= states.get("teachers", 0.0)
     peak = {**parts, "allocator": footing.slack * sum(parts.values()), "libraries": libraries}
     return TrainerMemory(peak, resting, largest_weight(job.policy))
 
@@ -214,6 +215,7 @@ def trainer_states(job: Job, way: Way) -> Parts:
         parts["copies"] += float(size * facts.hidden_size * max(facts.intermediate_size, facts.query_size))
     if job.has_reference and job.lora_rank is None:
         parts["reference"] = float(size) * job.policy.num_params / weight_ranks
+    parts["teachers"] = float(size) * sum(facts.num_params for facts in job.teachers)
     return {name: value for name, value in parts.items() if value}
 
 
@@ -261,7 +263,7 @@ def activations(job: Job, way: Way) -> Parts:
     inputs = tokens * job.bytes_per_value * facts.hidden_size
     kept = a_layer + facts.num_hidden_layers * inputs if way.checkpointing else facts.num_hidden_layers * a_layer
     tile = min(HEAD_TILE, way.micro_batch * job.max_tokens)
-    return {"activations": kept, "logits": float(tile * facts.vocab_size * _LOGIT_BYTES)}
+    return {"activations": kept, "logits": float(tile * facts.vocab_size * _LOGIT_BYTES * (1 + len(job.teachers)))}
 
 
 def trainer_peak(job: Job, way: Way) -> Parts:

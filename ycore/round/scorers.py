@@ -83,7 +83,8 @@ def build_scoring(
     rules = [source for source, spec in enumerate(config.rewards) if is_rule(spec) and not is_reference(spec)]
     judges, reward_models, teachers, code = JudgeMeter(), RewardModelMeter(), TeacherMeter(), CodeMeter()
     scorers: list[tuple[Sequence[int], Scorer]] = []
-    kinds = ((is_judge, judges), (is_reward_model, reward_models), (is_teacher, teachers), (is_code, code))
+    kinds: list[tuple[Callable[[RewardConfig], bool], Meter]] = [(is_judge, judges), (is_reward_model, reward_models)]
+    kinds += [(is_code, code)] if config.teaches_exactly else [(is_teacher, teachers), (is_code, code)]
     meters: list[Meter] = [meter for kind, meter in kinds if any(map(kind, config.rewards))]
     if rules:
         pool = _pool_of(config, folder, [config.rewards[source] for source in rules])
@@ -113,6 +114,8 @@ def build_scoring(
             ]
             text = text_of(spec)
             one = RewardModelScorer(names[source], reward_model_of(spec), members, meter=reward_models, text_of=text)
+        elif is_teacher(spec) and config.teaches_exactly:
+            one = OwnTeacherScorer(teacher_of(spec))
         elif is_teacher(spec):
             assert model is not None, "the launcher starts every teacher"
             servers = scorer_servers(config, folder, model, VllmTeacher)
@@ -275,6 +278,17 @@ class TeacherScorer(Scorer):
         if not math.isfinite(value):
             return Score(None, problem=f"teacher {self.name}: a log-probability is not finite")
         return Score(value, logprobs=logprobs)
+
+
+@dataclass(eq=False)
+class OwnTeacherScorer(Scorer):
+    """Which completions a teacher has, whose divergence the trainer itself computes: 0, or nothing."""
+
+    teacher: Teacher
+
+    async def score_one(self, writing: Writing, index: int) -> Score:
+        await writing.tasks_G[index]
+        return Score(0.0 if self.teacher.teaches(writing.draw.prompt.columns) else None)
 
 
 class EnvironmentScorer(Scorer):

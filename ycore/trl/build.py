@@ -16,8 +16,10 @@ from ycore.config.learner_rules import BY_TOKEN, BY_TURN
 from ycore.config.schema import AnyConfig, LoraSettings, RunConfig, TuneConfig
 from ycore.config.trl_arguments import trl_arguments
 from ycore.data.examples import ExampleSet
-from ycore.judge.sources import teachers_of
+from ycore.judge.sources import teacher_of, teachers_of
+from ycore.models.fetch import fetch_model
 from ycore.models.folder import context_length, read_json
+from ycore.models.names import resolve_model
 from ycore.rewards.loading import reward_names
 from ycore.round.constraints import Constraints
 from ycore.run.paths import RunFolder
@@ -94,7 +96,7 @@ def _for_rollouts(
     return arguments, {
         **({} if config.critic is None else {"critic": config.critic, "base": model}),
         **({"likelihood": config.constraints.likelihood} if config.algorithm == "online-dpo" else {}),
-        **({"teachers": teachers_of(config.rewards)} if config.algorithm == "distill" else {}),
+        **(_teaching(config) if config.algorithm == "distill" else {}),
         "kl_in": config.kl_in,
         "by_token": config.advantage == BY_TOKEN,
         "trust_region": config.trust_region,
@@ -107,6 +109,16 @@ def _for_rollouts(
         # The round draws the prompts; the rows of TRL's loader only say that a round is due.
         "train_dataset": Dataset.from_dict({"prompt": ["tick"] * rows_per_round}),
     }
+
+
+def _teaching(config: RunConfig) -> dict[str, Any]:
+    """Which sources are teachers, and the folders of those that the trainer holds; the launcher has fetched them."""
+    teachers = teachers_of(config.rewards)
+    if not config.teaches_exactly:
+        return {"teachers": teachers}
+    names = [teacher_of(config.rewards[source]).model for source in teachers]
+    plans = [resolve_model(name, trust_remote_code=config.trust_remote_code) for name in names]
+    return {"teachers": teachers, "exact": config.distill, "folders": [fetch_model(plan) for plan in plans]}
 
 
 def _estimator(config: RunConfig) -> Estimator | None:

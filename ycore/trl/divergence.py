@@ -1,8 +1,9 @@
-"""How far the policy is from the reference: three f-divergences, estimated token by token. Pure functions.
+"""How far the policy is from another model: three f-divergences, by the tokens it wrote, or exact. Pure functions.
 
-A token is sampled from the policy pi; let u = ref / pi at that token. For a convex f with f(1) = 0 the mean of f(u)
-over the policy's own tokens is the f-divergence D_f(ref || pi) = sum over tokens of pi * f(ref / pi). Adding a multiple
-of u - 1, whose mean is 0, makes f'(1) = 0, so that every single value is at least 0 and it is 0 where ref = pi:
+By the tokens written (`stand_in`): a token is sampled from the policy pi; let u = ref / pi at that token. For a convex
+f with f(1) = 0 the mean of f(u) over the policy's own tokens is the f-divergence D_f(ref || pi) = sum over tokens of
+pi * f(ref / pi). Adding a multiple of u - 1, whose mean is 0, makes f'(1) = 0, so that every single value is at least 0
+and it is 0 where ref = pi:
 
     reverse-kl    f(u) = u - 1 - log u                              KL(pi || ref), the k3 estimate that TRL uses
     forward-kl    f(u) = u log u - (u - 1)                          KL(ref || pi)
@@ -56,6 +57,32 @@ def stand_in(name: str, logps: Tensor, ref_logps: Tensor) -> Tensor:
     y_slope = torch.where(near, flatness, slope / torch.where(near, 1.0, torch.expm1(y)))
     moving = ref_logps - logps
     return logps + y.to(logps.dtype) + y_slope.to(logps.dtype) * (moving - moving.detach())
+
+
+def exact(name: str, log_p: Tensor, log_q: Tensor, *, beta: float = 0.5) -> Tensor:
+    """The divergence of the policy p from a teacher q, over the whole vocabulary: (...,), in nats, with gradient in p.
+
+    Args:
+        name: `reverse-kl` is KL(p || q), `forward-kl` is KL(q || p), and `js` is GKD's beta KL(q || m) +
+            (1 - beta) KL(p || m) with m = beta q + (1 - beta) p (arXiv 2306.13649, eq. 1).
+        log_p: (..., V), a log-softmax with gradient; those of some tokens alone are no distribution.
+        log_q: (..., V).
+
+    The gradient by `log_p` is written out, without what a softmax takes away. So it is 0 where the two are equal, and
+    not rounding, of which Adam would make a step.
+    """
+    with torch.no_grad():
+        p, q, gap = log_p.exp(), log_q.exp(), log_q - log_p
+        if name == "reverse-kl":
+            terms = slopes = -p * gap
+        elif name == "forward-kl":
+            terms, slopes = q * gap, p - q
+        else:
+            below, above = torch.log1p(beta * torch.expm1(gap)), gap + torch.log1p((1 - beta) * torch.expm1(-gap))
+            mixed = torch.where(gap > 0, above, below)  # log(m / p)
+            slopes = (beta - 1) * p * mixed
+            terms = beta * q * (gap - mixed) + slopes
+    return terms.sum(-1) + (slopes * (log_p - log_p.detach())).sum(-1)
 
 
 def _inverse(value: Tensor, *, sign: int) -> Tensor:

@@ -7,7 +7,7 @@ included, and repeats the projection in its backward. `score_tokens` projects on
 
 import functools
 import types
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -20,6 +20,9 @@ from ycore.trl.packing import IGNORE, attention_inputs, pack, plan_blocks
 
 TILE = 512
 """Tokens projected at a time: a tile of 512 x 49,152 float32 logits is 100 MB."""
+
+Compare = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
+"""From the log-probabilities of two models, (N, V), to a number for each place."""
 
 _LOGIT_TRANSFORMS = (
     "final_logit_softcapping",
@@ -126,6 +129,12 @@ def _unpad(
     return list(prompts), list(completions), list(starts)
 
 
+def has_plain_logits(model: PreTrainedModel) -> bool:
+    """Whether the logits are the output embedding's own, neither capped nor scaled."""
+    text = model.config.get_text_config().to_dict()
+    return all(text.get(key) is None for key in _LOGIT_TRANSFORMS)
+
+
 def add_compact_head(model: PreTrainedModel, *, temperature: float) -> None:
     """Let `score_tokens` answer the calls with `fused_lm_head=True`, on the labelled positions only.
 
@@ -134,8 +143,7 @@ def add_compact_head(model: PreTrainedModel, *, temperature: float) -> None:
             fused head, which still serves other calls, and models that scale or cap their logits.
         temperature: the logits are divided by it.
     """
-    text = model.config.get_text_config().to_dict()
-    if any(text.get(key) is not None for key in _LOGIT_TRANSFORMS):
+    if not has_plain_logits(model):
         return
     trl_forward = model.forward
 
@@ -157,28 +165,42 @@ def add_compact_head(model: PreTrainedModel, *, temperature: float) -> None:
 
 
 def score_tokens(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, *, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Log-probability of each target and entropy of its distribution.
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    *,
+    temperature: float,
+    others: Sequence[tuple[torch.Tensor, Any]] = (),
+    compare: Compare | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Log-probability of each target and entropy of its distribution; and how far that is from other models'.
 
     Args:
         hidden: (N, H) states, each just before its target.
         weight: (V, H) output embedding; `bias`: (V,) or None.
         targets: (N,) token ids.
         temperature: the logits are divided by it.
+        others: of each other model its (N, H') states and its output embedding, a linear layer. Where vocabularies are
+            padded to different lengths, the tokens of the shorter one are compared.
+        compare: what becomes of the two distributions.
 
     Returns:
-        (N,) float32 log-probabilities, with gradient, and (N,) float32 entropies in nats, without.
+        (N,) float32 log-probabilities, with gradient, and (N,) float32 entropies in nats, without; then `compare` of
+        each other model, (N,), with gradient. The logits of one tile exist at a time.
     """
-    if torch.is_grad_enabled() and not weight.requires_grad and hidden.requires_grad:
+    if torch.is_grad_enabled() and not weight.requires_grad and hidden.requires_grad and not others:
         logps, entropies = _FrozenHead.apply(hidden, weight, bias, targets, temperature)
         return logps, entropies
+    heads, rest = [head for _, head in others], [states.split(TILE) for states, _ in others]
     tiles = [
-        checkpoint(_score_tile, states, weight, bias, ids, temperature, use_reentrant=False)
-        for states, ids in zip(hidden.split(TILE), targets.split(TILE), strict=True)
-    ]
-    logps = torch.cat([logp for logp, _ in tiles])
-    return logps, torch.cat([entropy for _, entropy in tiles])
+        checkpoint(
+            _score_tile, states, weight, bias, ids, temperature, [*zip(rows, heads, strict=True)], compare,
+            use_reentrant=False,
+        )
+        for states, ids, *rows in zip(hidden.split(TILE), targets.split(TILE), *rest, strict=True)
+    ]  # fmt: skip
+    return tuple(torch.cat(parts) for parts in zip(*tiles, strict=True))
 
 
 def _log_softmax(
@@ -189,11 +211,24 @@ def _log_softmax(
 
 
 def _score_tile(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, targets: torch.Tensor, temperature: float
-) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    temperature: float,
+    others: Sequence[tuple[torch.Tensor, Any]],
+    compare: Compare | None,
+) -> list[torch.Tensor]:
     log_p = _log_softmax(hidden, weight, bias, temperature)
     entropy = -(log_p.detach().exp() * log_p.detach()).sum(-1)
-    return log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy
+    found = [log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy]
+    for states, head in others:
+        assert compare is not None
+        log_q = _log_softmax(states, head.weight, head.bias, temperature)
+        size = min(log_p.size(-1), log_q.size(-1))
+        both = (one if one.size(-1) == size else one[..., :size].log_softmax(-1) for one in (log_p, log_q))
+        found.append(compare(*both))
+    return found
 
 
 class _FrozenHead(torch.autograd.Function):

@@ -6,7 +6,7 @@ and scores completions with one packed forward.
 
 import hashlib
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Protocol
@@ -105,6 +105,7 @@ class SeamGRPOTrainer(DurableTrainer):
     shares_device = False
     """Whether engines use the trainer's device in turn with it."""
 
+    beside: Sequence[torch.nn.Module] = ()  # frozen models that the trainer holds too
     offload = "none"
     """What then leaves the device for a round, see `Offload`."""
     skips_equal_rewards = True
@@ -154,7 +155,8 @@ class SeamGRPOTrainer(DurableTrainer):
             return nullcontext()
         if self._away is None:
             reference = None if self.args.sync_ref_model else self.ref_model  # one that moves is not frozen
-            self._away = Offload(self.offload, [one for one in (self.model, reference) if one is not None])
+            held = (self.model, reference, *self.beside)
+            self._away = Offload(self.offload, [one for one in held if one is not None])
         return self._away.away(self.optimizer, self.deepspeed)
 
     def record(self, name: str, value: float) -> None:

@@ -20,8 +20,16 @@ from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
 
 COMMAND = [sys.executable, "-c", "import sys; from ycore_cli.main import main; sys.exit(main())"]
-SAME = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length", "learning_rate")
-OF_THE_CRITIC = ("ycore/critic/loss", "ycore/critic/grad_norm", "ycore/critic/value")
+SAME = ("loss", "grad_norm", "reward", "completions/mean_length", "learning_rate")
+OWN = {
+    "grpo": ("entropy",),
+    "ppo": ("entropy", "ycore/critic/loss", "ycore/critic/grad_norm", "ycore/critic/value"),
+    "distill": (
+        "entropy",
+        "ycore/teacher/divergence",
+    ),
+    "online-dpo": ("ycore/pairs/margin",),
+}
 STEPS = 6
 REWARD = """
 import time
@@ -37,7 +45,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model"))
 
 
-def words(algorithm: str, model: Path, output: Path) -> list[str]:
+@pytest.fixture(scope="module")
+def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_tiny_model(tmp_path_factory.mktemp("teacher"), seed=1)
+
+
+def words(algorithm: str, model: Path, teacher: Path, output: Path) -> list[str]:
     options: dict[str, Any] = {
         "--model": model,
         "--dataset": "task:addition?digits=1",
@@ -55,6 +68,8 @@ def words(algorithm: str, model: Path, output: Path) -> list[str]:
     sets = ["lora.dropout=0.2", "dtype=float32", "checkpoint_every=2", "sampling.dynamic=false"]
     # The checkpoint that a killed run of PPO goes on from lies in the critic's warm-up: the policy has no moments yet.
     sets += ["critic.warmup_steps=3"] if algorithm == "ppo" else []
+    sets += ["distill.divergence=forward-kl"] if algorithm == "distill" else []
+    options |= {"--teacher": teacher} if algorithm == "distill" else {}
     given = [str(word) for option, value in options.items() for word in (option, value)]
     return [*given, *(word for value in sets for word in ("--set", value))]
 
@@ -83,27 +98,31 @@ def trainer(run: subprocess.Popen[bytes]) -> psutil.Process:
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo"])
-def test_killed_and_resumed_is_never_killed(algorithm: str, model: Path, tmp_path: Path) -> None:
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
-    (tmp_path / "rewards.py").write_text(REWARD)
-    assert start([algorithm, *words(algorithm, model, whole)], tmp_path / "whole.log").wait(200) == 0, (
-        tmp_path / "whole.log"
-    ).read_text()
-
-    run = start([algorithm, *words(algorithm, model, killed)], tmp_path / "killed.log")
+def kill_and_resume(arguments: list[str], killed: Path) -> None:
+    logs = killed.parent
+    run = start(arguments, logs / "killed.log")
     wait_for_row(killed, 3, run)
     trainer(run).send_signal(signal.SIGKILL)
     assert run.wait(30) == 1
-    resumed = start(["resume", str(killed)], tmp_path / "resumed.log")
-    assert resumed.wait(200) == 0, (tmp_path / "resumed.log").read_text()
-    shown = [line.split()[1] for line in (tmp_path / "resumed.log").read_text().splitlines() if line[:5] == "step "]
+    resumed = start(["resume", str(killed)], logs / "resumed.log")
+    assert resumed.wait(200) == 0, (logs / "resumed.log").read_text()
+    shown = [line.split()[1] for line in (logs / "resumed.log").read_text().splitlines() if line[:5] == "step "]
     assert shown == [f"{step}/{STEPS}" for step in range(3, STEPS + 1)], "steps that were shown before are not again"
 
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "distill", "online-dpo"])
+def test_killed_and_resumed_is_never_killed(algorithm: str, model: Path, teacher: Path, tmp_path: Path) -> None:
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    (tmp_path / "rewards.py").write_text(REWARD)
+    arguments = {run: [algorithm, *words(algorithm, model, teacher, run)] for run in (whole, killed)}
+    with start(arguments[whole], tmp_path / "whole.log") as never_killed:
+        kill_and_resume(arguments[killed], killed)
+        assert never_killed.wait(200) == 0, (tmp_path / "whole.log").read_text()
+
     expected, seen = rows(whole), rows(killed)
-    moved, same = ("grad_norm", SAME) if algorithm == "grpo" else ("ycore/critic/grad_norm", (*SAME, *OF_THE_CRITIC))
+    moved, same = "ycore/critic/grad_norm" if algorithm == "ppo" else "grad_norm", (*SAME, *OWN[algorithm])
     assert [row["step"] for row in seen] == list(range(1, STEPS + 1))
     assert [{key: row[key] for key in same} for row in seen] == [{key: row[key] for key in same} for row in expected]
     assert len({row["loss"] for row in expected}) == STEPS and all(row[moved] > 0 for row in expected)

@@ -24,7 +24,7 @@ BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 @pytest.fixture(scope="module")
 def parts() -> Any:
     """The script's modules, found as when it is run: they lie beside it."""
-    names = ("bare", "bounded", "contestants", "draw", "prompts", "report")
+    names = ("bare", "bounded", "contestants", "draw", "methods", "prompts", "report")
     with pytest.MonkeyPatch.context() as patch:
         patch.syspath_prepend(str(BENCHMARKS))
         yield SimpleNamespace(**{name: importlib.import_module(name) for name in names})
@@ -149,6 +149,24 @@ def _options(command: list[str]) -> dict[str, str]:
     pairs = dict(zip([word.lstrip("-").replace("-", "_") for word in words[::2]], words[1::2], strict=True))
     sets = (word.partition("=") for option, word in zip(words[::2], words[1::2], strict=True) if option == "--set")
     return pairs | {key: value for key, _, value in sets}
+
+
+def test_methods_are_compared_at_the_same_seconds(parts: Any) -> None:
+    """Steps of 10 s, of which a quarter of the groups teach nothing, measured every second step."""
+    rows: list[dict[str, float]] = [{"step": 0, "ycore/eval/pass@1": 0.2}]
+    for step in range(1, 9):
+        row = {"step": step, "ycore/time/step": 10.0, "frac_reward_zero_std": 0.25}
+        rows.append(row | ({"ycore/eval/pass@1": 0.2 + step / 10} if step % 2 == 0 else {}))
+    found = parts.methods.at_budget(rows, 55.0)
+    assert found == {"steps": 4, "seconds": 40, "taught": 4 * 6.0, "pass@1": pytest.approx(0.6)}
+    assert parts.methods.at_budget(rows, 5.0)["pass@1"] == 0.2
+    shown = parts.methods.as_markdown({"slow": [found], "fast": [found | {"pass@1": 0.9}]})
+    assert shown.splitlines()[2].startswith("| fast | 0.900") and "| 4 | 2160 |" in shown
+    told = parts.methods.parsed(["--methods", "gspo", "--task", "gym"])
+    words = parts.methods.command(told, "gspo", 3, Path("out"))
+    assert (
+        words[3:6] == ["grpo", "--recipe", "quickstart"] and "gspo" in words and words[-3:] == ["3", "--output", "out"]
+    )
 
 
 def test_a_run_that_takes_too_long_is_ended_with_its_children(parts: Any, tmp_path: Path) -> None:

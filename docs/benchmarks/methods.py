@@ -1,0 +1,143 @@
+r"""Methods side by side: the same task, seeds and seconds of training, and what each then knows of held-out rows.
+
+    python docs/benchmarks/methods.py --output runs/methods --seeds 3 --budget 90
+    python docs/benchmarks/methods.py --output runs/methods --task gym --methods grpo,dr-grpo,rloo
+
+Every run is `ycore grpo --recipe quickstart` with the options of its method, and is measured on the task's test rows
+every few steps. A method's figure is that of its last evaluation whose steps took no more than the budget, without
+the seconds of the evaluations. Runs alternate over the methods, and a run that is finished is not run again, so the
+script can be stopped and goes on.
+"""
+
+import argparse
+import json
+import os
+import sys
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from bounded import RunFailed, run_bounded
+from machine import busy_share, describe_machine
+
+from ycore.run.metrics import read_metrics
+from ycore.view.record import half_width
+
+YCORE = [sys.executable, "-c", "from ycore_cli.main import main; main()"]
+TASKS = {
+    "sums": ["--dataset", "task:addition?digits=1", "--eval-dataset", "task:addition?digits=1"],
+    "gym": ["--dataset", "gym:{family}&size=400", "--eval-dataset", "gym:{family}&size=40", "--reward", "gym"],
+}
+_FAMILY = "chain_sum?min_terms=3&max_terms=3&min_digits=1&max_digits=1"
+METHODS: dict[str, list[str]] = {
+    "grpo": ["grpo", "--preset", "grpo", "--beta", "0"],
+    "dr-grpo": ["grpo", "--preset", "dr-grpo"],
+    "dapo": ["grpo", "--preset", "dapo"],
+    "gspo": ["grpo", "--preset", "gspo"],
+    "cispo": ["grpo", "--preset", "cispo"],
+    "gmpo": ["grpo", "--preset", "gmpo"],
+    "lite-ppo": ["grpo", "--preset", "lite-ppo"],
+    "rloo": ["rloo"],
+    "reinforce++": ["grpo", "--advantage", "reinforce++-baseline"],
+    "maxrl": ["grpo", "--advantage", "maxrl"],
+    "ppo": ["ppo", "--set", "critic.lr_ratio=5"],
+}
+FIGURE = "ycore/eval/pass@1"
+_PROMPTS = 8  # of a step of the quickstart
+
+
+def command(told: argparse.Namespace, method: str, seed: int, output: Path) -> list[str]:
+    """The same options for every method, but for those that are its own."""
+    algorithm, *own = METHODS[method]
+    task = [word.format(family=told.family) for word in TASKS[told.task]]
+    sizes = ["--steps", told.steps, "--eval-every", told.eval_every, "--max-tokens", told.tokens]
+    fixed = ["--set", "num_samples=8", "--set", "trl.beta=0.0", "--learning-rate", told.learning_rate]
+    words = [algorithm, "--recipe", "quickstart", *task, *own, *sizes, *fixed, "--seed", seed, "--output", output]
+    return [*YCORE, *map(str, words)]
+
+
+def at_budget(rows: Sequence[Mapping[str, Any]], budget: float) -> dict[str, float]:
+    """The last evaluation within the budget, and what was done until then."""
+    seconds, found = 0.0, {"steps": 0.0, "seconds": 0.0, "taught": 0.0}
+    best: dict[str, float] = {}
+    for row in rows:
+        if "ycore/time/step" in row:
+            seconds += row["ycore/time/step"]
+            taught = found["taught"] + _PROMPTS * (1 - row.get("frac_reward_zero_std", 0.0))
+            found = {"steps": float(row["step"]), "seconds": seconds, "taught": taught}
+        if seconds > budget:
+            break
+        if FIGURE in row:
+            best = {**found, "pass@1": row[FIGURE]}
+    return best
+
+
+def runs_of(told: argparse.Namespace) -> Iterator[tuple[str, int, Path]]:
+    for seed in range(told.seeds):
+        for method in told.methods:
+            yield method, seed, told.output / f"{told.task}-{method}-{seed}"
+
+
+def as_markdown(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
+    lines = ["| method | held-out pass@1 at the budget | seeds | steps | groups that taught, an hour |"]
+    lines.append("|---|---|---|---|---|")
+    for method, found in sorted(runs.items(), key=lambda pair: -fmean(run["pass@1"] for run in pair[1])):
+        values = [run["pass@1"] for run in found]
+        half = half_width(values)
+        interval = f"{fmean(values):.3f}" + ("" if half is None else f" ± {half:.3f}")
+        each = ", ".join(f"{value:.2f}" for value in values)
+        steps = fmean(run["steps"] for run in found)
+        hour = fmean(3600 * run["taught"] / max(run["seconds"], 1e-9) for run in found)
+        lines.append(f"| {method} | {interval} | {each} | {steps:.0f} | {hour:.0f} |")
+    return "\n".join(lines)
+
+
+def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--task", choices=tuple(TASKS), default="sums")
+    add("--family", default=_FAMILY, help="of reasoning-gym, with its arguments, for --task gym")
+    add("--methods", default=",".join(METHODS), help="those to run, in this order")
+    add("--seeds", type=int, default=3)
+    add("--budget", type=float, default=90.0, help="seconds of training, without evaluations")
+    add("--steps", type=int, default=24, help="of each run: enough to use the budget up")
+    add("--eval-every", type=int, default=4)
+    add("--tokens", type=int, default=16)
+    add("--learning-rate", type=float, default=2e-4)
+    add("--timeout", type=float, default=1800.0)
+    add("--output", type=Path, default=Path("runs/methods"))
+    told = parser.parse_args(arguments)
+    told.output, told.methods = told.output.resolve(), told.methods.split(",")
+    return told
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    told = parsed(arguments)
+    told.output.mkdir(parents=True, exist_ok=True)
+    settings = {name: value for name, value in vars(told).items() if name not in ("output", "methods", "timeout")}
+    results: dict[str, Any] = {"machine": describe_machine(), "settings": settings, "busy": {}, "runs": {}}
+    for method, seed, folder in runs_of(told):
+        if not (folder / "summary.json").is_file():
+            results["busy"][folder.name] = busy_share()
+            logs = told.output / f"{folder.name}.log"
+            logs.mkdir(exist_ok=True)
+            words = command(told, method, seed, folder)
+            try:
+                run_bounded(words, folder=logs, environment=dict(os.environ), timeout_s=told.timeout, stop=_NEVER)
+            except RunFailed as problem:
+                print(f"{folder.name}: {problem}", file=sys.stderr)
+                continue
+        found = at_budget(read_metrics(folder / "metrics.jsonl"), told.budget)
+        if found:
+            results["runs"].setdefault(method, []).append(found)
+        (told.output / f"{told.task}.json").write_text(json.dumps(results, indent=2) + "\n")
+    print(as_markdown(results["runs"]))
+    return 0
+
+
+_NEVER = threading.Event()
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -116,6 +116,42 @@ def test_two_steps_a_round_clip_whole_completions(model: Path, tmp_path: Path) -
         assert one.grad is not None and torch.allclose(gradient, one.grad, atol=1e-6)
 
 
+def decoupled(new: torch.Tensor, prox: torch.Tensor, behaviour: torch.Tensor, advantage: torch.Tensor) -> torch.Tensor:
+    """Of each token (Hilton et al., arXiv 2110.00641): the clip is around the proximal policy, not who sampled."""
+    ratio = (new - prox).exp()
+    clipped = torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage)
+    return (prox - behaviour).exp().clamp(max=3.0).detach() * clipped
+
+
+def test_later_steps_of_a_round_are_decoupled_ppo(model: Path, tmp_path: Path) -> None:
+    """The engine sampled, the weights at the round's start are the proximal policy, and the first step moved them."""
+    new, prox, behaviour = (torch.tensor(pair).log() for pair in ([0.39, 0.45], [0.3, 0.5], [0.25, 0.7]))
+    by_hand = [decoupled(new, prox, behaviour, torch.tensor(sign)).tolist() for sign in (1.0, -1.0)]
+    assert by_hand[0] == pytest.approx([1.44, 0.642857], abs=1e-6)
+    assert by_hand[1] == pytest.approx([-1.56, -0.642857], abs=1e-6)
+
+    correction = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 3.0}
+    trainer = made(model, tmp_path, own={}, num_iterations=2, learning_rate=1e-1, **correction)
+    trainer.training_step(trainer.model, [{"prompt": "tick"}] * 4, None)
+    trainer.model.zero_grad()
+    with torch.no_grad():
+        generator = torch.Generator().manual_seed(0)
+        for one in trainer.bare_model.parameters():
+            one += 0.02 * torch.randn(one.shape, generator=generator)
+    trainer.training_step(trainer.model, [{"prompt": "tick"}] * 4, None)
+    parameters = [one for one in trainer.bare_model.parameters() if one.grad is not None]
+    found = [one.grad.clone() for one in parameters]
+    trainer.model.zero_grad()
+    batch = trainer._buffered_inputs[0]
+    logps, mask = logps_of(trainer, batch), batch["completion_mask"].bool()
+    old, sampled = batch["old_per_token_logps"], batch["sampling_per_token_logps"]
+    assert ((old - sampled)[mask].abs() > 0.1).any() and ((logps - old)[mask].abs() > 0.2).any()
+    terms = decoupled(logps, old, sampled, batch["advantages"].unsqueeze(1))
+    (-terms[mask].sum() / mask.sum()).backward()  # type: ignore[no-untyped-call]
+    for one, gradient in zip(parameters, found, strict=True):
+        assert one.grad is not None and torch.allclose(gradient, one.grad, atol=1e-6)
+
+
 def test_an_average_over_prompts_gives_each_prompt_that_teaches_the_same_weight() -> None:
     """Tokens 2 + 4 of the first prompt, 1 + 1 of the second, and a third with no advantage: of 14 tokens, 2 prompts."""
     lengths = torch.tensor([2, 4, 1, 1, 3, 3])

@@ -10,10 +10,10 @@ import pytest
 
 from ycore.config.schema import RewardConfig
 from ycore.engine import judge_engine
-from ycore.engine.judge_engine import Refused, RemoteJudge, backoff_s, build_chat_request, parse_reply
+from ycore.engine.judge_engine import Refused, RemoteJudge, RemoteTeacher, backoff_s, build_chat_request, parse_reply
 from ycore.errors import EngineError
 from ycore.judge.declaration import Judge
-from ycore.judge.sources import judge_of
+from ycore.judge.sources import Teacher, judge_of
 from ycore.judge.verdict import Reply, ReplyToken
 
 T = TypeVar("T")
@@ -189,3 +189,36 @@ def test_json_verdicts_go_with_their_schema() -> None:
     )
     assert schema["properties"]["score"] == {"type": "number", "minimum": 1.0, "maximum": 5.0}
     assert body["temperature"] == 0.7, "asked again at 0, it would write the same"
+
+
+def taught(handle: Callable[[httpx.Request], httpx.Response]) -> tuple[float, ...]:
+    async def work() -> tuple[float, ...]:
+        teacher = Teacher(model="big", base_url="http://teachers.test/v1")
+        engine = RemoteTeacher("teacher:big", teacher, request_timeout_s=5, transport=httpx.MockTransport(handle))
+        try:
+            return await engine.logprobs_of([5, 6], [7, 8])
+        finally:
+            await engine.close()
+
+    return run(work())
+
+
+def test_a_teacher_at_an_address_says_how_likely_the_given_tokens_are() -> None:
+    asked: list[Any] = []
+
+    def handle(request: httpx.Request) -> httpx.Response:
+        asked.append((request.url.path, json.loads(request.content)))
+        told = [None, {"6": {"logprob": -9}}, {"7": {"logprob": -1.5}, "4": {"logprob": -0.1}}, {"8": {"logprob": -2}}]
+        return httpx.Response(200, json={"choices": [{"prompt_logprobs": told}]})
+
+    assert taught(handle) == (-1.5, -2)
+    body = {"model": "big", "prompt": [5, 6, 7, 8], "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+    assert asked == [("/v1/completions", body)]
+
+
+@pytest.mark.parametrize("told", [{}, {"prompt_logprobs": None}, {"prompt_logprobs": [None, {}, {}, {}]}])
+def test_an_address_without_a_prompts_probabilities_is_no_teacher(told: Any) -> None:
+    with pytest.raises(EngineError, match=r"gives no probabilities of a prompt's tokens .*is a vLLM server"):
+        taught(lambda request: httpx.Response(200, json={"choices": [told]}))
+    with pytest.raises(Refused):
+        taught(lambda request: httpx.Response(400, text="too long"))

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from tests.scripted_teacher import teacher_at
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.engine.commands import engine_command, engine_environment
 from ycore.errors import ConfigError, UserError
@@ -289,6 +290,37 @@ def test_a_teacher_in_the_trainer_has_no_engine_and_is_compared_before_anything_
     served = config_of({"reward": f"teacher:{policy}"}, model=str(policy), algorithm="distill")
     with pytest.raises(ConfigError, match="install vLLM, or hold it in the trainer: --set distill"):
         check_scorers(served, [], engine="transformers")
+
+
+def test_a_teacher_at_an_address_reads_as_the_policy_or_is_refused_before_anything_starts(tmp_path: Path) -> None:
+    policy, other = write_tiny_model(tmp_path / "policy"), write_tiny_model(tmp_path / "other")
+    written = json.loads((other / "tokenizer.json").read_text())
+    vocab = written["model"]["vocab"]
+    vocab["a"], vocab["b"] = vocab["b"], vocab["a"]
+    (other / "tokenizer.json").write_text(json.dumps(written))
+
+    def config(address: str, **how: Any) -> RunConfig:
+        return config_of({"reward": "teacher:big", "args": {"base_url": address}}, model=str(policy), **how)
+
+    with teacher_at(policy) as address:
+        line = f"teacher big: at {address}, the probability of each token"
+        assert check_scorers(config(address), [], engine="transformers") == [line]
+        assert [model.role for model in planned(config(address), tmp_path, fetch=Path).served] == ["rollout"]
+        exact = config(address, algorithm="distill", distill={"divergence": "js"})
+        with pytest.raises(ConfigError, match="needs the teacher's weights, and it is at http"):
+            check_scorers(exact, [], engine="vllm")
+        with pytest.raises(
+            ConfigError, match=r"nowhere/tokenize gives no tokens to compare with the policy's \(Client"
+        ):
+            check_scorers(config(f"{address}/nowhere"), [], engine="vllm")
+    with teacher_at(other) as address:
+        message = f"another tokenizer than the policy: 'a' is {vocab['b']} in the policy's, and"
+        with pytest.raises(ConfigError, match=message):
+            check_scorers(config(address), [], engine="vllm")
+        with pytest.raises(ConfigError, match=message):
+            planned(config(address), tmp_path, fetch=Path)
+    with pytest.raises(ConfigError, match="gives no tokens to compare with the policy's"):
+        check_scorers(config(address), [], engine="vllm")  # nobody is there any more
 
 
 @pytest.mark.parametrize(

@@ -8,6 +8,7 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests.scripted_teacher import logprob_of, teacher_at
 from ycore.config.schema import DistillSettings, RewardConfig, RunConfig
 from ycore.engine.judge_engine import Refused
 from ycore.errors import EngineError
@@ -15,6 +16,7 @@ from ycore.judge.declaration import Judge
 from ycore.judge.question import Question, Questioner
 from ycore.judge.sources import RewardModel, Teacher, judge_of
 from ycore.judge.verdict import Reply
+from ycore.models.tiny import write_tiny_model
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import SlotPool
 from ycore.round.judge_scorer import JudgeScorer
@@ -365,6 +367,22 @@ def test_a_reward_model_scores_each_completion() -> None:
         meter=meter,
     )
     assert values(run(scores_of(of_two, ["ab", "abc"]))) == [3.0, None], "logits 2 and 6; the second has a NaN"
+
+
+def test_a_teacher_at_an_address_needs_no_slot_and_no_probabilities_of_the_policy(tmp_path: Path) -> None:
+    model = write_tiny_model(tmp_path / "model")
+    with teacher_at(model) as address:
+        spec = RewardConfig(reward="teacher:big", args={"base_url": address, "max_model_len": 4})
+        config = RunConfig(model="m", dataset="d", output="o", rewards=[spec], algorithm="distill")
+        scoring = build_scoring(config, RunFolder(tmp_path), [])
+
+        async def work(*token_ids: int) -> list[list[Score]]:
+            tasks = [asyncio.create_task(asyncio.sleep(0, Completion(token_ids, None, "", "stop", 0)))]
+            return await scoring.score(Writing(Draw(0, Prompt(0, "q", {}), (9,)), tasks, 0, Slots(1)))
+
+        told = (logprob_of(5), logprob_of(6))
+        assert asyncio.run(work(5, 6)) == [[Score(pytest.approx(sum(told) / 2), logprobs=told)]]
+        assert asyncio.run(work(5, 6, 7)) == [[Score(None, problem="teacher big: longer than its context")]]
 
 
 def test_a_teacher_in_the_trainer_only_says_which_rows_it_has(tmp_path: Path) -> None:

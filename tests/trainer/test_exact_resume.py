@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ import psutil
 import pytest
 from safetensors.numpy import load_file
 
+from tests.scripted_teacher import teacher_at
 from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
 
@@ -26,7 +28,7 @@ OWN = {
     "ppo": ("entropy", "ycore/critic/loss", "ycore/critic/grad_norm", "ycore/critic/value"),
     "distill": (
         "entropy",
-        "ycore/teacher/divergence",
+        "ycore/teacher/kl",
     ),
     "online-dpo": ("ycore/pairs/margin",),
 }
@@ -46,11 +48,13 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_tiny_model(tmp_path_factory.mktemp("teacher"), seed=1)
+def teacher(model: Path) -> Iterator[str]:
+    """The address of a teacher, whose answers are in the journal."""
+    with teacher_at(model) as address:
+        yield address
 
 
-def words(algorithm: str, model: Path, teacher: Path, output: Path) -> list[str]:
+def words(algorithm: str, model: Path, teacher: str, output: Path) -> list[str]:
     options: dict[str, Any] = {
         "--model": model,
         "--dataset": "task:addition?digits=1",
@@ -68,8 +72,8 @@ def words(algorithm: str, model: Path, teacher: Path, output: Path) -> list[str]
     sets = ["lora.dropout=0.2", "dtype=float32", "checkpoint_every=2", "sampling.dynamic=false"]
     # The checkpoint that a killed run of PPO goes on from lies in the critic's warm-up: the policy has no moments yet.
     sets += ["critic.warmup_steps=3"] if algorithm == "ppo" else []
-    sets += ["distill.divergence=forward-kl"] if algorithm == "distill" else []
-    options |= {"--teacher": teacher} if algorithm == "distill" else {}
+    sets += [f"rewards.0.args.base_url={teacher}"] if algorithm == "distill" else []
+    options |= {"--teacher": "big"} if algorithm == "distill" else {}
     given = [str(word) for option, value in options.items() for word in (option, value)]
     return [*given, *(word for value in sets for word in ("--set", value))]
 
@@ -113,7 +117,7 @@ def kill_and_resume(arguments: list[str], killed: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo", "distill", "online-dpo"])
-def test_killed_and_resumed_is_never_killed(algorithm: str, model: Path, teacher: Path, tmp_path: Path) -> None:
+def test_killed_and_resumed_is_never_killed(algorithm: str, model: Path, teacher: str, tmp_path: Path) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     (tmp_path / "rewards.py").write_text(REWARD)
     arguments = {run: [algorithm, *words(algorithm, model, teacher, run)] for run in (whole, killed)}

@@ -1,4 +1,5 @@
-"""Clients of judges over `/v1/chat/completions`: a vLLM server of the run, or an OpenAI-compatible address.
+"""Clients of judges over `/v1/chat/completions`: a vLLM server of the run, or an OpenAI-compatible address, where a
+teacher may be too.
 
 Only the text of the judge's own turn comes back, so nothing inside the question can be taken for the answer.
 """
@@ -6,14 +7,14 @@ Only the text of the judge's own turn comes back, so nothing inside the question
 import asyncio
 import os
 import random
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 import httpx
 
 from ycore.engine.server import BadRequest, Server
 from ycore.errors import EngineError
-from ycore.judge.declaration import JsonVerdict, Judge, LabelVerdict
+from ycore.judge.declaration import JsonVerdict, Judge, LabelVerdict, Served
 from ycore.judge.question import Question
 from ycore.judge.verdict import Reply, ReplyToken
 from ycore.placement.placement import JUDGE
@@ -67,8 +68,8 @@ class VllmJudge(_CountsRefusals, Server):
         return parse_reply(answer, name=self.name)
 
 
-class RemoteJudge(_CountsRefusals):
-    """A judge at an address that the user gives; requests that failed for a passing reason are retried.
+class _Remote(_CountsRefusals):
+    """A model at an address that the user gives; requests that failed for a passing reason are retried.
 
     The key is read from the environment, kept here and sent to this address alone.
 
@@ -78,20 +79,15 @@ class RemoteJudge(_CountsRefusals):
     """
 
     def __init__(
-        self, name: str, judge: Judge, *, request_timeout_s: float, transport: httpx.AsyncBaseTransport | None = None
+        self, name: str, served: Served, *, request_timeout_s: float, transport: httpx.AsyncBaseTransport | None = None
     ) -> None:
-        assert judge.base_url is not None
-        headers: dict[str, str] = {}
-        if (variable := judge.api_key_env) is not None:
-            if not (key := os.environ.get(variable, "")):
-                raise EngineError(f"{name}: the environment variable {variable} is not set; export it (api_key_env)")
-            headers["Authorization"] = f"Bearer {key}"
+        assert served.base_url is not None
         self.name = name
-        self._address = judge.base_url
-        self._in_flight = asyncio.Semaphore(judge.concurrency)
+        self._address = served.base_url
+        self._in_flight = asyncio.Semaphore(served.concurrency)
         self._client = httpx.AsyncClient(
-            base_url=judge.base_url.rstrip("/") + "/",
-            headers=headers,
+            base_url=served.base_url.rstrip("/") + "/",
+            headers=key_header(served, name=name),
             timeout=httpx.Timeout(request_timeout_s, connect=20.0, pool=None),
             transport=transport,
             follow_redirects=False,
@@ -100,11 +96,9 @@ class RemoteJudge(_CountsRefusals):
     async def wait_ready(self, *, timeout_s: float) -> None:
         """Nothing to wait for: the first question finds out whether the address answers."""
 
-    async def ask(self, judge: Judge, question: Question, *, seed: int, again: bool = False) -> Reply:
-        """As `VllmJudge.ask`."""
-        body = build_chat_request(judge, question, model=judge.model, seed=seed, again=again)
+    async def _answer(self, path: str, body: Mapping[str, Any]) -> Any:
         async with self._in_flight:
-            response = await self._post(body)
+            response = await self._post(path, body)
         status = response.status_code
         if status in _REFUSED_STATUS:
             self._refuse("the address refused the question", details=response.text)
@@ -113,20 +107,20 @@ class RemoteJudge(_CountsRefusals):
             text = " ".join(response.text[:200].split())
             raise EngineError(f"{self.name}: {self._address} answered {status}: {text}; check base_url, model and key")
         try:
-            return parse_reply(response.json(), name=self.name)
+            return response.json()
         except ValueError:
             raise EngineError(f"{self.name}: {self._address} answered no JSON; check base_url") from None
 
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def _post(self, body: Mapping[str, Any]) -> httpx.Response:
+    async def _post(self, path: str, body: Mapping[str, Any]) -> httpx.Response:
         problem, retry_after_s = "", 0.0
         for attempt in range(TRIES):
             if attempt:
                 await asyncio.sleep(backoff_s(attempt - 1, at_least_s=retry_after_s))
             try:
-                response = await self._client.post("chat/completions", json=body)
+                response = await self._client.post(path, json=body)
             except _TRANSIENT_ERRORS as error:
                 problem = str(error) or type(error).__name__
                 continue
@@ -139,7 +133,54 @@ class RemoteJudge(_CountsRefusals):
         self._refuse("the address did not answer", details=f"{self._address}, {problem}")
 
 
+class RemoteJudge(_Remote):
+    async def ask(self, judge: Judge, question: Question, *, seed: int, again: bool = False) -> Reply:
+        """As `VllmJudge.ask`."""
+        body = build_chat_request(judge, question, model=judge.model, seed=seed, again=again)
+        return parse_reply(await self._answer("chat/completions", body), name=self.name)
+
+
+class RemoteTeacher(_Remote):
+    """Example: `RemoteTeacher("teacher:big", teacher, request_timeout_s=600)`; `Refused` where it takes no sequence."""
+
+    def __init__(self, name: str, teacher: Served, **how: Any) -> None:
+        super().__init__(name, teacher, **how)
+        self._model = teacher.model
+
+    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+        answer = await self._answer("completions", prompt_request(self._model, context_ids, target_ids))
+        try:
+            return prompt_logprobs(answer, context_ids, target_ids)
+        except (KeyError, IndexError, TypeError, ValueError, AttributeError):
+            raise EngineError(
+                f"{self.name}: {self._address} gives no probabilities of a prompt's tokens (prompt_logprobs); "
+                "a teacher's address is a vLLM server"
+            ) from None
+
+
+def prompt_request(model: str, context_ids: Sequence[int], target_ids: Sequence[int]) -> dict[str, Any]:
+    """Asks for the log-probability of each target token after those before it, at temperature 1 (vLLM's field)."""
+    prompt = [*context_ids, *target_ids]
+    return {"model": model, "prompt": prompt, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
+
+
+def prompt_logprobs(answer: Any, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+    """What was asked for by `prompt_request`."""
+    by_place = answer["choices"][0]["prompt_logprobs"][len(context_ids) :]
+    return tuple(found[str(token)]["logprob"] for found, token in zip(by_place, target_ids, strict=True))
+
+
 JudgeEngine = VllmJudge | RemoteJudge
+
+
+def key_header(served: Served, *, name: str) -> dict[str, str]:
+    """The header with the address's key; EngineError where its variable is not set."""
+    variable = served.api_key_env
+    if variable is None:
+        return {}
+    if not (key := os.environ.get(variable, "")):
+        raise EngineError(f"{name}: the environment variable {variable} is not set; export it (api_key_env)")
+    return {"Authorization": f"Bearer {key}"}
 
 
 def backoff_s(attempt: int, *, at_least_s: float = 0.0) -> float:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from ycore.engine import Sampling
+from ycore.engine.judge_engine import prompt_logprobs, prompt_request
 from ycore.engine.server import Server
 from ycore.engine.shared_bucket import Bucket, Source
 from ycore.engine.sleeping import SleepingEngine, reload_from_disk
@@ -193,12 +194,8 @@ async def locked(file: Path) -> AsyncIterator[None]:
 async def _logprobs_of(
     server: Server, role: str, context_ids: Sequence[int], target_ids: Sequence[int]
 ) -> tuple[float, ...]:
-    """Of each target token after those before it, at temperature 1 whatever the sampling."""
-    prompt = [*context_ids, *target_ids]
-    request = {"model": role, "prompt": prompt, "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 0}
-    answer = await server.request("POST", "/v1/completions", request)
-    by_place = answer["choices"][0]["prompt_logprobs"][len(context_ids) :]
-    return tuple(found[str(token)]["logprob"] for found, token in zip(by_place, target_ids, strict=True))
+    answer = await server.request("POST", "/v1/completions", prompt_request(role, context_ids, target_ids))
+    return prompt_logprobs(answer, context_ids, target_ids)
 
 
 class VllmTeacher(Server):

@@ -111,11 +111,27 @@ class TemplateMessage(Strict):
     content: str
 
 
-class Judge(Strict):
-    model: str = POLICY_BASE  # a hub id, folder, GGUF file or built-in name
-    base_url: str | None = None  # an OpenAI-compatible address, which knows the judge as `model`
+class Served(Strict):
+    """A model that scores: in engines of the run, or at an address."""
+
+    model: str  # a hub id, folder, GGUF file or built-in name
+    base_url: str | None = None  # an OpenAI-compatible address, which knows the model as `model`
     api_key_env: str | None = None  # the variable that holds the address's key; the key is never written anywhere
     concurrency: Positive = 8  # the most requests in flight to the address
+
+    @model_validator(mode="after")
+    def _check_address(self) -> Self:
+        if self.api_key_env is not None and self.base_url is None:
+            raise ValueError("api_key_env is for a base_url, and none is given; set base_url, or remove api_key_env")
+        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
+            raise ValueError(f"base_url begins with http:// or https://; it is {self.base_url!r}")
+        if self.base_url is not None and "@" in self.base_url.partition("://")[2].partition("/")[0]:
+            raise ValueError("base_url has a password in it; put the key into a variable and name it by api_key_env")
+        return self
+
+
+class Judge(Served):
+    model: str = POLICY_BASE
 
     mode: Mode = "pointwise"
     verdict: Verdict
@@ -144,14 +160,8 @@ class Judge(Strict):
             raise ValueError(f"a ranking needs the whole group, and mode is {self.mode}; say mode: groupwise")
         if self.scale[0] == self.scale[1]:
             raise ValueError(f"scale gives the rewards of min and max, which must differ; it is {list(self.scale)}")
-        if self.api_key_env is not None and self.base_url is None:
-            raise ValueError("api_key_env is for a base_url, and none is given; set base_url, or remove api_key_env")
         if self.base_url is not None and self.model == POLICY_BASE:
             raise ValueError("base_url needs the model's name there; policy-base runs in an engine of the run")
-        if self.base_url is not None and not self.base_url.startswith(("http://", "https://")):
-            raise ValueError(f"base_url begins with http:// or https://; it is {self.base_url!r}")
-        if self.base_url is not None and "@" in self.base_url.partition("://")[2].partition("/")[0]:
-            raise ValueError("base_url has a password in it; put the key into a variable and name it by api_key_env")
         _check_template(self)
         return self
 

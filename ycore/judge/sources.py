@@ -16,7 +16,7 @@ from ycore.config.problems import declared_error
 from ycore.config.recipe_files import SUFFIXES, parse_yaml, read_yaml_file
 from ycore.config.schema import Positive, RewardConfig, RunConfig, Strict, Width
 from ycore.errors import RewardError, nearest
-from ycore.judge.declaration import Judge
+from ycore.judge.declaration import Judge, Served
 from ycore.rewards.builtin import is_code, is_environment
 from ycore.run.paths import RunFolder
 
@@ -67,10 +67,12 @@ class RewardModel(Strict):
         return value if self.clip is None else min(max(value, self.clip[0]), self.clip[1])
 
 
-class Teacher(Strict):
-    """A model of which the policy learns the probabilities of its own tokens: `teacher:MODEL`, with these as `args`."""
+class Teacher(Served):
+    """A model of which the policy learns the probabilities of its own tokens: `teacher:MODEL`, with these as `args`.
 
-    model: str  # a hub id, a folder, or the folder of a run
+    At an address there must be a vLLM server: no other gives the probabilities of a prompt's tokens.
+    """
+
     # Only for rows with these values in these columns, e.g. `{subject: algebra}`; so each row may have its own teacher.
     where: Mapping[str, str] = Field(default_factory=dict)
     max_model_len: Positive | None = None  # as a reward model's

@@ -23,9 +23,9 @@ from ycore.launch.device_memory import (
     slot_width,
 )
 from ycore.launch.layout import Site
-from ycore.launch.scoring_models import ServedModel, check_same_tokens, own_teachers, served_models
+from ycore.launch.scoring_models import ServedModel, check_teachers, served_models
 from ycore.models.folder import context_length
-from ycore.placement.placement import ROLLOUT, TEACHER
+from ycore.placement.placement import ROLLOUT
 from ycore.plan.sharing import Sharing
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
@@ -131,8 +131,8 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch) -> EnginePlan:
     """Plan every engine of this machine."""
     model_config = read_json(fetch(config.model) / "config.json")
     length = model_length(config.engine.max_model_len, model_config, option="engine.max_model_len")
-    for teacher in own_teachers(config):
-        check_same_tokens(fetch(config.model), fetch(teacher), name=teacher)
+    if config.replay is None or config.teaches_exactly:
+        check_teachers(config, fetch(config.model), fetch)
     if config.replay is not None:
         return EnginePlan("replay", length, f"reading the rounds of {config.replay} from its journal: no generation")
     kind, how = choose_kind(config.engine.kind, vllm_installed=is_vllm_installed())
@@ -142,8 +142,6 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch) -> EnginePlan:
     models, slots, sharing = arrange(config, site, lambda name: facts_here(str(fetch(name)), name=name))
     width, served = slot_width(models), list[ServedModel]()
     for model in models:
-        if model.role == TEACHER:
-            check_same_tokens(fetch(config.model), fetch(model.name), name=model.name)
         earlier = [one for one in served if one.role == model.role]
         parts = [part for slot in slots for part in slot.parts(width // model.width)]
         num_policy = len(slots) * (width // models[0].width)

@@ -1,19 +1,23 @@
 """The models that a run serves, the policy, judges, reward models and teachers, and whether each can score the run."""
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from ycore.config.schema import RunConfig, Width
 from ycore.engine.commands import EngineSpec
+from ycore.engine.judge_engine import key_header
 from ycore.errors import ConfigError, ModelError, RewardError
-from ycore.judge.declaration import POLICY_BASE, Judge
+from ycore.judge.declaration import POLICY_BASE, Judge, Served
 from ycore.judge.sources import (
     JUDGE_PREFIX,
     RewardModel,
+    Teacher,
     is_judge,
     is_reward_model,
     is_teacher,
@@ -34,6 +38,7 @@ from ycore.placement.placement import (
     parse_placement,
 )
 
+_ANSWER_S = 20.0
 _WITHOUT_ENGINES = "install vLLM, or hold it in the trainer: --set distill.divergence=reverse-kl"
 
 
@@ -78,6 +83,8 @@ def served_models(config: RunConfig) -> list[ServedModel]:
         elif is_reward_model(spec) or (is_teacher(spec) and not config.teaches_exactly):
             role = REWARD_MODEL if is_reward_model(spec) else TEACHER
             declared = reward_model_of(spec) if role == REWARD_MODEL else teacher_of(spec)
+            if isinstance(declared, Teacher) and declared.base_url is not None:
+                continue
             names = declared.models if isinstance(declared, RewardModel) else (declared.model,)
             for name in names:
                 lengths = declared.max_model_len, 0
@@ -113,15 +120,37 @@ def check_scorers(config: RunConfig, columns: Sequence[str], *, engine: str) -> 
                     _check_classifier(model, plan.config)
                 lines.append(f"reward model {model}: {plan.note}, one number a completion")
         elif is_teacher(spec):
-            model = teacher_of(spec).model
-            exact = config.teaches_exactly
-            plan = _served(f"teacher {model}", model, config, "vllm" if exact else engine, _WITHOUT_ENGINES)
-            policy = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
-            if plan.ready and plan.folder is not None and policy.ready and policy.folder is not None:
-                check_same_tokens(policy.folder, plan.folder, name=model)
-            gives = f"{config.distill.divergence}, exact, in the trainer" if exact else "the probability of each token"
-            lines.append(f"teacher {model}: {plan.note}, {gives}")
+            lines.append(_check_teacher(teacher_of(spec), config, engine))
     return lines
+
+
+def _check_teacher(teacher: Teacher, config: RunConfig, engine: str) -> str:
+    name, exact = f"teacher {teacher.model}", config.teaches_exactly
+    policy = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
+    if teacher.base_url is not None:
+        if exact:
+            raise ConfigError(
+                f"{name}: distill.divergence={config.distill.divergence} needs the teacher's weights, and it is at "
+                f"{teacher.base_url}; leave distill.divergence out, or base_url"
+            )
+        _check_key(name, teacher)
+        if policy.ready and policy.folder is not None:
+            check_tokens_at(policy.folder, teacher)
+        return f"{name}: at {teacher.base_url}, the probability of each token"
+    plan = _served(name, teacher.model, config, "vllm" if exact else engine, _WITHOUT_ENGINES)
+    if plan.ready and plan.folder is not None and policy.ready and policy.folder is not None:
+        check_same_tokens(policy.folder, plan.folder, name=teacher.model)
+    gives = f"{config.distill.divergence}, exact, in the trainer" if exact else "the probability of each token"
+    return f"{name}: {plan.note}, {gives}"
+
+
+def check_teachers(config: RunConfig, policy: Path, fetch: Callable[[str], Path]) -> None:
+    """ConfigError where a teacher has another tokenizer than the policy. `fetch` makes a model's name its folder."""
+    for teacher in map(teacher_of, filter(is_teacher, config.rewards)):
+        if teacher.base_url is None:
+            check_same_tokens(policy, fetch(teacher.model), name=teacher.model)
+        else:
+            check_tokens_at(policy, teacher)
 
 
 def _add(model: ServedModel, models: dict[tuple[str, str], ServedModel]) -> None:
@@ -145,13 +174,15 @@ def _merge(one: ServedModel, other: ServedModel) -> ServedModel:
     )
 
 
+def _check_key(name: str, served: Served) -> None:
+    if served.api_key_env is not None and not os.environ.get(served.api_key_env):
+        raise RewardError(f"{name}: the environment variable {served.api_key_env} (api_key_env) is not set; export it")
+
+
 def _check_judge(name: str, judge: Judge, config: RunConfig, engine: str) -> str:
     how = f"{judge.mode}, verdict by {judge.verdict.kind}"
     if judge.base_url is not None:
-        if judge.api_key_env is not None and not os.environ.get(judge.api_key_env):
-            raise RewardError(
-                f"{name}: the environment variable {judge.api_key_env} (api_key_env) is not set; export it"
-            )
+        _check_key(name, judge)
         return f"{judge.model} at {judge.base_url}, {how}"
     model = _model_name(judge, config)
     plan = _served(name, model, config, engine, "give it a base_url, or install vLLM")
@@ -210,6 +241,39 @@ def check_same_tokens(policy: Path, teacher: Path, *, name: str) -> None:
         f"teacher {name} has another tokenizer than the policy: {token!r} is {ours.get(token, 'no token')} in the "
         f"policy's and {theirs.get(token, 'no token')} in the teacher's; take a teacher of the same family of models"
     )
+
+
+def check_tokens_at(policy: Path, teacher: Teacher) -> None:
+    """ConfigError where a teacher's address reads a text as other tokens than the policy's tokenizer, or reads none.
+
+    The text has 256 tokens from all over the policy's vocabulary, and its added tokens.
+    """
+    from tokenizers import Tokenizer
+
+    file = policy / "tokenizer.json"
+    if teacher.base_url is None or not file.is_file():
+        return
+    own, name = Tokenizer.from_file(str(file)), f"teacher {teacher.model}"
+    some = [*range(0, own.get_vocab_size(), max(1, own.get_vocab_size() // 256))][:256]
+    text = own.decode(some, skip_special_tokens=False) + "".join(
+        one.content for _, one in sorted(own.get_added_tokens_decoder().items())[:64]
+    )
+    ours, address = own.encode(text, add_special_tokens=False).ids, teacher.base_url.rstrip("/").removesuffix("/v1")
+    body = {"model": teacher.model, "prompt": text, "add_special_tokens": False}
+    try:
+        answer = httpx.post(f"{address}/tokenize", json=body, headers=key_header(teacher, name=name), timeout=_ANSWER_S)
+        theirs = answer.raise_for_status().json()["tokens"]
+    except (httpx.HTTPError, ValueError, KeyError, TypeError) as problem:
+        raise ConfigError(
+            f"{name}: {address}/tokenize gives no tokens to compare with the policy's ({problem}); "
+            "base_url is that of a vLLM server, with /v1"
+        ) from None
+    if ours != theirs:
+        place = next((at for at, pair in enumerate(zip(ours, theirs, strict=False)) if len(set(pair)) > 1), 0)
+        raise ConfigError(
+            f"{name} at {teacher.base_url} has another tokenizer than the policy: {own.id_to_token(ours[place])!r} is "
+            f"{ours[place]} in the policy's, and it reads {theirs[place : place + 1]}; take one of the same family"
+        )
 
 
 def _token_ids(folder: Path) -> Mapping[str, int] | None:

@@ -1,6 +1,8 @@
 """Judges, reward models, teachers and reference answers as scorers, and the scoring of a run built from its config."""
 
+import contextlib
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
@@ -11,7 +13,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.engine import Engine
-from ycore.engine.judge_engine import JudgeEngine, RemoteJudge, VllmJudge
+from ycore.engine.judge_engine import JudgeEngine, Refused, RemoteJudge, RemoteTeacher, VllmJudge
 from ycore.engine.server import Server, restart_timeout_s
 from ycore.engine.vllm_engine import VllmRewardModel, VllmTeacher
 from ycore.judge.question import Questioner, break_special_tokens
@@ -46,7 +48,7 @@ from ycore.round.scoring import RuleScorer, Scorer, Scoring, TextOf, Writing, pl
 from ycore.round.tasks import together
 from ycore.run.paths import RunFolder
 from ycore.sandbox.level import NUMBERS
-from ycore.types import Completion, Prompt, Score, Turn
+from ycore.types import Completion, Prompt, Score, TokenSequence, Turn
 
 S = TypeVar("S", bound=Server)
 
@@ -117,10 +119,7 @@ def build_scoring(
         elif is_teacher(spec) and config.teaches_exactly:
             one = OwnTeacherScorer(teacher_of(spec))
         elif is_teacher(spec):
-            assert model is not None, "the launcher starts every teacher"
-            servers = scorer_servers(config, folder, model, VllmTeacher)
-            longest = model.max_model_len
-            one = TeacherScorer(names[source], teacher_of(spec), servers, max_model_len=longest, meter=teachers)
+            one = _teacher_scorer(config, folder, teacher_of(spec), model, names[source], teachers)
         elif is_reference(spec) and policy is not None:
             one = ReferenceScorer(reference_of(spec), policy)
         elif is_environment(spec):
@@ -131,6 +130,16 @@ def build_scoring(
             continue
         scorers.append(((source,), one))
     return Scoring(scorers, meters)
+
+
+def _teacher_scorer(
+    config: RunConfig, folder: RunFolder, teacher: Teacher, model: ScorerEngines | None, name: str, meter: TeacherMeter
+) -> "TeacherScorer":
+    if model is not None:
+        servers = scorer_servers(config, folder, model, VllmTeacher)
+        return TeacherScorer(name, teacher, servers, max_model_len=model.max_model_len, meter=meter)
+    remote = RemoteTeacher(name, teacher, request_timeout_s=config.engine.request_timeout_s)
+    return TeacherScorer(name, teacher, [remote], max_model_len=teacher.max_model_len or sys.maxsize, meter=meter)
 
 
 def _pool_of(config: RunConfig, folder: RunFolder, specs: Sequence[RewardConfig]) -> RewardPool:
@@ -246,38 +255,49 @@ class RewardModelScorer(Scorer):
 @dataclass(eq=False)
 class TeacherScorer(Scorer):
     """A teacher's log-probabilities of each completion. Its value is the mean of log p_teacher - log p_policy over the
-    policy's tokens: minus the estimate k1 of the reverse KL of a token, in nats. `engines` are slot by slot."""
+    policy's tokens: minus the estimate k1 of the reverse KL of a token, in nats. Where the policy's engine gives no
+    log-probabilities it is the mean of log p_teacher. `engines` are slot by slot; of an address there is one."""
 
     name: str
     teacher: Teacher
-    engines: Sequence[VllmTeacher]
+    engines: Sequence[VllmTeacher | RemoteTeacher]
     _: KW_ONLY
     max_model_len: int
     meter: TeacherMeter
 
     async def score_one(self, writing: Writing, index: int) -> Score:
         completion = await writing.tasks_G[index]
-        own, parts = completion.logprobs, completion.sequences(writing.draw.token_ids)
+        own = completion.logprobs or (0.0,) * len(completion.token_ids)
+        parts = completion.sequences(writing.draw.token_ids)
         sizes = [len(one.prompt_ids) + one.stop - one.start for one in parts]
         if not self.teacher.teaches(writing.draw.prompt.columns):
             return Score(None)
         if max(sizes) >= self.max_model_len:  # vLLM has to write a token behind those that it scores
             return Score(None, problem=f"teacher {self.name}: longer than its context")
-        async with writing.turn(TEACHER) as slot:
-            started = time.perf_counter()
-            found = [0.0] * len(completion.token_ids)  # also at the prompts of other sequences than the first
-            for context, start, stop in parts:
-                written = completion.token_ids[start:stop]
-                found[start:stop] = await slot.pick(self.engines).logprobs_of(context, written)
-            slot.num_tokens = sum(sizes)
-        logprobs = tuple(found)
-        self.meter.count(seconds=time.perf_counter() - started, tokens=sum(sizes))
-        assert own is not None, "a policy's vLLM engine says them"
+        try:
+            logprobs = await self._logprobs(writing, completion, parts, num_tokens=sum(sizes))
+        except Refused as refusal:
+            return Score(None, problem=f"teacher {self.name}: {refusal}")
         gaps = [log_p - log_q for log_p, log_q, ours in zip(logprobs, own, completion.mask, strict=True) if ours]
         value = math.fsum(gaps) / max(1, len(gaps))
         if not math.isfinite(value):
             return Score(None, problem=f"teacher {self.name}: a log-probability is not finite")
         return Score(value, logprobs=logprobs)
+
+    async def _logprobs(
+        self, writing: Writing, completion: Completion, parts: Sequence[TokenSequence], *, num_tokens: int
+    ) -> tuple[float, ...]:
+        found = [0.0] * len(completion.token_ids)  # also at the prompts of other sequences than the first
+        async with contextlib.AsyncExitStack() as stack:
+            engine = self.engines[0]
+            if self.teacher.base_url is None:
+                slot = await stack.enter_async_context(writing.turn(TEACHER))
+                engine, slot.num_tokens = slot.pick(self.engines), num_tokens
+            started = time.perf_counter()
+            for context, start, stop in parts:
+                found[start:stop] = await engine.logprobs_of(context, completion.token_ids[start:stop])
+        self.meter.count(seconds=time.perf_counter() - started, tokens=num_tokens)
+        return tuple(found)
 
 
 @dataclass(eq=False)

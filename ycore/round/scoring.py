@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from operator import attrgetter
 
-from ycore.engine.judge_engine import JudgeEngine
+from ycore.engine.judge_engine import JudgeEngine, RemoteTeacher
 from ycore.engine.vllm_engine import VllmRewardModel, VllmTeacher
 from ycore.rewards.pool import RewardPool
 from ycore.round.meters import Meter
@@ -49,7 +49,7 @@ class Writing:
 class Scorer:
     """One or more reward sources of one kind. `engines` are those that it waits for and closes."""
 
-    engines: Sequence[JudgeEngine | VllmRewardModel | VllmTeacher] = ()
+    engines: Sequence[JudgeEngine | VllmRewardModel | VllmTeacher | RemoteTeacher] = ()
 
     async def start(self, *, timeout_s: float) -> None:
         await together([engine.wait_ready(timeout_s=timeout_s) for engine in self.engines])

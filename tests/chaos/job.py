@@ -62,9 +62,19 @@ def ending_after_orphan(prompts, completions, name, **columns):
     os._exit(0)
 '''
 
-_WORLD = '''"""A tool and an environment that draws at every call, as ones that repeat only where they are seeded."""
+CALLED = "is called"
+"""What tools print when they are called."""
+
+_WORLD = f'''"""A tool and an environment that draws at every call, as ones that repeat only where they are seeded."""
 
 import random
+import time
+
+
+def be_met():
+    """Say so, and take a moment, so that a call can be met under way."""
+    print("{CALLED}", flush=True)
+    time.sleep(0.1)
 
 
 def double(x: int) -> int:
@@ -73,13 +83,14 @@ def double(x: int) -> int:
     Args:
         x: The number.
     """
+    be_met()
     return 2 * x
 
 
 class Walk:
     def reset(self, **row):
         self.at = random.randint(10, 99)
-        return f" from {self.at}"
+        return f" from {{self.at}}"
 
     def walk(self, by: int) -> int:
         """Go on.
@@ -87,6 +98,7 @@ class Walk:
         Args:
             by: How far.
         """
+        be_met()
         self.at += by * random.randint(1, 9)
         return self.at
 
@@ -169,6 +181,7 @@ class Job:
     def _world(self) -> list[str]:
         file, keys = self.inputs / "world.py", ("engine.max_model_len=512", "turns.at_once=4", "turns.call_s=30")
         told = ["--tools", f"{file}:double", "--env", f"{file}:Walk", "--actions", "calls"]
+        told += ["--keep-journal"]  # each token and each answer of every round is compared
         return [*told, "--max-turns", "4", "--max-tokens", "96", *(word for key in keys for word in ("--set", key))]
 
 

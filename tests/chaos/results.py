@@ -40,8 +40,8 @@ class Result:
     rows: Sequence[Mapping[str, Any]]
     weights: Mapping[str, Any]
     samples: Any = None
-    written: Sequence[Any] = ()
-    """What the journal has of each round's completions: tokens, who said what, and what the environment paid."""
+    written: Mapping[int, Any] = field(default_factory=dict)
+    """Of each step whose round the journal has, its completions: tokens, who said what, what the environment paid."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +70,8 @@ def read_result(folder: RunFolder) -> Result:
         weights |= load_file(file)
     samples = folder.samples.read_text(encoding="utf-8") if folder.samples.is_file() else None
     rounds = read_rounds(folder.journal) if folder.journal.is_dir() else []
-    return Result(read_metrics(folder.metrics), weights, samples, [_written(round_) for round_ in rounds])
+    written = {round_["step"] + 1: _written(round_) for round_ in rounds}
+    return Result(read_metrics(folder.metrics), weights, samples, written)
 
 
 def _written(round_: Mapping[str, Any]) -> list[Any]:
@@ -89,14 +90,20 @@ def _written(round_: Mapping[str, Any]) -> list[Any]:
 
 
 def compare(expected: Result, seen: Result) -> Difference:
-    """How far `seen` is from `expected`; a step that is missing, doubled or out of order is a note."""
+    """How far `seen` is from `expected`; a step that is missing, doubled or out of order is a note.
+
+    Rounds are compared where both journals have them: which are left depends on the checkpoints, and a run that was
+    stopped saves one more. A journal that has the first step's was kept, and the other must have all of its rounds.
+    """
     notes = [*_steps_note(expected, seen)]
     largest = _differences(expected, seen)
     largest[WEIGHTS] = _weights(expected.weights, seen.weights)
     if not seen.weights:
         notes.append("no model was saved")
-    pairs = enumerate(zip(expected.written, seen.written, strict=False), 1)
-    if others := [step for step, (one, other) in pairs if one != other]:
+    if 1 in expected.written and (gone := sorted(expected.written.keys() - seen.written.keys())):
+        notes.append(f"the journal has no round of steps {gone}")
+    both = sorted(expected.written.keys() & seen.written.keys())
+    if others := [step for step in both if expected.written[step] != seen.written[step]]:
         notes.append(f"what was written for steps {others} differs")
     if expected.samples != seen.samples:
         notes.append("samples.json differs")
@@ -195,11 +202,11 @@ def read_rounds(journal: Path) -> Rounds:
     """Each step's groups and its ranks' states, in order. A file's first line, its label, has the number of ranks."""
     rounds = []
     for first in sorted(journal.glob("round-*-rank-0.json")):
-        world = json.loads(first.read_bytes().partition(b"\n")[0])["world"]
-        files = [first.with_name(first.name.replace("rank-0", f"rank-{rank}")) for rank in range(world)]
+        label = json.loads(first.read_bytes().partition(b"\n")[0])
+        files = [first.with_name(first.name.replace("rank-0", f"rank-{rank}")) for rank in range(label["world"])]
         parts = [json.loads(file.read_bytes().partition(b"\n")[2]) for file in files]
         groups = [group for part in parts for group in part["groups"]]
-        rounds.append({"groups": groups, "states": [part["state"] for part in parts]})
+        rounds.append({"step": label["step"], "groups": groups, "states": [part["state"] for part in parts]})
     return rounds
 
 

@@ -15,6 +15,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tests.chaos.bench import Bench, Row, row_of
+from tests.chaos.job import CALLED
 from tests.chaos.moments import Moment, draw_moments, glimpse
 from tests.chaos.rows_kill import DEADLINES, pause
 from tests.chaos.runs import Run
@@ -22,7 +23,7 @@ from tests.chaos.trial import Deed, Oracle, Outcome, kill, trial, until_it_lands
 from ycore.errors import RunError
 from ycore.run.paths import RunFolder
 
-CALLED = ("walk", "double")
+_FUNCTIONS = ("walk", "double")
 _DISK_MB = 64
 _TOOL_FOR_GOOD = "tool-for-good"
 _MOST_LEFT = 200_000  # bytes that a full disk has left: a save of the tiny model takes more, a row of metrics less
@@ -30,10 +31,10 @@ _MOST_LEFT = 200_000  # bytes that a full disk has left: a save of the tiny mode
 
 def world_oracle(bench: Bench) -> Oracle:
     """The undisturbed run, of an engine that calls; RunError where no world was met."""
-    scripted = {**(bench.setting.scripted or {}), "--calls": ",".join(CALLED)}
+    scripted = {**(bench.setting.scripted or {}), "--calls": ",".join(_FUNCTIONS)}
     job = replace(bench.job, has_world=True)
     oracle = replace(bench, job=job, setting=replace(bench.setting, scripted=scripted)).oracle()
-    turns = [one[2] for round_ in oracle.result.written for _, _, *group in round_ for one in group]
+    turns = [one[2] for round_ in oracle.result.written.values() for _, _, *group in round_ for one in group]
     if max(map(len, turns)) < 5 or not any(len(one) < 2 for one in turns):
         raise RunError(f"equality with the whole run would prove nothing: {sorted(map(len, turns))} turns")
     return replace(oracle, pace=replace(oracle.pace, end_s=oracle.pace.until_model_s))
@@ -67,16 +68,24 @@ def stop_world_row(bench: Bench) -> Row:
 
 
 def _stop_tools(run: Run) -> bool:
-    """SIGSTOP, and never SIGCONT, to the process groups of all tools and environments that there are."""
+    """SIGSTOP, and never SIGCONT, to the process groups of all tools and environments, at the next call."""
     if not run.wait_for(lambda: bool(run.role("tool")), timeout_s=60.0):
         return False
-    run.glimpsed = glimpse(run.folder)
     own = {os.getpgid(one.pid) for role in ("launcher", "trainer") for one in run.role(role)}
     groups = {os.getpgid(one.pid) for one in run.role("tool")} - own
+    log = run.folder.log("tools")
+    before = _num_calls(log)
+    if not run.wait_for(lambda: _num_calls(log) > before, timeout_s=60.0):
+        return False
+    run.glimpsed = glimpse(run.folder)
     for group in groups:
         with suppress(ProcessLookupError):
             os.killpg(group, signal.SIGSTOP)
     return bool(groups)
+
+
+def _num_calls(log: Path) -> int:
+    return log.read_bytes().count(CALLED.encode())
 
 
 def _was_told(run_folder: Path) -> bool:

@@ -91,10 +91,21 @@ def test_every_kind_of_difference_is_found() -> None:
     assert compare(whole, result([1])).largest["loss"] == math.inf
     assert compare(whole, result([1, math.nan])).largest["loss"] == math.inf
     assert compare(whole, result([1, 2], steps=[1, 1])).notes == ("steps [1, 1] for [1, 2]",)
-    told, other = ([[[0, [5], [[7], [-1.0], [{"content": text}], None]]]] for text in "ab")
+    told, other = ({1: [[0, [5], [[7], [-1.0], [{"content": text}], None]]], 2: []} for text in "ab")
     notes = compare(replace(whole, written=told), replace(whole, written=other)).notes
     assert notes == ("what was written for steps [1] differs",)
+    assert compare(replace(whole, written=told), replace(whole, written={1: told[1]})).notes == (
+        "the journal has no round of steps [2]",
+    )
     assert "no model was saved" in compare(whole, Result(whole.rows, {})).notes
+
+
+def test_rounds_are_compared_by_their_steps_where_one_journal_goes_back_further() -> None:
+    """An interrupted run saves one checkpoint more, and an older one goes with its rounds."""
+    whole = result([1, 2, 3])
+    assert compare(replace(whole, written={2: ["b"], 3: ["c"]}), replace(whole, written={3: ["c"]})).is_none
+    notes = compare(replace(whole, written={2: ["b"], 3: ["c"]}), replace(whole, written={3: ["d"]})).notes
+    assert notes == ("what was written for steps [3] differs",)
 
 
 def test_a_run_that_could_not_tell_is_no_oracle() -> None:

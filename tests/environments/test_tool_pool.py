@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import signal
 import subprocess
 import sys
 import time
@@ -218,6 +219,24 @@ def test_an_environment_that_hangs_or_dies_comes_back_as_it_was(run: Callable[..
 
     whole, broken = run(work, env="tools.py:Walk")
     assert broken[:2] == whole[:2] and broken[2].failed and broken[3] == whole[2]
+
+
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_process_that_is_lost_between_two_completions_costs_neither(run: Callable[..., Any], number: int) -> None:
+    async def play(pool: ToolPool) -> tuple[str | None, Score]:
+        async with episode(pool, start=50) as one:
+            return await one.begin(), await one.reward()
+
+    async def work(pool: ToolPool) -> list[Any]:
+        before = await play(pool)
+        for process in psutil.Process().children(recursive=True):
+            if "ycore.environments.tool_host" in process.cmdline():
+                process.send_signal(number)
+        return [before, await play(pool), pool.restarts]
+
+    before, after, restarts = run(work, env="tools.py:Walk")
+    assert before == after and after[0] is not None and after[1].problem is None
+    assert restarts == 1
 
 
 def test_a_reward_function_sees_the_environment_as_it_was_at_its_end(run: Callable[..., Any]) -> None:

@@ -298,7 +298,7 @@ class Episode:
             return None
         self._own = await self._stack.enter_async_context(self._pool.own(self._env))
         try:
-            said: str | None = await self._timed(self._reset(self._own))
+            said: str | None = await self._timed(self._begun(self._own))
             return said
         except (CallFailed, RewardError) as failure:
             self.lose(f"reset: {failure}")
@@ -373,7 +373,7 @@ class Episode:
                 return await self._ask(host, op, request)
         if self._own is None:
             self._own = await self._stack.enter_async_context(self._pool.own(None))
-            await self._reset(self._own)
+            await self._begun(self._own)
         if not self._own.is_running:
             await self._restore(self._own)
         value = await self._ask(self._own, op, request)
@@ -399,6 +399,16 @@ class Episode:
         seed = seed_of(f"{self._key}/{self._index}/{number}")
         deadline_s = min(left, self._pool.config.turns.call_s)
         return await host.ask(op, deadline_s=deadline_s, seed=seed, **request)
+
+    async def _begun(self, host: ToolHost) -> str | None:
+        """Reset; in a new process where one that was used before does not answer any more."""
+        was_used = host.is_running
+        try:
+            return await self._reset(host)
+        except CallFailed:
+            if host.is_running or not was_used:
+                raise
+        return await self._reset(host)
 
     async def _reset(self, host: ToolHost) -> str | None:
         await host.ready()

@@ -3,12 +3,14 @@
 import asyncio
 import random
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from trl import GRPOTrainer
+from trl.chat_template_utils import parse_response
 
 from tests.round.talks import (
     ADD,
@@ -175,18 +177,74 @@ def test_a_talk_is_what_the_template_renders_of_it(name: str, monkeypatch: pytes
     wrote.append([*tokenizer.encode("three", add_special_tokens=False), tokenizer.eos_token_id])
     completion, writer, _ = play(tokenizer, dialogue, wrote, Script([Answer("3")]), monkeypatch)
     whole = tokenizer.decode([*writer.asked[0][0], *completion.token_ids])
-    role = "tool" if TALKS[name][2] == "template" else "user"
-    assert [message["role"] for message in completion.messages] == ["assistant", role, "assistant"]
-    talk = [{"role": "user", "content": "12 + 30?"}, *completion.messages]
+    assert [message["role"] for message in completion.messages] == ["assistant", "tool", "assistant"]
+    by_template = TALKS[name][2] == "template"
+    talk = dialogue._shown([{"role": "user", "content": "12 + 30?"}, *completion.messages])
+    assert by_template or [message["role"] for message in talk] == ["user", "assistant"] * 2
     rendered = tokenizer.apply_chat_template(
-        talk,
-        tokenize=False,
-        tools=[ADD] if role == "tool" else None,
-        chat_template=dialogue._template,
+        talk, tokenize=False, tools=[ADD] if by_template else None, chat_template=dialogue._template
     )
-    after = whole.partition("12 + 30?")[2]
+    after = whole.partition("12 + 30?")[2].replace("add(1, y=2)", "add(x=1, y=2)")
     assert after and after in rendered.replace("<think>\n\n</think>\n\n", "")
     assert completion.text == "three" and completion.earned == Score(1.0)
+
+
+def in_trls_loop(turns: Sequence[str], tools: dict[str, Any]) -> list[dict[str, Any]]:
+    """The messages that GRPOTrainer's own loop hands to reward functions for these turns of a policy, with Qwen3."""
+    tokenizer, dialogue = dialogue_of("qwen3")
+    written = [ids_of(tokenizer, turn) for turn in turns]
+    prompt_ids = list(dialogue.prompt_ids("12 + 30?"))
+    trainer = SimpleNamespace(
+        max_tool_calling_iterations=8,
+        max_completion_length=4000,
+        use_vllm=False,
+        model=SimpleNamespace(config=SimpleNamespace(max_position_embeddings=8000)),
+        environment_factories=None,
+        tools=[ADD],
+        _sync_tool_dicts=[tools],
+        _async_tool_dicts=[{}],
+        _is_vlm=False,
+        processing_class=tokenizer,
+        _tokenizer=tokenizer,
+        chat_template=dialogue._template,
+        chat_template_kwargs={},
+        _generate_single_turn=lambda *_, **__: ([written.pop(0)], None),
+    )
+    trainer._get_tool_suffix_ids = partial(GRPOTrainer._get_tool_suffix_ids, trainer)
+    first = written.pop(0)
+    said = [[parse_response(tokenizer, first, prefix=prompt_ids, tools=[ADD])]]
+    prompts = [[{"role": "user", "content": "12 + 30?"}]]
+    found = GRPOTrainer._tool_call_loop(trainer, prompts, [prompt_ids], [first], said, None, None, {})
+    messages: list[dict[str, Any]] = found[1][0]
+    return messages
+
+
+@pytest.mark.parametrize("name", ["smollm2", "qwen3 in text", "qwen3"])
+def test_reward_functions_see_the_calls_and_answers_that_trls_trainer_hands_them(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same talk: words before a call, two calls in a turn, one of which fails, and an answer."""
+
+    def add(x: int, y: int) -> int:
+        if x == 5:
+            raise ValueError("no fives")
+        return x + y
+
+    def words(name: str) -> list[str]:
+        return [f"so\n{call_text(name, 1, 2)}\n{call_text(name, 5, 2)}", call_text(name, 3, 4), "seven"]
+
+    tokenizer, dialogue = dialogue_of(name)
+    answers = Script([Answer("3"), Answer(str({"error": "no fives"}), failed=True), Answer("7")])
+    wrote = [ids_of(tokenizer, turn) for turn in words(name)]
+    completion, *_ = play(tokenizer, dialogue, wrote, answers, monkeypatch)
+    assert completion.messages == in_trls_loop(words("qwen3"), {"add": add})
+    assert answers.asked == [("add", {"x": x, "y": y}) for x, y in [(1, 2), (5, 2), (3, 4)]]
+    assert completion.transcript.splitlines()[:4] == [
+        "assistant: so",
+        "  add({'x': 1, 'y': 2})",
+        "  add({'x': 5, 'y': 2})",
+        "tool: 3",
+    ]
 
 
 def test_each_turn_of_the_policy_has_what_it_was_paid(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -294,11 +352,14 @@ def test_a_reset_that_says_another_thing_than_the_prompt_loses_the_environment(m
         ("add(**{'x': 1})", ["** is no plain value"]),
         ("add(" + "(" * 3000, ["add("]),
         ("add(" + "9" * 5000 + ")", ["too long"]),
+        ("add({1}, 2)", ["set is not JSON"]),
+        ("add((1, 2), {3: 4})", [{"x": [1, 2], "y": {"3": 4}}]),
     ],
 )
 def test_calls_are_read_from_lines_of_a_text(text: str, found: list[Any]) -> None:
-    calls = calls_in(text, ADDS)
+    calls, rest = calls_in(text, ADDS)
     assert len(calls) == len(found)
+    assert all((one.problem is None) == (text != rest) for one in calls)
     for call, wanted in zip(calls, found, strict=True):
         if isinstance(wanted, dict):
             assert call.problem is None and call.arguments == wanted
@@ -306,13 +367,20 @@ def test_calls_are_read_from_lines_of_a_text(text: str, found: list[Any]) -> Non
             assert call.problem is not None and wanted in call.problem and len(call.problem) < 300
 
 
+def test_a_text_without_its_calls_keeps_every_other_line() -> None:
+    assert calls_in("I think\n  `add(x=1, y=-2)`  \n  then\nadd(3, y=4)", ADDS)[1] == "I think\n  then"
+    assert calls_in("add(1, 2)", ADDS)[1] == ""
+    assert calls_in("\nadd(1\n", ADDS)[1] == "\nadd(1\n" and calls_in(" done ", ADDS)[1] == " done "
+
+
 def test_malformed_calls_are_answered_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
     tokenizer, dialogue = dialogue_of("smollm2")
     script = Script([Answer("3"), Answer("7")])
     turns = [ids_of(tokenizer, "add(1, 2)\nadd(1, \nadd(3, 4)"), ids_of(tokenizer, "done")]
     completion, _, how = play(tokenizer, dialogue, turns, script, monkeypatch)
-    first, second, third = completion.messages[1]["content"].split("\n")
-    assert (first, third) == ("3", "7") and "error" in second
+    called, first, second, third, _ = completion.messages
+    assert (first["content"], third["content"]) == ("3", "7") and "error" in second["content"]
+    assert called["content"] == "add(1," and len(called["tool_calls"]) == 2  # what is no call stays text, as in TRL
     assert completion.turns[1].calls == 3 and completion.turns[1].failures == 1
     metrics = how.meter.metrics(how.meter.take())
     assert metrics["tools/call_frequency"] == 3 and metrics["tools/failure_frequency"] == pytest.approx(1 / 3)

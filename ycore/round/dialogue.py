@@ -5,6 +5,7 @@ are those by which the template's rendering of a short dummy talk grows when the
 """
 
 import ast
+import json
 import re
 from collections.abc import Mapping, Sequence
 from itertools import groupby
@@ -105,7 +106,7 @@ class Dialogue:
 
     def prompt_ids(self, content: Content) -> tuple[int, ...]:
         """A prompt's token ids, with what the policy must know of its tools."""
-        messages = [{"role": "user", "content": content}] if isinstance(content, str) else list(content)
+        messages = self._shown([{"role": "user", "content": content}] if isinstance(content, str) else content)
         if self._by_template:
             return self._rendered(messages, add_generation_prompt=True, tools=list(self._described.tools))
         if self._described.tools and not self.takes_text:
@@ -127,15 +128,19 @@ class Dialogue:
         return lines
 
     def read(self, token_ids: Sequence[int], text: str, *, prefix: Sequence[int]) -> tuple[dict[str, Any], list[Call]]:
-        """A finished turn of the policy as a message, and the calls in it.
+        """A finished turn of the policy as a message in TRL's form, and the calls in it.
+
+        A call in text that cannot be asked stays text: it is none of the message's `tool_calls`.
 
         Args:
             text: the turn without special tokens.
             prefix: all tokens before it.
         """
         if not self._by_template:
-            calls = [] if self.takes_text else calls_in(text, self._described)
-            return {"role": "assistant", "content": text}, calls
+            calls, rest = ([], text) if self.takes_text else calls_in(text, self._described)
+            functions = [{"name": one.name, "arguments": one.arguments} for one in calls if one.problem is None]
+            made = [{"type": "function", "function": function} for function in functions]
+            return {"role": "assistant", "content": rest, **({"tool_calls": made} if made else {})}, calls
         try:
             tools: Any = list(self._described.tools)
             message = parse_response(self._tokenizer, list(token_ids), prefix=list(prefix), tools=tools)
@@ -144,30 +149,43 @@ class Dialogue:
         return message, [_declared(call) for call in message.get("tool_calls") or ()]
 
     def answers(self, calls: Sequence[Call], answers: Sequence[Answer]) -> list[dict[str, Any]]:
-        """The messages that answer these calls, in their order."""
-        if self._by_template:
-            return [self._answer(answer.text, call.name) for call, answer in zip(calls, answers, strict=True)]
-        return [self._answer("\n".join(answer.text for answer in answers), "")]
+        """The messages that answer these calls, in their order; of an environment that takes text, a user's."""
+        return [self._answer(answer.text, call.name) for call, answer in zip(calls, answers, strict=True)]
 
     def _answer(self, text: str, name: str) -> dict[str, Any]:
         """No special token in what a tool says ends its turn."""
         said = break_special_tokens(text, self._special)
-        if self._by_template:
-            return {"role": "tool", "name": name, "content": said}
-        return {"role": "user", "content": said}
+        return {"role": "user", "content": said} if self.takes_text else {"role": "tool", "name": name, "content": said}
 
     def heard(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """An agent's messages as the template takes them. Without calls of its own, tools answer as one user."""
+        """An agent's messages, of which none ends another one's turn."""
+        return [{**one, "content": break_special_tokens(one["content"], self._special)} for one in messages]
+
+    def _shown(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+        """Messages as the template takes them: where it has no calls, those are text, and tools answer as one user."""
         found: list[Mapping[str, Any]] = []
         for of_tools, several in groupby(messages, lambda one: one["role"] == "tool"):
-            if of_tools and not self._by_template:
-                found.append(self._answer("\n".join(one["content"] for one in several), ""))
+            if self._by_template:
+                found += several
+            elif of_tools:
+                found.append({"role": "user", "content": "\n".join(one["content"] for one in several)})
             else:
-                found += [{**one, "content": break_special_tokens(one["content"], self._special)} for one in several]
+                found += map(self._in_text, several)
         return found
+
+    def _in_text(self, message: Mapping[str, Any]) -> Mapping[str, Any]:
+        functions = [call["function"] for call in message.get("tool_calls") or ()]
+        asked = [one for one in functions if isinstance(one["arguments"], Mapping)]  # the others are in the content
+        if not functions:
+            return message
+        named = (", ".join(f"{key}={value!r}" for key, value in one["arguments"].items()) for one in asked)
+        lines = [f"{one['name']}({arguments})" for one, arguments in zip(asked, named, strict=True)]
+        text = break_special_tokens("\n".join(lines), self._special)
+        return {"role": message["role"], "content": "\n".join(filter(None, [message["content"], text]))}
 
     def answer_ids(self, messages: Sequence[Mapping[str, Any]]) -> tuple[int, ...]:
         """The tokens from the end of the policy's turn to the beginning of its next one."""
+        messages = self._shown(messages)
         turn: dict[str, Any] = {"role": "assistant", "content": ""}
         if messages[0]["role"] == "tool":
             function = {"name": messages[0]["name"], "arguments": {}}
@@ -194,16 +212,22 @@ def _declared(call: Mapping[str, Any]) -> Call:
     return Call(function["name"], function["arguments"])
 
 
-def calls_in(text: str, described: Description) -> list[Call]:
+def calls_in(text: str, described: Description) -> tuple[list[Call], str]:
     """The calls in a text: each line that begins with a tool's name and a bracket, as Python with literal values.
 
     `add(2, y=3)` is a call of `add` with x=2 and y=3, where x is the first of its parameters. A line that begins so and
-    is no such call is one with a `problem`, so that the policy is told.
+    is no such call is one with a `problem`, so that the policy is told. The second value is the text without the calls
+    that have none.
     """
     parameters = {tool["function"]["name"]: tool["function"]["parameters"]["properties"] for tool in described.tools}
-    lines = (line.strip(" \t`") for line in text.splitlines())
-    begun = ((line, match[1]) for line in lines if (match := re.match(r"(\w+)\s*\(", line)))
-    return [_written(line, name, list(parameters[name])) for line, name in begun if name in parameters]
+    calls, rest = list[Call](), list[str]()
+    for whole in text.splitlines():
+        line = whole.strip(" \t`")
+        begun = re.match(r"(\w+)\s*\(", line)
+        found = [_written(line, begun[1], list(parameters[begun[1]]))] if begun and begun[1] in parameters else []
+        calls += found
+        rest += [] if found and found[0].problem is None else [whole]
+    return calls, text if all(call.problem for call in calls) else "\n".join(rest).strip()
 
 
 def _written(line: str, name: str, parameters: Sequence[str]) -> Call:
@@ -221,7 +245,7 @@ def _written(line: str, name: str, parameters: Sequence[str]) -> Call:
         given += [(str(one.arg), ast.literal_eval(one.value)) for one in call.keywords]
         if len(dict(given)) < len(given):
             raise ValueError("an argument is given twice")
-        return Call(name, dict(given))
+        return Call(name, json.loads(json.dumps(dict(given))))  # as the tool gets them; TypeError of a set
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError) as error:
         why = str(error).partition(" (")[0] if isinstance(error, SyntaxError) else str(error)
         return Call(name, {}, f"{why[:120]}; write {name}({', '.join(parameters)}) with plain values, alone on a line")

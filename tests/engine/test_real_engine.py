@@ -13,6 +13,7 @@ import httpx
 import pytest
 from safetensors.torch import load_file, save_file
 
+from tests.round.talks import rules_alone
 from ycore.config.schema import RewardConfig, RewardSettings, RunConfig
 from ycore.engine import Sampling, vllm_engine
 from ycore.engine.shared_bucket import Bucket, Entry, Source
@@ -28,7 +29,6 @@ from ycore.round.agents import Agents
 from ycore.round.dialogue import Dialogue
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, completion_seed
-from ycore.round.scoring import rules_alone
 from ycore.round.step import Controller
 from ycore.round.turns import Start, Turns
 from ycore.run.paths import RunFolder

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from tests.round.talks import rules_alone
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.errors import EngineError, YcoreError
 from ycore.placement.placement import DYNAMIC, SlotPool
@@ -23,7 +24,6 @@ from ycore.rewards.pool import RewardPool
 from ycore.round.curriculum import Curriculum
 from ycore.round.line import SocketLine
 from ycore.round.sampling import DrawSource, Rules, Shard
-from ycore.round.scoring import rules_alone
 from ycore.round.step import Controller
 from ycore.round.torch_peers import MachinePeers, TorchPeers
 from ycore.types import Completion, Group, Prompt

@@ -1,4 +1,4 @@
-"""Chat templates with a small tokenizer, and an engine that writes what it is given: for tests of several turns."""
+"""Chat templates with a small tokenizer, an engine that writes what it is given, and scoring by functions alone."""
 
 from collections.abc import Sequence
 from importlib.resources import files
@@ -8,7 +8,9 @@ from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
 from ycore.environments.tool_pool import Description
+from ycore.rewards.pool import RewardPool
 from ycore.round.dialogue import Dialogue
+from ycore.round.scoring import RuleScorer, Scoring
 from ycore.types import Completion
 
 ADD: dict[str, Any] = {
@@ -104,3 +106,8 @@ class Writer:
 
 def ids_of(tokenizer: Any, text: str) -> list[int]:
     return [*tokenizer.encode(text, add_special_tokens=False), tokenizer.eos_token_id]
+
+
+def rules_alone(pool: RewardPool, *, num_sources: int = 1) -> Scoring:
+    """The scoring of a run whose rewards are all reward functions."""
+    return Scoring([(tuple(range(num_sources)), RuleScorer(pool))])

@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
+from tests.round.talks import rules_alone
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.rewards.pool import RewardPool
 from ycore.round.journal import from_bytes, to_bytes
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
-from ycore.round.scoring import rules_alone
 from ycore.round.step import Controller
 from ycore.types import Completion, Finished, Prompt, Score
 

@@ -8,13 +8,13 @@ from typing import Any, TypeVar
 
 import pytest
 
+from tests.round.talks import rules_alone
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.errors import EngineError
 from ycore.rewards.pool import RewardPool
 from ycore.round.meters import RoundMeter
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, completion_seed
-from ycore.round.scoring import rules_alone
 from ycore.round.step import Controller
 from ycore.types import Completion, Finished, Prompt
 

@@ -325,10 +325,7 @@ class Episode:
 
     async def turn_reward(self) -> float | None:
         """What the environment paid since the last turn, which is a number; None where it paid nothing, or is lost."""
-        try:
-            value = await self._timed(self._asked("turn_reward", {}))
-        except (CallFailed, RewardError):
-            return None
+        value = await self._known("turn_reward", CallFailed, RewardError)
         return value if isinstance(value, int | float) and math.isfinite(value) else None
 
     async def reward(self) -> Score:
@@ -345,11 +342,12 @@ class Episode:
 
     async def attributes(self) -> str | None:
         """What the environment's attributes are now, as JSON; None where it is lost."""
-        try:
-            value = await self._timed(self._asked("attributes", {}))
-        except (CallFailed, RewardError, OutOfTime):
-            return None
+        value = await self._known("attributes", CallFailed, RewardError, OutOfTime)
         return value if isinstance(value, str) else None
+
+    async def _known(self, op: str, *failures: type[Exception]) -> Any:
+        with suppress(*failures):
+            return await self._timed(self._asked(op, {}))
 
     async def _answer(self, work: Any) -> Answer:
         try:

@@ -224,10 +224,9 @@ class _Door:
             raise Refused("the turn before was cut off, and the completion ends with it", ends="length")
         if self._turns == self._limits.max_turns:
             raise Refused(f"the policy has had its {self._turns} turns (max_turns)", ends="turns")
-        found = [one for one in self._all if one.goes_on(request)]
-        if not found:
+        one = max((one for one in self._all if one.goes_on(request)), key=lambda one: len(one.said), default=None)
+        if one is None:
             return None
-        one = max(found, key=lambda one: len(one.said))
         new = request.messages[len(one.said) :]
         heard, calls = one.dialogue.heard(new), sum(message["role"] == "tool" for message in new)
         turn = Turn(False, 0, tuple(heard), calls, seconds=seconds - self._seconds)

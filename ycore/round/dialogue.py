@@ -25,7 +25,7 @@ from ycore.judge.question import break_special_tokens
 from ycore.round.scorers import special_tokens
 from ycore.types import Content
 
-_DUMMY = {"role": "user", "content": "dummy"}
+_DUMMY: Mapping[str, Any] = {"role": "user", "content": "dummy"}
 _MOST_LINE = 4000  # characters of a call in text
 _WAY_OUT = (
     'say --actions calls, and the policy calls them in its text, as name(1, word="x") on a line, and is answered as by '
@@ -70,11 +70,11 @@ class Dialogue:
             raise ConfigError(f"tools and environments need a chat template, and {name} has none; take a chat model")
         if self._by_template:
             self._check_calls(name)
-        self._checked = [[self._answer("dummy", "dummy")], *([[_DUMMY]] if users_answer else [])]
+        self._checked = [self.answers([Call("dummy", {})], [Answer("dummy")]), *([[_DUMMY]] if users_answer else [])]
         try:
             self._check_answers()
         except ValueError:
-            self._template = self._kept_template(name)
+            self._keep_turns(name)
 
     def _check_answers(self) -> None:
         for answers in self._checked:
@@ -90,19 +90,16 @@ class Dialogue:
         except ValueError:
             raise ConfigError(f"TRL cannot read the tool calls of {name}'s chat template; {_WAY_OUT}") from None
 
-    def _kept_template(self, name: str) -> str:
-        """TRL's copy of the template, which renders what came before the same whatever follows."""
+    def _keep_turns(self, name: str) -> None:
+        """Take TRL's copy of the template, which renders what came before the same whatever follows."""
         try:
             self._template = get_training_chat_template(self._tokenizer)
             self._check_answers()
         except ValueError:
-            self._template = None
-        if self._template is None:
             raise ConfigError(
                 f"the chat template of {name} changes earlier turns when later ones follow, and TRL has no copy of it "
                 "that keeps them; take another model, or a template that keeps them"
-            )
-        return self._template
+            ) from None
 
     def prompt_ids(self, content: Content) -> tuple[int, ...]:
         """A prompt's token ids, with what the policy must know of its tools."""
@@ -111,10 +108,8 @@ class Dialogue:
             return self._rendered(messages, add_generation_prompt=True, tools=list(self._described.tools))
         if self._described.tools and not self.takes_text:
             told = "\n".join(["You can call these functions, each on a line of its own:", *self._signatures])
-            if messages[0]["role"] == "system":
-                messages[0] = {"role": "system", "content": f"{messages[0]['content']}\n\n{told}"}
-            else:
-                messages.insert(0, {"role": "system", "content": told})
+            own = messages.pop(0)["content"] + "\n\n" if messages[0]["role"] == "system" else ""
+            messages.insert(0, {"role": "system", "content": own + told})
         return self._rendered(messages, add_generation_prompt=True)
 
     @property
@@ -148,17 +143,13 @@ class Dialogue:
             message = {"role": "assistant", "content": text}
         return message, [_declared(call) for call in message.get("tool_calls") or ()]
 
-    def answers(self, calls: Sequence[Call], answers: Sequence[Answer]) -> list[dict[str, Any]]:
+    def answers(self, calls: Sequence[Call], answers: Sequence[Answer]) -> list[Mapping[str, Any]]:
         """The messages that answer these calls, in their order; of an environment that takes text, a user's."""
-        return [self._answer(answer.text, call.name) for call, answer in zip(calls, answers, strict=True)]
-
-    def _answer(self, text: str, name: str) -> dict[str, Any]:
-        """No special token in what a tool says ends its turn."""
-        said = break_special_tokens(text, self._special)
-        return {"role": "user", "content": said} if self.takes_text else {"role": "tool", "name": name, "content": said}
+        roles = [{"role": "user"} if self.takes_text else {"role": "tool", "name": call.name} for call in calls]
+        return self.heard([{**role, "content": answer.text} for role, answer in zip(roles, answers, strict=True)])
 
     def heard(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-        """An agent's messages, of which none ends another one's turn."""
+        """Messages without special tokens in what they say, so that none ends its turn or begins another."""
         return [{**one, "content": break_special_tokens(one["content"], self._special)} for one in messages]
 
     def _shown(self, messages: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:

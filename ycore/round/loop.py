@@ -244,7 +244,6 @@ class RankLoop:
         self.slots.restore(state.get("placement"))  # absent from checkpoints of early versions
         if self.draws.curriculum is not None:
             self.draws.curriculum.restore(state.get("curriculum"))
-
         weights = state.get("constraint_weights")  # absent from earlier versions, and from a run without constraints
         if self.rules.constraints is not None and weights is not None:
             self.rules.constraints.weights = list(weights)
@@ -264,9 +263,7 @@ class RankLoop:
         """What the groups of all ranks tell of their prompts decides how often those come again."""
         draws = self.draws
         if draws.curriculum is not None:
-            draws.curriculum.learn(
-                (draws.row_at(one.position), *one.lesson) for one in offers if one.lesson is not None
-            )
+            draws.curriculum.learn((draws.row_at(one.position), *one.lesson) for one in offers if one.lesson)
             self.note_all({"ycore/curriculum/dropped": draws.curriculum.num_dropped})
 
     def should_stop(self) -> bool:

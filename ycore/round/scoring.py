@@ -123,8 +123,3 @@ class RuleScorer(Scorer):
 
     async def close(self) -> None:
         await self._pool.close()
-
-
-def rules_alone(pool: RewardPool, *, num_sources: int = 1) -> Scoring:
-    """The scoring of a run whose rewards are all reward functions."""
-    return Scoring([(tuple(range(num_sources)), RuleScorer(pool))])

@@ -157,9 +157,8 @@ class Turns(OneTurn):
         token_ids = self._dialogue_of(draw.prompt).prompt_ids(content)
         if len(token_ids) > self._max_prompt_tokens:
             return Start(draw, draw.prompt)  # what its environments say is then not what the policy reads
-        return Start(
-            replace(draw, prompt=replace(draw.prompt, content=content), token_ids=token_ids), draw.prompt, said
-        )
+        told = replace(draw, prompt=replace(draw.prompt, content=content), token_ids=token_ids)
+        return Start(told, draw.prompt, said)
 
     async def play(self, start: Start, index: int, write: Write, *, seed: int) -> Completion:
         position, dialogue = start.draw.position, self._dialogue_of(start.prompt)

@@ -14,7 +14,7 @@ from trl import GRPOConfig
 from ycore.config.schema import DistillSettings
 from ycore.errors import ConfigError
 from ycore.models.tiny import write_tiny_model
-from ycore.trl import forward
+from ycore.trl import distill, forward
 from ycore.trl.advantages import ESTIMATORS
 from ycore.trl.build import placeholder_rewards
 from ycore.trl.distill import Trainer, log_ratios
@@ -267,3 +267,11 @@ def test_a_teacher_that_caps_its_logits_is_refused(model: Path, tmp_path: Path) 
     capped.save_pretrained(tmp_path / "capped")
     with pytest.raises(ConfigError, match=r"caps or scales its logits; leave distill\.divergence out"):
         made(model, tmp_path, Rounds(taught), weights=[1.0, 0.0], exact=EXACT[0], folders=[tmp_path / "capped"])
+
+
+def test_a_teacher_whose_attention_cannot_be_packed_is_refused(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(distill, "path_of", lambda teacher: None)  # one with sliding windows, say
+    with pytest.raises(ConfigError, match=r"cannot both be packed; leave distill\.divergence out"):
+        made(model, tmp_path, Rounds(taught), weights=[1.0, 0.0], exact=EXACT[0], folders=[model])

@@ -13,8 +13,9 @@ from ycore.config.resolve import check_needs
 from ycore.config.schema import AnyConfig, RunConfig, TuneConfig
 from ycore.config.trl_arguments import trl_arguments
 from ycore.data.examples import load_examples
-from ycore.data.prompts import PromptSet, load_prompts
+from ycore.data.prompts import PromptSet
 from ycore.errors import ConfigError, RewardError
+from ycore.judge.agreement import load_questions
 from ycore.judge.sources import is_rule
 from ycore.launch import engines
 from ycore.launch.layout import Site, site_of
@@ -75,7 +76,7 @@ def _check_rollouts(config: RunConfig, model: ModelPlan, site: Site) -> dict[str
             f"max_tokens must leave room for a prompt in the model's context of {model.context_length} tokens; "
             f"it is {config.max_tokens}; e.g. --max-tokens {max(1, model.context_length // 2)}"
         )
-    prompts = load_prompts(config, as_chat=model.has_chat_template is True)
+    prompts = load_questions(config, as_chat=model.has_chat_template is True)
     if prompts.is_chat:
         require_chat_template(model)
     columns = list(prompts.columns)
@@ -124,7 +125,7 @@ def _check_evaluation(config: RunConfig, prompts: PromptSet) -> dict[str, Any] |
     held_out = config.for_evaluation()
     if held_out is None:
         return None
-    rows = load_prompts(held_out, as_chat=prompts.is_chat)
+    rows = load_questions(held_out, as_chat=prompts.is_chat)
     _check_rewards(held_out, rows)
     return {
         "dataset": held_out.dataset,

@@ -21,11 +21,29 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "column": "messages: [{role: user, content: '{completion} {anwser} {how_to_answer}'}]\nverdict: {kind: score}",
         "missing": "messages: [{role: user, content: '{prompt}'}]\nverdict: {kind: score}",
         "labels": "verdict: {kind: labels, labels: {yes: 1, no: 0}}",
+        "pairs": "mode: pairwise\nverdict: {kind: json}",
         "far": "base_url: http://judge.test/v1\nmodel: big\nverdict: {kind: json}\napi_key_env: YCORE_TEST_ABSENT_KEY",
     }
     for name, text in files.items():
         (root / f"{name}.yaml").write_text(text + "\n")
     return root
+
+
+def test_a_judge_is_trained_and_the_plan_says_so(
+    place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(place)
+    row = {"prompt": "Hi", "chosen": "Hello", "rejected": "No"}
+    (place / "pairs.jsonl").write_text("".join(json.dumps({**row, "prompt": f"Hi {n}"}) + "\n" for n in range(8)))
+    line = "grpo --model model --dataset pairs.jsonl --reward agrees:pairs.yaml --output out --dry-run --json "
+    line += "--eval-dataset pairs.jsonl --engine transformers"
+    assert run(line.split()) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["scorers"] == ["agrees:pairs: the policy is the judge, pairwise, verdict by json"]
+    assert told["dataset"] | {"fingerprint": ""} == {
+        "rows": 8, "columns": ["chosen", "rejected"], "chat": True, "fingerprint": ""
+    }  # fmt: skip
+    assert told["evaluation"]["overlap"] == 8, "a pair has the same question wherever it is"
 
 
 _SHM = 250_000  # room for the tiny model's weights in bfloat16, and not in float32
@@ -100,6 +118,8 @@ def test_a_dry_run_refuses_the_placements_that_a_launch_would(
         ("--reward judge:far.yaml", "YCORE_TEST_ABSENT_KEY (api_key_env) is not set; export it"),
         ("--reward judge:good.yaml --set rewards.0.args.scale=[1,1]", "scale gives the rewards of min and max"),
         ("--reward judge:good.yaml --engine transformers", "runs in a vLLM engine, and this run generates with"),
+        ("--reward agrees:pairs.yaml", "with or without prompt; it has prompt, answer; rename a column in the dataset"),
+        ("--reward agrees:good.yaml", "agrees:good is pointwise, with a verdict by score; say mode: pairwise"),
         ("--reward rm:model", "must be a sequence classifier with one label"),
         ("--reward rm:no-such/folder/here", "reward model no-such/folder/here: "),
     ],

@@ -108,6 +108,15 @@ def test_where_every_scored_completion_teaches() -> None:
             {"pairs": True, "algorithm": "eval", "rewards": [{"reward": "teacher:m"}]},
             "no policy that writes, and teacher:m is of one",
         ),
+        (
+            {"pairs": True, "algorithm": "eval", "rewards": [{"reward": "agrees:j"}]},
+            "no policy that writes, and agrees:j is of one",
+        ),
+        ({"rewards": ["agrees:j"], "env": ["a.py:A"]}, "agrees:j asks the judge's own question, in one turn; leave"),
+        ({"rewards": ["agrees:j"], "tools": ["a.py:A"]}, "leave out --tools, --env, --agent"),
+        ({"rewards": ["agrees:j"], "agent": "a.py:A"}, "leave out --tools, --env, --agent"),
+        ({"rewards": ["agrees:j"], "system_prompt": "Hi"}, "system_prompt and few_shot"),
+        ({"rewards": ["agrees:j", "agrees:k"]}, "asked as one judge, and the rewards are agrees:j and agrees:k; leave"),
         ({"trust_region": "clip-completion", "advantage": "reinforce++"}, "leave --trust-region clip-completion out"),
         (
             {"loss_average": "prompts", "trl": {"loss_type": "grpo"}},

@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,14 +13,15 @@ from tests.scripted_teacher import logprob_of, teacher_at
 from ycore.config.schema import DistillSettings, RewardConfig, RunConfig
 from ycore.engine.judge_engine import Refused
 from ycore.errors import EngineError
+from ycore.judge.agreement import KEY, Questions, shows_chosen_first
 from ycore.judge.declaration import Judge
-from ycore.judge.question import Question, Questioner
+from ycore.judge.question import Question, Questioner, verdict_code
 from ycore.judge.sources import RewardModel, Teacher, judge_of
 from ycore.judge.verdict import Reply
 from ycore.models.tiny import write_tiny_model
 from ycore.placement.allocator import Allocator
 from ycore.placement.placement import SlotPool
-from ycore.round.judge_scorer import JudgeScorer
+from ycore.round.judge_scorer import AgreementScorer, JudgeScorer
 from ycore.round.meters import JudgeMeter, RewardModelMeter, TeacherMeter, WorkerMeter, collect
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, completion_seed
@@ -398,6 +400,32 @@ def test_a_teacher_in_the_trainer_only_says_which_rows_it_has(tmp_path: Path) ->
 
     assert asyncio.run(work({"subject": "sums"})) == [[Score(0.0)]]
     assert asyncio.run(work({"subject": "verse"})) == [[Score(None)]]
+
+
+def test_the_policy_is_asked_what_the_served_judge_is_asked() -> None:
+    """The judge's two questions about a pair and the policy's are the same words, but for order, code and marks."""
+    judge, engine = make_judge(mode="pairwise", fence=True), ScriptedJudge("judge-0", lambda text: "<score>5</score>")
+    pair = {"chosen": "four", "rejected": "five"}
+    run(scores_of(make_scorer(judge, [engine]), [*pair.values()], columns=pair))
+    asked = {re.sub(r"(text|score)-[0-9a-f]+", r"\1-X", text) for text, *_ in engine.asked}
+    policys = {
+        re.sub(r"(text|score)-[0-9a-f]+", r"\1-X", one.content[-1]["content"])
+        for seed in range(9)
+        for one in Questions([Prompt(0, "What?", pair)], Questioner(judge), seed)
+    }
+    assert len(asked) == 2 and policys == asked
+
+
+def test_an_unreadable_verdict_of_the_policy_is_nothing_and_counted() -> None:
+    judge = make_judge(mode="pairwise")
+    (asked,) = Questions([Prompt(0, "What?", {"chosen": "four", "rejected": "five"})], Questioner(judge), 0)
+    tag, chosen_first = f"score-{verdict_code(asked.columns[KEY])}", shows_chosen_first(asked.columns[KEY])
+    right, wrong = (f"So: <{tag}>{number}</{tag}>" for number in ((9, 1) if chosen_first else (1, 9)))
+    meter = JudgeMeter()
+    scorer = AgreementScorer(judge, meter=meter)
+    rows = run(scores_of(scorer, [right, wrong, "four", f"{right} {wrong}"], columns=dict(asked.columns)))
+    assert values(rows) == [1.0, 0.0, 0.0, 0.0]
+    assert collect([meter], list)["ycore/judge/parse_failures"] == 2
 
 
 def test_a_teacher_scores_the_tokens_of_its_own_rows() -> None:

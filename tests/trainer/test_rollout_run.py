@@ -123,6 +123,34 @@ def test_a_run_leaves_its_model_metrics_and_samples(
     check_model(folder, model, lora=lora)
 
 
+def test_a_policy_is_trained_as_a_judge_of_pairs(
+    tmp_path: Path, model: Path, ended: list["subprocess.Popen[str]"]
+) -> None:
+    """A random model writes no verdict: agreement is 0 and counted, and the reward beside it teaches."""
+    rows = [{"prompt": f"{n}?", "chosen": "a", "rejected": "b", "answer": "1"} for n in range(8)]
+    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    judge = {
+        "mode": "pairwise",
+        "verdict": {"kind": "score"},
+        "fence": False,
+        "messages": [{"role": "user", "content": "{prompt} {first} or {second}? {how_to_answer}"}],
+    }
+    spread = {"reward": f"{tmp_path / 'their_rewards.py'}:spread"}
+    rewards = [{"reward": "agrees:mine", "args": judge}, spread]
+    folder = run_folder(tmp_path, model, dataset=str(tmp_path / "pairs.jsonl"), rewards=rewards)
+    started = json.loads((folder.root / "engines.json").read_text())
+    write_json_atomic(folder.root / "engines.json", {**started, "max_model_len": 256})
+    code, told = finish(folder, ended)
+    assert code == 0, told
+    written = read_metrics(folder.metrics)
+    assert len(written) == 2
+    for row in written:
+        assert row["rewards/mine/mean"] == 0 and row["grad_norm"] > 0 and row["ycore/masked"] == 0
+        assert row["ycore/judge/parse_failures"] >= 8 and row["ycore/judge/calls"] == 0
+    asked = [sample["prompt"] for sample in json.loads(folder.samples.read_text())["before"]]
+    assert all(" or " in str(prompt) and "the first answer is better" in str(prompt) for prompt in asked)
+
+
 def check_model(folder: RunFolder, model: Path, *, lora: bool) -> None:
     """It loads, differs from where it began, and for LoRA the merged model is base plus adapter."""
     AutoTokenizer.from_pretrained(folder.model)

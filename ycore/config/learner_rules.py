@@ -18,6 +18,9 @@ CRPG = "crpg"
 TEACHER = "teacher:"
 """How the name of a source begins that is a teacher."""
 
+AGREES = "agrees:"
+"""How the name of a reward begins for which the policy is a judge of pairs."""
+
 PAIRED = ("dpo", "ipo", "rrhf")
 """Losses that compare the completions of a group with each other."""
 
@@ -37,6 +40,7 @@ def teaches_alone(config: RunConfig) -> bool:
 def check_learner(config: RunConfig) -> None:
     """ConfigError for settings that contradict each other."""
     _check_given_pairs(config)
+    _check_agrees(config)
     if config.algorithm != "distill" and config.distill.divergence != "sampled":
         raise ConfigError(f"distill.divergence is of ycore distill, and this is {config.algorithm}; leave it out")
     if config.divergence != "reverse-kl" and not config.trl.get("beta"):
@@ -97,11 +101,22 @@ def _check_given_pairs(config: RunConfig) -> None:
     if config.has_turns:
         raise ConfigError("--pairs scores answers that are written; leave --tools, --env and --agent out")
     for reward in config.rewards:
-        if reward.reward.startswith(TEACHER) or reward.reward in ("reference_probability", "environment"):
+        if reward.reward.startswith((TEACHER, AGREES)) or reward.reward in ("reference_probability", "environment"):
             raise ConfigError(
                 f"--pairs has no policy that writes, and {reward.reward} is of one; "
                 "give judge:FILE.yaml, rm:MODEL or a function"
             )
+
+
+def _check_agrees(config: RunConfig) -> None:
+    found = [reward.reward for reward in config.rewards if reward.reward.startswith(AGREES)]
+    if len(found) > 1:
+        raise ConfigError(f"the policy is asked as one judge, and the rewards are {' and '.join(found)}; leave one")
+    if found and (config.has_turns or config.system_prompt is not None or config.few_shot):
+        raise ConfigError(
+            f"{found[0]} asks the judge's own question, in one turn; leave out --tools, --env, --agent, "
+            "system_prompt and few_shot"
+        )
 
 
 def _check_kl_in_reward(config: RunConfig) -> None:

@@ -45,8 +45,8 @@ class RewardSandbox(Strict):
 class RewardConfig(Strict):
     """One reward source."""
 
-    reward: str  # a built-in name, `file.py:function`, `package.module:function`, `judge:FILE.yaml`, `rm:MODEL`;
-    # in `ycore distill` also `teacher:MODEL`
+    reward: str  # a built-in name, `file.py:function`, `package.module:function`, `judge:FILE.yaml`, `rm:MODEL`,
+    # `agrees:FILE.yaml`; in `ycore distill` also `teacher:MODEL`
     weight: float = 1.0
     # Keyword arguments bound to the function; for a judge or a reward model, keys of its declaration.
     args: dict[str, Any] = {}

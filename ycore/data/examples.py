@@ -220,7 +220,8 @@ def _pair_example(row: TableRow, question: str | None, *, as_chat: bool) -> Exam
 
 def pair_table(table: Table, prompt_column: str | None, *, as_chat: bool) -> Table:
     """Its pairs with `prompt`, and `chosen` and `rejected` as the answers' texts; DataError where none is left."""
-    _require_columns(table, ("chosen", "rejected"), "with or without prompt")
+    way_out = f"it has {table.listed_columns}; rename a column in the dataset"  # such a run has no setting for it
+    _require_columns(table, ("chosen", "rejected"), "with or without prompt", way_out=way_out)
     question = prompt_column or next((name for name in QUESTION_COLUMNS if name in table.columns), None)
     if question is not None:
         table.require_column(question, "--prompt-column")
@@ -309,11 +310,13 @@ def _turns(content: Content, role: str) -> list[Message]:
     return [{"role": role, "content": content}] if isinstance(content, str) else content
 
 
-def _require_columns(table: Table, required: Sequence[str], note: str) -> None:
+def _require_columns(table: Table, required: Sequence[str], note: str, *, way_out: str = "") -> None:
     missing = [name for name in required if name not in table.columns]
     if missing:
         absent, wanted = " and no ".join(missing), " and ".join(required)
-        raise DataError(f"{table.name} has no column {absent}; wanted are {wanted}, {note}; {_has(table, missing[0])}")
+        raise DataError(
+            f"{table.name} has no column {absent}; wanted are {wanted}, {note}; {way_out or _has(table, missing[0])}"
+        )
 
 
 def _has(table: Table, wanted: str) -> str:

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ycore.config.learner_rules import AGREES
 from ycore.config.schema import RunConfig
 from ycore.data.examples import pair_table
 from ycore.data.source import read_table
@@ -48,7 +49,7 @@ def load_prompts(config: RunConfig, *, as_chat: bool = False) -> PromptSet:
         table = Table("no dataset", [{"environment": name} for name in config.environments], ("environment",))
     else:
         table = Table("no dataset", [{}], ())
-    if config.pairs:
+    if config.pairs or any(reward.reward.startswith(AGREES) for reward in config.rewards):
         table = pair_table(table, config.prompt_column, as_chat=as_chat)
     return to_prompts(table, config, as_chat=as_chat)
 

@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
-from ycore.config.learner_rules import TEACHER
+from ycore.config.learner_rules import AGREES, TEACHER
 from ycore.config.problems import declared_error
 from ycore.config.recipe_files import SUFFIXES, parse_yaml, read_yaml_file
 from ycore.config.schema import Positive, RewardConfig, RunConfig, Strict, Width
@@ -86,6 +86,10 @@ def is_judge(spec: RewardConfig) -> bool:
     return spec.reward.startswith(JUDGE_PREFIX)
 
 
+def is_agreement(spec: RewardConfig) -> bool:
+    return spec.reward.startswith(AGREES)
+
+
 def is_reward_model(spec: RewardConfig) -> bool:
     return spec.reward.startswith(REWARD_MODEL_PREFIX)
 
@@ -99,9 +103,12 @@ def teachers_of(specs: Sequence[RewardConfig]) -> list[int]:
     return [source for source, spec in enumerate(specs) if is_teacher(spec)]
 
 
+_NO_RULES = (is_judge, is_agreement, is_reward_model, is_teacher, is_code, is_environment)
+
+
 def is_rule(spec: RewardConfig) -> bool:
     """Whether the reward is a plain function, for the worker processes."""
-    return not any(kind(spec) for kind in (is_judge, is_reward_model, is_teacher, is_code, is_environment))
+    return not any(kind(spec) for kind in _NO_RULES)
 
 
 def with_declarations(config: RunConfig) -> RunConfig:
@@ -112,18 +119,18 @@ def with_declarations(config: RunConfig) -> RunConfig:
             reward_model_of(spec)  # only checked: its `args` are all there is
         elif is_teacher(spec):
             teacher_of(spec)
-        elif is_judge(spec):
-            name = spec.reward.removeprefix(JUDGE_PREFIX)
+        elif is_judge(spec) or is_agreement(spec):
+            kind, _, name = spec.reward.partition(":")
             name = Path(name).stem if name.endswith(SUFFIXES) else name
             args = judge_of(spec).model_dump(mode="json", exclude_defaults=True)
-            spec = spec.model_copy(update={"reward": JUDGE_PREFIX + name, "args": args})
+            spec = spec.model_copy(update={"reward": f"{kind}:{name}", "args": args})
         rewards.append(spec)
     return config.model_copy(update={"rewards": rewards})
 
 
 def judge_of(spec: RewardConfig) -> Judge:
-    """The declaration of a `judge:` reward, from its `args`, a file, or ycore's own judges; RewardError."""
-    name = spec.reward.removeprefix(JUDGE_PREFIX)
+    """The declaration of a `judge:` or `agrees:` reward: its `args`, a file, or ycore's own judges; RewardError."""
+    name = spec.reward.removeprefix(JUDGE_PREFIX).removeprefix(AGREES)
     return _validated(Judge, {**_load_yaml(name, spec.args), **spec.args}, what=f"judge {name}")
 
 

@@ -13,11 +13,13 @@ from ycore.config.schema import RunConfig, Width
 from ycore.engine.commands import EngineSpec
 from ycore.engine.judge_engine import key_header
 from ycore.errors import ConfigError, ModelError, RewardError
+from ycore.judge.agreement import agreement_of
 from ycore.judge.declaration import POLICY_BASE, Judge, Served
 from ycore.judge.sources import (
     JUDGE_PREFIX,
     RewardModel,
     Teacher,
+    is_agreement,
     is_judge,
     is_reward_model,
     is_teacher,
@@ -112,6 +114,10 @@ def check_scorers(config: RunConfig, columns: Sequence[str], *, engine: str) -> 
             name, judge = spec.reward.removeprefix(JUDGE_PREFIX), judge_of(spec)
             require_columns(name, judge, columns)
             lines.append(f"judge {name}: {_check_judge(f'judge {name}', judge, config, engine)}")
+        elif is_agreement(spec):
+            judge = agreement_of(spec)
+            require_columns(spec.reward, judge, columns)
+            lines.append(f"{spec.reward}: the policy is the judge, pairwise, verdict by {judge.verdict.kind}")
         elif is_reward_model(spec):
             way_out = "score with a function: --reward FILE.py:FUNCTION"
             for model in reward_model_of(spec).models:

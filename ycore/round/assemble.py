@@ -13,13 +13,14 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 
 from ycore.config.learner_rules import BY_TURN, teaches_alone
 from ycore.config.schema import Offload, RunConfig
-from ycore.data.prompts import PromptSet, load_prompts
+from ycore.data.prompts import PromptSet
 from ycore.engine import Engine, Sampling
 from ycore.engine.server import Server, restart_timeout_s
 from ycore.engine.sleeping import SleepingEngine, SleepTogether
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.environments.agent_pool import AgentPool
 from ycore.environments.tool_pool import Description, ToolPool, describe_tools
+from ycore.judge.agreement import load_questions
 from ycore.placement.allocator import Allocator
 from ycore.placement.learning import SleepLevels
 from ycore.placement.placement import ROLLOUT, SlotPool, in_order, parse_placement
@@ -33,7 +34,7 @@ from ycore.round.line import Line, OwnLine, SocketLine
 from ycore.round.loop import ShareWeights
 from ycore.round.peers import Peers
 from ycore.round.sampling import WHOLE, Cost, DrawSource, Rules, Shard
-from ycore.round.scorers import Policy, ScorerEngines, build_scoring, scorer_servers
+from ycore.round.scorers import Policy, ScorerEngines, build_scoring, scorer_servers, special_tokens
 from ycore.round.slots import Sleeper, Slots
 from ycore.round.step import Controller
 from ycore.round.turns import GivenPairs, OneTurn, Turns
@@ -156,7 +157,7 @@ class Assembly:
         config = self.config.for_evaluation()
         if config is None:
             return None
-        prompts = load_prompts(config, as_chat=self.tokenizer.chat_template is not None)
+        prompts = _prompts(config, self.tokenizer)
         parts, scoring = replace(self, config=config, prompts=prompts), controller.scoring
         if config.rewards != self.config.rewards:
             started = [  # served for the run's own rewards; here by their places among those of the evaluation
@@ -349,9 +350,14 @@ def assemble(root: Path) -> Assembly:
     config = RunConfig.model_validate(load_config(folder))
     started = TypeAdapter(EngineList).validate_python(read_json(folder.engines))
     tokenizer = load_tokenizer(started.model, trust_remote_code=config.trust_remote_code)
-    prompts = load_prompts(config, as_chat=tokenizer.chat_template is not None)
+    prompts = _prompts(config, tokenizer)
     described = describe_tools(config, run_folder=root) if config.replay is None else {}
     return Assembly(folder, config, started, tokenizer, prompts, described)
+
+
+def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
+    as_chat = tokenizer.chat_template is not None
+    return load_questions(config, as_chat=as_chat, special_tokens=special_tokens(tokenizer))
 
 
 def load_tokenizer(model: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:

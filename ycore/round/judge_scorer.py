@@ -11,6 +11,7 @@ from functools import partial
 from typing import TypeVar
 
 from ycore.engine.judge_engine import JudgeEngine, Refused
+from ycore.judge.agreement import KEY, agreement
 from ycore.judge.declaration import Judge
 from ycore.judge.question import Question, Questioner, as_text, verdict_code
 from ycore.judge.verdict import (
@@ -177,6 +178,24 @@ class JudgeScorer(Scorer):
         if share is None:
             return Score(None, problem=f"judge {self.name}: {otherwise}")
         return Score(self.judge.reward(share))
+
+
+@dataclass(eq=False)
+class AgreementScorer(Scorer):
+    """Whether the policy, asked as a judge, prefers the better answer of a pair; 0 where its verdict is unreadable."""
+
+    judge: Judge
+    _: KW_ONLY
+    meter: JudgeMeter
+    text_of: TextOf = plain_text
+
+    async def score_one(self, writing: Writing, index: int) -> Score:
+        completion = await writing.tasks_G[index]
+        try:
+            return Score(agreement(self.judge, writing.draw.prompt.columns[KEY], self.text_of(completion)))
+        except Unreadable:
+            self.meter.parse_failures += 1
+            return Score(0.0)
 
 
 def _number(key: str) -> int:

@@ -16,10 +16,12 @@ from ycore.engine import Engine
 from ycore.engine.judge_engine import JudgeEngine, Refused, RemoteJudge, RemoteTeacher, VllmJudge
 from ycore.engine.server import Server, restart_timeout_s
 from ycore.engine.vllm_engine import VllmRewardModel, VllmTeacher
+from ycore.judge.agreement import agreement_of
 from ycore.judge.question import Questioner, break_special_tokens
 from ycore.judge.sources import (
     RewardModel,
     Teacher,
+    is_agreement,
     is_judge,
     is_reward_model,
     is_rule,
@@ -42,7 +44,7 @@ from ycore.rewards.builtin import (
 from ycore.rewards.loading import reward_names
 from ycore.rewards.pool import RewardPool
 from ycore.round.code_scorer import CodeMeter, code_scorer
-from ycore.round.judge_scorer import JudgeScorer
+from ycore.round.judge_scorer import AgreementScorer, JudgeScorer
 from ycore.round.meters import JudgeMeter, Meter, RewardModelMeter, TeacherMeter, WorkerMeter
 from ycore.round.scoring import RuleScorer, Scorer, Scoring, TextOf, Writing, plain_text
 from ycore.round.tasks import together
@@ -85,7 +87,7 @@ def build_scoring(
     rules = [source for source, spec in enumerate(config.rewards) if is_rule(spec) and not is_reference(spec)]
     judges, reward_models, teachers, code = JudgeMeter(), RewardModelMeter(), TeacherMeter(), CodeMeter()
     scorers: list[tuple[Sequence[int], Scorer]] = []
-    kinds: list[tuple[Callable[[RewardConfig], bool], Meter]] = [(is_judge, judges), (is_reward_model, reward_models)]
+    kinds: list[tuple[Callable[[RewardConfig], bool], Meter]] = [(_is_read, judges), (is_reward_model, reward_models)]
     kinds += [(is_code, code)] if config.teaches_exactly else [(is_teacher, teachers), (is_code, code)]
     meters: list[Meter] = [meter for kind, meter in kinds if any(map(kind, config.rewards))]
     if rules:
@@ -106,6 +108,8 @@ def build_scoring(
             questioner = Questioner(judge, () if tokenizer is None else special_tokens(tokenizer))
             text = text_of(spec)
             one: Scorer = JudgeScorer(names[source], questioner, engines, meter=judges, seed=config.seed, text_of=text)
+        elif is_agreement(spec):
+            one = AgreementScorer(agreement_of(spec), meter=judges, text_of=text_of(spec))
         elif is_reward_model(spec):
             assert model is not None, "the launcher starts every reward model"
             members = [
@@ -130,6 +134,10 @@ def build_scoring(
             continue
         scorers.append(((source,), one))
     return Scoring(scorers, meters)
+
+
+def _is_read(spec: RewardConfig) -> bool:
+    return is_judge(spec) or is_agreement(spec)
 
 
 def _teacher_scorer(

@@ -6,6 +6,7 @@ import shlex
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stdout
+from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -111,14 +112,20 @@ def _plan_rows(folder: RunFolder) -> list[tuple[str, str]]:
     ]
 
 
+def _rewards_as_typed(folder: RunFolder) -> list[str]:
+    """With the path of a judge's file, of which the settings keep the content and the name."""
+    typed = read_json(folder.config)["command"] if folder.config.is_file() else []
+    return [value for option, value in pairwise(typed) if option == "--reward"]
+
+
 def _eval_command(config: "RunConfig", folder: RunFolder) -> str:
     """The command that measures this run's model, on held-out rows where the dataset has such a split."""
     words = ["ycore", "eval", "--model", str(folder.model)]
     words += ["--dataset", config.dataset] if config.dataset else []
     if config.dataset.startswith(("task:", "gym:")):
         words += ["--split", "test"]
-    for reward in config.rewards:
-        words += ["--reward", reward.reward]
+    for reward in _rewards_as_typed(folder) or [reward.reward for reward in config.rewards]:
+        words += ["--reward", reward]
     for tool in config.tools:
         words += ["--tools", tool]
     if config.has_turns:

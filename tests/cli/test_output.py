@@ -82,6 +82,14 @@ def test_a_chats_last_turn_is_its_prompt(tmp_path: Path, capsys: pytest.CaptureF
     assert "ycore eval --model" in out and "--split test" in out
 
 
+def test_the_next_command_names_a_judges_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The run's settings keep its content and its name, with which it cannot be loaded again."""
+    write_json_atomic(RunFolder(tmp_path).config, {"command": ["ycore", "grpo", "--reward", "judge:mine/kind.yaml"]})
+    closing(tmp_path, "2")
+    out = capsys.readouterr().out.replace("\n", "")
+    assert "--reward judge:mine/kind.yaml" in out and "exact_answer" not in out
+
+
 def test_a_table_is_data_too(capsys: pytest.CaptureFixture[str]) -> None:
     print_table([("dataset", "columns \x1b[2J[bold]\n2 rows"), ("\x07", "")])
     assert capsys.readouterr().out == "dataset  columns \\x1b[2J[bold]\\n2 rows\n\\x07\n"

@@ -40,7 +40,7 @@ from ycore.rewards.pool import RewardPool
 from ycore.round.line import SocketLine
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, Shard
-from ycore.round.scoring import rules_alone
+from ycore.round.scoring import RuleScorer, Scoring
 from ycore.round.slots import Slots
 from ycore.round.step import Controller
 from ycore.round.torch_peers import MachinePeers, TorchPeers
@@ -78,7 +78,7 @@ def control(rank: int, world: int, engines: Sequence[Path], job: Job, answer: Pa
     sampling = Sampling(max_tokens=64)
     rounds = Controller(
         engines=[VllmEngine(path.name, path, sampling, request_timeout_s=600) for path in engines],
-        scoring=rules_alone(MadeUpRewards()),
+        scoring=Scoring([((0,), RuleScorer(MadeUpRewards()))]),
         draws=DrawSource(
             [Prompt(row, "") for row in range(64)],
             seed=0,

@@ -112,10 +112,11 @@ def _plan_rows(folder: RunFolder) -> list[tuple[str, str]]:
     ]
 
 
-def _rewards_as_typed(folder: RunFolder) -> list[str]:
-    """With the path of a judge's file, of which the settings keep the content and the name."""
+def _typed_rewards(folder: RunFolder) -> dict[str, str]:
+    """What was typed for a judge, by its name: the settings keep a file's content and name, and not its path."""
     typed = read_json(folder.config)["command"] if folder.config.is_file() else []
-    return [value for option, value in pairwise(typed) if option == "--reward"]
+    files = [value.partition(":") for option, value in pairwise(typed) if option == "--reward"]
+    return {f"{kind}:{Path(file).stem}": f"{kind}:{file}" for kind, _, file in files}
 
 
 def _eval_command(config: "RunConfig", folder: RunFolder) -> str:
@@ -124,8 +125,9 @@ def _eval_command(config: "RunConfig", folder: RunFolder) -> str:
     words += ["--dataset", config.dataset] if config.dataset else []
     if config.dataset.startswith(("task:", "gym:")):
         words += ["--split", "test"]
-    for reward in _rewards_as_typed(folder) or [reward.reward for reward in config.rewards]:
-        words += ["--reward", reward]
+    typed = _typed_rewards(folder)
+    for reward in config.rewards:
+        words += ["--constraint" if reward.constraint else "--reward", typed.get(reward.reward, reward.reward)]
     for tool in config.tools:
         words += ["--tools", tool]
     if config.has_turns:

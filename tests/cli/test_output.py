@@ -3,6 +3,7 @@
 import json
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -45,13 +46,12 @@ def test_numbers_as_people_read_them() -> None:
     assert [number(value) for value in (0.41666, 60, 1e-5, "x")] == ["0.4167", "60", "1e-05", "x"]
 
 
-def closing(folder: Path, completion: str, prompt: object = "1 + 1 =") -> None:
+def closing(folder: Path, completion: str, prompt: object = "1 + 1 =", rewards: Sequence[RewardConfig] = ()) -> None:
     """The closing page of a run whose samples hold this completion."""
     sample = {"prompt": prompt, "completion": completion}
     write_json_atomic(RunFolder(folder).samples, {"before": [sample], "after": [sample]})
-    config = RunConfig(
-        model="m", dataset="task:addition", rewards=[RewardConfig(reward="exact_answer")], output=str(folder)
-    )
+    rewards = [*rewards] or [RewardConfig(reward="exact_answer")]
+    config = RunConfig(model="m", dataset="task:addition", rewards=rewards, output=str(folder))
     print_closing(config)
 
 
@@ -85,9 +85,10 @@ def test_a_chats_last_turn_is_its_prompt(tmp_path: Path, capsys: pytest.CaptureF
 def test_the_next_command_names_a_judges_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The run's settings keep its content and its name, with which it cannot be loaded again."""
     write_json_atomic(RunFolder(tmp_path).config, {"command": ["ycore", "grpo", "--reward", "judge:mine/kind.yaml"]})
-    closing(tmp_path, "2")
+    judge, rule = RewardConfig(reward="judge:kind"), RewardConfig(reward="format", constraint=True, weight=0.0)
+    closing(tmp_path, "2", rewards=[judge, rule])
     out = capsys.readouterr().out.replace("\n", "")
-    assert "--reward judge:mine/kind.yaml" in out and "exact_answer" not in out
+    assert "--reward judge:mine/kind.yaml --constraint format" in out and "exact_answer" not in out
 
 
 def test_a_table_is_data_too(capsys: pytest.CaptureFixture[str]) -> None:

@@ -65,10 +65,7 @@ dtype: float32
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_recipe_is_run_once_a_seed_and_compared(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path / "model")
-    pairs = [{"prompt": f"{n} + 1?", "chosen": str(n + 1), "rejected": "no"} for n in range(20)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    (tmp_path / "mine.yaml").write_text(RECIPE)
+    prepare(tmp_path, RECIPE)
     status, said = reproduce(tmp_path, "mine.yaml --write-band band.json --json")
     result = json.loads(said)
     assert status == 0 and sorted(result["finals"]) == ["0", "1", "2"] and result["verdicts"] == []
@@ -102,10 +99,7 @@ stages:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_pipeline_is_run_once_a_seed_and_compared(tmp_path: Path) -> None:
-    write_tiny_model(tmp_path / "model")
-    pairs = [{"prompt": f"{n} + 1?", "chosen": str(n + 1), "rejected": "no"} for n in range(20)]
-    (tmp_path / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
-    (tmp_path / "mine.yaml").write_text(STAGES)
+    prepare(tmp_path, STAGES)
     status, said = reproduce(tmp_path, "mine.yaml --seeds 2 --json")
     finals = json.loads(said)["finals"]
     assert status == 0 and sorted(finals) == ["0/after", "0/dpo", "1/after", "1/dpo"]
@@ -113,6 +107,13 @@ def test_a_pipeline_is_run_once_a_seed_and_compared(tmp_path: Path) -> None:
     assert seeds == [7, 1007], "a stage's own seed is told apart too"
     status, said = reproduce(tmp_path, "mine.yaml --seeds 2")
     assert status == 0 and "stage 1 of 2" not in said and "none is stored" in said
+
+
+def prepare(folder: Path, recipe: str) -> None:
+    write_tiny_model(folder / "model")
+    pairs = [{"prompt": f"{n} + 1?", "chosen": str(n + 1), "rejected": "no"} for n in range(20)]
+    (folder / "pairs.jsonl").write_text("".join(json.dumps(pair) + "\n" for pair in pairs))
+    (folder / "mine.yaml").write_text(recipe)
 
 
 def reproduce(folder: Path, words: str) -> tuple[int, str]:

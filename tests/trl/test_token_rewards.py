@@ -92,11 +92,8 @@ def test_the_gradient_under_dppo_is_that_of_its_definition(
     assert len(share) == iterations and all(0 < one < 1 and math.isfinite(one) for one in share)
 
 
-def test_two_steps_a_round_clip_whole_completions(model: Path, tmp_path: Path) -> None:
-    """In the second step, -min(R A, clip(R) A) of each completion, R the product of its tokens' ratios; over tokens."""
-    own = {"trust_region": "clip-completion"}
-    correction = {"vllm_importance_sampling_correction": False}
-    trainer = made(model, tmp_path, own=own, num_iterations=2, loss_type="dr_grpo", **correction)
+def second_step(trainer: Trainer) -> tuple[list[torch.nn.Parameter], list[torch.Tensor]]:
+    """The parameters and their gradients in a round's second step, before which the weights moved."""
     trainer.training_step(trainer.model, [{"prompt": "tick"}] * 4, None)
     trainer.model.zero_grad()
     with torch.no_grad():
@@ -105,8 +102,17 @@ def test_two_steps_a_round_clip_whole_completions(model: Path, tmp_path: Path) -
             one += 0.02 * torch.randn(one.shape, generator=generator)
     trainer.training_step(trainer.model, [{"prompt": "tick"}] * 4, None)
     parameters = [one for one in trainer.bare_model.parameters() if one.grad is not None]
-    found = [one.grad.clone() for one in parameters]
+    found = [one.grad.clone() for one in parameters if one.grad is not None]
     trainer.model.zero_grad()
+    return parameters, found
+
+
+def test_two_steps_a_round_clip_whole_completions(model: Path, tmp_path: Path) -> None:
+    """In the second step, -min(R A, clip(R) A) of each completion, R the product of its tokens' ratios; over tokens."""
+    own = {"trust_region": "clip-completion"}
+    correction = {"vllm_importance_sampling_correction": False}
+    trainer = made(model, tmp_path, own=own, num_iterations=2, loss_type="dr_grpo", **correction)
+    parameters, found = second_step(trainer)
     batch = trainer._buffered_inputs[0]
     ratios = ((logps_of(trainer, batch) - batch["old_per_token_logps"]) * batch["completion_mask"]).sum(1).exp()
     assert (ratios > 1.2).any() or (ratios < 0.8).any()
@@ -132,16 +138,7 @@ def test_later_steps_of_a_round_are_decoupled_ppo(model: Path, tmp_path: Path) -
 
     correction = {"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 3.0}
     trainer = made(model, tmp_path, own={}, num_iterations=2, learning_rate=1e-1, **correction)
-    trainer.training_step(trainer.model, [{"prompt": "tick"}] * 4, None)
-    trainer.model.zero_grad()
-    with torch.no_grad():
-        generator = torch.Generator().manual_seed(0)
-        for one in trainer.bare_model.parameters():
-            one += 0.02 * torch.randn(one.shape, generator=generator)
-    trainer.training_step(trainer.model, [{"prompt": "tick"}] * 4, None)
-    parameters = [one for one in trainer.bare_model.parameters() if one.grad is not None]
-    found = [one.grad.clone() for one in parameters]
-    trainer.model.zero_grad()
+    parameters, found = second_step(trainer)
     batch = trainer._buffered_inputs[0]
     logps, mask = logps_of(trainer, batch), batch["completion_mask"].bool()
     old, sampled = batch["old_per_token_logps"], batch["sampling_per_token_logps"]

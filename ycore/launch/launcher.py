@@ -268,7 +268,7 @@ class LocalRun:
         try:
             if isinstance(config, RunConfig):
                 finish_trace_and_draw(folder, f"placement {config.placement}, the last rounds")
-            on = Path(topic(vars(config))).name
+            on = Path(topic(vars(config))).name or folder.root.name
             draw_curve(metrics, folder.curve, f"{config.algorithm}: {config.model} on {on}")
         except (OSError, RuntimeError, ValueError) as problem:
             self.progress.say(f"no curve was drawn: {problem}")

@@ -23,6 +23,17 @@ class Constraint:
     least: float
     limit: float  # share of the completions that may break it
 
+    def is_broken(self, scores_R: Sequence[Score]) -> bool | None:
+        """None where it could not be scored."""
+        value = scores_R[self.source].value
+        return None if value is None else value < self.least
+
+
+def constraints_of(config: RunConfig) -> list[Constraint]:
+    """The rewards that are constraints."""
+    named = enumerate(zip(reward_names(config.rewards), config.rewards, strict=True))
+    return [Constraint(source, name, spec.least, spec.limit) for source, (name, spec) in named if spec.constraint]
+
 
 class Constraints:
     """Those of a run. All ranks have the same weights, because they learn from the sums over all ranks.
@@ -49,20 +60,14 @@ class Constraints:
     @classmethod
     def of(cls, config: RunConfig) -> Self | None:
         """Those of a run that trains; None where it has none."""
-        names = reward_names(config.rewards)
-        held = [
-            Constraint(source, name, spec.least, spec.limit)
-            for source, (name, spec) in enumerate(zip(names, config.rewards, strict=True))
-            if spec.constraint
-        ]
+        held = constraints_of(config)
         if not held or config.algorithm == "eval":
             return None
         settings = config.constraints
         return cls(held, by=settings.by, rate=settings.rate, start=settings.start)
 
     def _broken(self, scores_R: Sequence[Score]) -> list[bool | None]:
-        values = [scores_R[one.source].value for one in self.held]
-        return [None if value is None else value < one.least for value, one in zip(values, self.held, strict=True)]
+        return [one.is_broken(scores_R) for one in self.held]
 
     def compared(self, totals_G: Sequence[float | None], scores_GR: Sequence[Sequence[Score]]) -> list[float | None]:
         """The rewards of a group's completions as they are compared with one another."""

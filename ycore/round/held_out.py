@@ -19,10 +19,11 @@ from ycore.config.schema import RewardConfig, RunConfig
 from ycore.errors import ConfigError, nearest
 from ycore.rewards.answers import final_answer
 from ycore.rewards.loading import reward_names
+from ycore.round.constraints import constraints_of
 from ycore.round.sampling import total_reward
 from ycore.round.tasks import together
 from ycore.run.metrics import Row, number, pass_at_k
-from ycore.types import Draw, Group, Prompt, Score
+from ycore.types import Draw, Group, Prompt
 
 if TYPE_CHECKING:
     from ycore.round.step import Controller
@@ -112,18 +113,14 @@ def _row(group: Group, config: RunConfig) -> list[float]:
         values = [scores[source].value for scores in group.scores_GR]
         known = [value for value in values if value is not None]
         row += [len(known), sum(known)]
-    is_right = [_at_least(scores[0], RIGHT_FROM) for scores in group.scores_GR]
-    held = [(source, reward.least) for source, reward in enumerate(config.rewards) if reward.constraint]
-    keeps = [all(_at_least(scores[source], least) for source, least in held) for scores in group.scores_GR]
+    is_right = [(scores[0].value or 0.0) >= RIGHT_FROM for scores in group.scores_GR]
+    held = constraints_of(config)
+    keeps = [all(one.is_broken(scores) is False for one in held) for scores in group.scores_GR]
     both = sum(right and kept for right, kept in zip(is_right, keeps, strict=True))
     answers = [final_answer(completion.text) for completion in group.completions]
     (winner, _), *_ = Counter(answers).most_common(1)  # of several with as many votes, the first that was written
     cut = sum(completion.finish_reason == "length" for completion in group.completions)
     return [*row, sum(is_right), both, is_right[answers.index(winner)], group.num_written, cut]
-
-
-def _at_least(score: Score, least: float) -> bool:
-    return score.value is not None and score.value >= least
 
 
 def figures(table: Table, config: RunConfig) -> dict[str, float]:

@@ -160,8 +160,9 @@ class _Expansion:
                 raise ConfigError(f"stage {stage.name}: it has no model, and no stage before it makes one; say model:")
             keys["model"] = self._policy
             self._used.add(self._policy)
-        if self._seed:
-            keys["seed"] = keys.get("seed", self._default_seed) + self._seed
+        own = keys.get("seed", self._default_seed)
+        if self._seed and isinstance(own, int):  # what is no number is refused when the stage's keys are
+            keys["seed"] = own + self._seed
         name = stage.name if stage.round is None else f"{stage.name}-{stage.round}"
         stand_ins = {path: self._stand_ins[path] for path in sorted(self._used) if path in self._stand_ins}
         step = Step(name, stage.command, keys, self._output / name, stand_ins, stage.compare)

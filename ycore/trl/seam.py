@@ -105,11 +105,12 @@ class SeamGRPOTrainer(DurableTrainer):
     shares_device = False
     """Whether engines use the trainer's device in turn with it."""
 
-    beside: Sequence[torch.nn.Module] = ()  # frozen models that the trainer holds too
     offload = "none"
     """What then leaves the device for a round, see `Offload`."""
     skips_equal_rewards = True
     """Whether a step of groups of equal rewards has no gradient; a critic and rewards of single tokens have one."""
+    beside: Sequence[torch.nn.Module] = ()
+    """Frozen models that the trainer holds too."""
     teaches = True
     """Whether the step has a gradient: a group of any rank with an advantage, or another term of the loss."""
 

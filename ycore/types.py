@@ -18,6 +18,14 @@ NO_PROMPT: Content = [{"role": "user", "content": ""}]
 """What a row without a prompt has, as in TRL: an environment puts its question at the end."""
 
 
+class Image(NamedTuple):
+    """A picture by reference: the sha256 of its file, which `run.images` keeps, and its size in pixels."""
+
+    sha256: str
+    width: int
+    height: int
+
+
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """One row of the dataset, ready for the policy: `Prompt(row=3, content="2 + 2?", columns={"answer": "4"})`."""

@@ -28,6 +28,7 @@ class RunFolder:
         self.timeline = root / "timeline.png"
         self.checkpoints = root / "checkpoints"
         self.journal = root / "journal"  # the rounds since the oldest checkpoint that is kept, or all of them
+        self.images = root / "images"  # every picture once, named by its sha256
         self.model = root / "model"
         self.best = root / "best"  # the model that an evaluation found best, where the run keeps it
         self.logs = root / "logs"

@@ -1,0 +1,114 @@
+"""Pictures by reference: each is in the run folder once, named by the sha256 of its file, and everything else has that.
+
+Prompts, the journal and messages between processes hold `Image` values; pixels are read where they are used.
+"""
+
+import base64
+import hashlib
+import io
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ycore.errors import ConfigError, DataError, RunFolderError
+from ycore.run.files import make_folder, write_bytes_atomic
+from ycore.types import Image
+
+MOST_BYTES = 32 << 20
+MOST_PIXELS = 1 << 24
+"""Of one picture: 4096 x 4096. A small file may stand for more pixels than the memory holds."""
+
+_FORMATS = ("PNG", "JPEG", "WEBP", "BMP", "GIF")
+_DEPTHS = ("1", "L", "LA", "P", "PA", "RGB", "RGBA", "RGBX", "CMYK", "YCbCr", "LAB", "HSV")
+
+
+class ImageStore:
+    """Example: `image = store.put(path.read_bytes(), "row 3")`, and later `store.open(image.sha256)`.
+
+    Args:
+        folder: where the files go, `RunFolder.images`; None where a picture is only checked.
+    """
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+
+    def put(self, data: bytes, place: str) -> Image:
+        """Keep a picture's file, unless it is there; DataError, with its `place`, where it is no picture of 8 bits."""
+        sha256 = hashlib.sha256(data).hexdigest()
+        size = _decoded(data, place).size
+        if self.folder is not None and not (path := self.path(sha256)).is_file():
+            make_folder(self.folder)
+            write_bytes_atomic(path, data)
+        return Image(sha256, *size)
+
+    def path(self, sha256: str) -> Path:
+        """Where the picture's file is."""
+        assert self.folder is not None
+        return self.folder / sha256
+
+    def data(self, sha256: str) -> bytes:
+        """The picture's file; RunFolderError where it is missing, or is no longer what it was."""
+        try:
+            data = self.path(sha256).read_bytes()
+        except OSError as problem:
+            raise RunFolderError(
+                f"the picture {sha256[:12]} cannot be read: {problem}; run again with the dataset"
+            ) from None
+        if hashlib.sha256(data).hexdigest() != sha256:
+            raise RunFolderError(f"the picture {self.path(sha256)} was changed; remove it, and resume with the dataset")
+        return data
+
+    def open(self, sha256: str) -> Any:
+        """The picture as PIL has it, in RGB, turned upright: what every process sees of it."""
+        return _decoded(self.data(sha256), sha256[:12])
+
+    def url(self, sha256: str) -> str:
+        """The same pixels as a `data:` URL, for a server."""
+        assert self.folder is not None
+        return _url(self.folder, sha256)
+
+
+@lru_cache(maxsize=64)  # a group asks as often as it has completions
+def _url(folder: Path, sha256: str) -> str:
+    return "data:image/png;base64," + base64.b64encode(png_of(ImageStore(folder).open(sha256))).decode()
+
+
+def png_of(picture: Any) -> bytes:
+    """A PIL image as the bytes of a PNG file."""
+    buffer = io.BytesIO()
+    picture.save(buffer, "PNG")
+    return buffer.getvalue()
+
+
+def _decoded(data: bytes, place: str) -> Any:
+    """In RGB and upright. The header is looked at first: of a picture that is too large nothing is unpacked."""
+    try:
+        from PIL import Image as Pillow
+        from PIL import ImageOps
+    except ImportError:
+        raise ConfigError("pictures need Pillow; install it with `pip install 'ycore[pictures]'`") from None
+    if len(data) > MOST_BYTES:
+        raise DataError(f"the image of {place} has {len(data) >> 20} MB, {MOST_BYTES >> 20} at most; make it smaller")
+    try:
+        with Pillow.open(io.BytesIO(data), formats=_FORMATS) as found:
+            problem = _refused(found)
+            if problem is None:
+                return ImageOps.exif_transpose(found).convert("RGB")
+    except Pillow.DecompressionBombError:
+        problem = f"has more than {MOST_PIXELS} pixels; make it smaller"
+    except Pillow.UnidentifiedImageError:
+        problem = f"is no picture of a known kind ({', '.join(_FORMATS)}); convert or remove it"
+    except Exception as error:  # noqa: BLE001 -- decoders of hostile bytes raise errors of every kind
+        problem = f"is damaged ({' '.join(str(error).split())[:100] or type(error).__name__}); replace or remove it"
+    raise DataError(f"the image of {place} {problem}")
+
+
+def _refused(found: Any) -> str | None:
+    width, height = found.size
+    if width * height > MOST_PIXELS:
+        return f"has {width} x {height} pixels, {MOST_PIXELS} at most; make it smaller"
+    if getattr(found, "n_frames", 1) > 1:
+        return f"is animated ({found.n_frames} frames); give one of them"
+    if found.mode not in _DEPTHS:
+        return f"has more than 8 bits a channel (mode {found.mode}); convert it to 8 bits"
+    return None

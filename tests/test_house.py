@@ -17,8 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*(ROOT / "ycore").rglob("*.py"), *(ROOT / "cli").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")])
 
-MOST_LINES = 39_822
-MOST_FILES = 224
+MOST_LINES = 40_108
+MOST_FILES = 227
 MOST_FILE_LINES = 450
 MOST_FUNCTION_LINES = 60
 FEWEST_CODE_LINES = 40
@@ -30,10 +30,10 @@ STEP_LINES = 150
 # From the ground up: a room may import the rooms before it, and itself.
 ROOMS = [
     *("errors", "types", "run", "sandbox", "config", "models", "data", "rewards", "environments", "judge"),
-    *("placement", "engine", "view", "round", "plan", "trl", "trainer", "launch", "tools", "cli"),
+    *("placement", "engine", "view", "round", "flow", "plan", "trl", "trainer", "launch", "tools", "cli"),
 ]
 HEAVY = {"torch", "transformers", "trl", "vllm", "datasets", "accelerate", "peft", "deepspeed", "matplotlib"}
-MAY_BE_HEAVY = {"round", "trl"}
+MAY_BE_HEAVY = {"round", "flow", "trl"}
 HEAVY_FILES = {
     "engine/transformers_engine.py",
     "engine/vllm_extension.py",

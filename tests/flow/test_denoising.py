@@ -1,0 +1,196 @@
+"""Steps of denoising, where the answers are known: marginals, densities, ratios, and what a KL leaves to reach."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from ycore.flow.denoising import Grid, Rule, Sampling, draw, grid, noise_of, step, window_of
+from ycore.flow.objectives import grpo_loss
+
+MEAN, STD = 1.0, 0.5
+
+
+def gaussian_velocity(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """E[eps - x0 | x] where x0 is N(MEAN, STD^2): linear in x."""
+    t = t.view(-1, 1, 1, 1).to(x.dtype)
+    variance = (1 - t) ** 2 * STD**2 + t**2
+    return -MEAN + (t - (1 - t) * STD**2) / variance * (x - (1 - t) * MEAN)
+
+
+def marginal(rule: Rule, level: float, path: Grid) -> tuple[float, float]:
+    """Mean and std of what the steps lead to from N(0, 1), exactly: each step is linear and adds its own variance."""
+    mean, variance = 0.0, 1.0
+    for now, then in zip(path.times, path.times[1:], strict=False):
+        x = torch.tensor([[[[0.0]]], [[[1.0]]]])
+        times = [torch.full((2,), time) for time in (now, then)]
+        made = step(rule, x, gaussian_velocity(x, times[0]), *times, level=level, near_one=path.times[1])
+        at_zero, at_one = made.mean.flatten().tolist()
+        mean = at_zero + (at_one - at_zero) * mean
+        variance = (at_one - at_zero) ** 2 * variance + float(made.std.flatten()[0]) ** 2
+    return mean, math.sqrt(variance)
+
+
+@pytest.mark.parametrize(
+    ("rule", "level", "stds"),
+    [
+        ("ode", 0.0, (0.369, 0.431, 0.464, 0.482, 0.499)),
+        ("sde", 0.7, (0.460, 0.480, 0.491, 0.497, 0.501)),
+        ("sde", math.sqrt(2), (0.524, 0.504, 0.501, 0.500, 0.500)),
+    ],
+)
+def test_sampling_with_noise_and_without_lead_to_the_same_marginal(
+    rule: Rule, level: float, stds: tuple[float, ...]
+) -> None:
+    found = [marginal(rule, level, grid(num)) for num in (5, 10, 20, 40, 1000)]
+    assert [std for _, std in found] == pytest.approx(stds, abs=1.1e-3)
+    assert all(mean == pytest.approx(MEAN, abs=1e-4) for mean, _ in found)
+
+
+def test_coefficients_preserving_sampling_does_not_keep_the_marginal() -> None:
+    stds = [marginal("cps", 0.5, grid(num))[1] for num in (5, 10, 20, 40, 1000)]
+    assert stds == pytest.approx((0.349, 0.400, 0.428, 0.443, 0.460), abs=1e-3)
+    assert marginal("cps", 0.8, grid(1000))[1] < 0.42 < STD
+
+
+class Net(nn.Module):
+    """A small convolution over point and time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.Sequential(nn.Conv2d(2, 8, 3, padding=1), nn.SiLU(), nn.Conv2d(8, 1, 3, padding=1))
+
+    def forward(self, x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+        result: torch.Tensor = self.layers(torch.cat([x, t.view(-1, 1, 1, 1).expand_as(x)], dim=1))
+        return result
+
+
+@pytest.mark.parametrize("rule", ["sde", "dance", "cps"])
+def test_the_ratio_of_the_first_pass_is_one_to_the_bit(rule: Rule) -> None:
+    net, how = Net(), Sampling(grid(6), rule, 0.7 if rule == "sde" else 0.3, length=2)
+    firsts = [number % 3 for number in range(32)]
+    with torch.no_grad():
+        drawn = draw(net, how, list(range(32)), (1, 8, 8), firsts=firsts)
+    assert drawn.points.shape == (32, 3, 1, 8, 8) and drawn.logprobs.shape == (32, 2)
+    times = torch.tensor(how.path.times)
+    for rows in (slice(0, 4), slice(4, 32)):  # other batches than the one that was sampled
+        for number in range(2):
+            places = torch.tensor(firsts[rows]) + number
+            x, reached, now, then = (
+                drawn.points[rows, number], drawn.points[rows, number + 1], times[places], times[places + 1]
+            )  # fmt: skip
+            v = net(x, now)
+            made = step(rule, x, v, now, then, level=how.level, near_one=how.near_one, reached=reached)
+            found = grpo_loss(made.logprob, drawn.logprobs[rows, number], torch.ones(len(x)))
+            assert torch.equal(found.ratio, torch.ones(len(x)))
+
+
+def test_a_seed_gives_the_same_picture_in_any_batch() -> None:
+    net, how = Net(), Sampling(grid(4), "sde", 0.7, length=2)
+    with torch.no_grad():
+        whole = draw(net, how, [3, 5, 7, 9], (1, 8, 8), firsts=[0, 1, 0, 1])
+        part = draw(net, how, [9, 5], (1, 8, 8), firsts=[1, 1])
+    assert torch.equal(whole.pictures[[3, 1]], part.pictures)
+    assert torch.equal(whole.logprobs[[3, 1]], part.logprobs)
+    assert torch.equal(noise_of(5, (3,)), noise_of(5, (3,))) and not torch.equal(noise_of(5, (3,)), noise_of(6, (3,)))
+
+
+def test_euler_and_heun_follow_the_same_way_and_heun_is_nearer_to_its_end() -> None:
+    seeds = list(range(64))
+    exact, euler, heun = (
+        draw(gaussian_velocity, Sampling(grid(num), rule), seeds, (1, 1, 1)).pictures
+        for num, rule in ((2000, "ode"), (10, "ode"), (10, "heun"))
+    )
+    assert (heun - exact).abs().max() < (euler - exact).abs().max() / 4
+
+
+def test_the_grid_is_that_of_diffusers_scheduler() -> None:
+    scheduler = pytest.importorskip("diffusers").FlowMatchEulerDiscreteScheduler(shift=3.0)
+    scheduler.set_timesteps(sigmas=[1 - number / 10 for number in range(10)])
+    assert torch.tensor(grid(10, shift=3.0).times) == pytest.approx(scheduler.sigmas, abs=1e-6)
+    x, v = torch.randn(2, 1, 4, 4), torch.randn(2, 1, 4, 4)
+    now, then = (scheduler.sigmas[place].expand(2) for place in (0, 1))
+    ours = step("ode", x, v, now, then, level=0.0, near_one=float(scheduler.sigmas[1])).point
+    assert torch.allclose(scheduler.step(v, scheduler.timesteps[0], x).prev_sample, ours, atol=1e-6)
+
+
+def test_steps_with_noise_lie_in_the_first_half_and_follow_from_seed_and_position() -> None:
+    firsts = [window_of(0, position, num_steps=10, length=2) for position in range(200)]
+    assert set(firsts) == {0, 1, 2, 3}
+    assert firsts == [window_of(0, position, num_steps=10, length=2) for position in range(200)]
+    assert {window_of(0, position, num_steps=10, length=9) for position in range(9)} == {0}
+
+
+def test_the_policy_gradient_is_that_of_autograd() -> None:
+    """A linear velocity `w0 + w1 x` a step and the reward -(x - 2)^2: its mean is exact by recursion."""
+    torch.manual_seed(0)
+    path, level = grid(4), 0.7
+    weights = torch.randn(path.num_steps, 2, dtype=torch.float32) * 0.3
+    times = torch.tensor(path.times)
+
+    def exact(w: torch.Tensor) -> torch.Tensor:
+        mean, variance = torch.zeros(()), torch.ones(())
+        for number in range(path.num_steps):
+            x = torch.tensor([[[[0.0]]], [[[1.0]]]])
+            v = w[number, 0] + w[number, 1] * x
+            now, then = (times[place].expand(2) for place in (number, number + 1))
+            made = step("sde", x, v, now, then, level=level, near_one=path.times[1])
+            slope = (made.mean[1] - made.mean[0]).squeeze()
+            mean, variance = made.mean[0].squeeze() + slope * mean, slope**2 * variance + made.std[0].squeeze() ** 2
+        return -(variance + (mean - 2) ** 2)
+
+    wanted = torch.autograd.functional.jacobian(exact, weights).flatten()
+    x, scores = torch.randn(200_000, 1, 1, 1), []
+    for number in range(path.num_steps):
+        w = weights[number].expand(len(x), 2).clone().requires_grad_()
+        now, then = (times[place].expand(len(x)) for place in (number, number + 1))
+        v = w[:, 0].view(-1, 1, 1, 1) + w[:, 1].view(-1, 1, 1, 1) * x
+        made = step("sde", x, v, now, then, level=level, near_one=path.times[1], noise=torch.randn_like(x))
+        reached = made.point.detach()
+        replayed = step("sde", x, v, now, then, level=level, near_one=path.times[1], reached=reached)
+        scores.append(torch.autograd.grad(replayed.logprob.sum(), w)[0])
+        x = reached
+    reward = -((x.flatten() - 2) ** 2)
+    each = (reward - reward.mean())[:, None] * torch.cat(scores, dim=1)
+    deviations = (each.mean(0) - wanted) / (each.std(0) / math.sqrt(len(x)))
+    assert deviations.abs().max() < 4
+    assert torch.nn.functional.cosine_similarity(each.mean(0), wanted, dim=0) > 0.999
+
+
+# -- two modes at (-2, 0) and (2, 0), reward 1 on the right, KL with weight 1/2: the tilt has e^2 / (1 + e^2) right ----
+
+MODES, MODE_STD, WEIGHT = 2.0, 0.5, 0.5
+TILTED = math.exp(1 / WEIGHT) / (1 + math.exp(1 / WEIGHT))
+
+
+def mixture_velocity(x: torch.Tensor, t: torch.Tensor) -> torch.Tensor:
+    """E[eps - x0 | x] of an even mixture of two Gaussians in the plane; the points are [B, 1, 1, 2]."""
+    t = t.view(-1, 1, 1, 1)
+    variance = (1 - t) ** 2 * MODE_STD**2 + t**2
+    centre = torch.tensor([MODES, 0.0])
+    right = torch.sigmoid(2 * (1 - t) * MODES * x[..., :1] / variance)
+    mean = (2 * right - 1) * centre
+    return -mean + (t - (1 - t) * MODE_STD**2) / variance * (x - (1 - t) * mean)
+
+
+@pytest.mark.parametrize(("level", "reach"), [(0.1, 0.584), (0.3, 0.731), (math.sqrt(2), 0.880)])
+def test_what_a_kl_leaves_to_reach_depends_on_the_noise(level: float, reach: float) -> None:
+    """From a starting point the best policy has `h e^2 / (h e^2 + 1 - h)` right, with h the model's own share. Only
+    with a = sqrt(2) does the starting point decide nothing, and the mean is the tilt's (arXiv 2409.08861)."""
+    num_starts, num_ways, path = 400, 60, grid(20)
+    torch.manual_seed(0)
+    x = torch.randn(num_starts, 1, 1, 2).repeat_interleave(num_ways, dim=0)
+    times = torch.tensor(path.times)
+    for number in range(path.num_steps):
+        now, then = (times[place].expand(len(x)) for place in (number, number + 1))
+        how = {"level": level, "near_one": path.times[1], "noise": torch.randn_like(x)}
+        x = step("sde", x, mixture_velocity(x, now), now, then, **how).point
+    h = (x[..., 0] > 0).float().view(num_starts, num_ways).mean(1)
+    gain = math.exp(1 / WEIGHT)
+    found = float((h * gain / (h * gain + 1 - h)).mean())
+    assert found == pytest.approx(reach, abs=0.04)
+    assert pytest.approx(0.881, abs=1e-3) == TILTED
+    distance = TILTED - found
+    assert (distance < 0.02) == (level > 1.4), f"{distance:.3f} below the tilt"

@@ -143,6 +143,7 @@ Epochs = number("Passes over the rows, where --steps is not given.")
 Steps = number("Optimizer steps; e.g. 100.")
 Lora = flag("Train low-rank adapters (the default), or every weight.", "--lora/--full")
 Quantize = text("Keep the frozen base of a LoRA run in 4 bits: 4bit.", metavar="BITS")
+MaxStaleness = number("Steps by which a round may be stale: 1 writes it while the last one trains.")
 Deterministic = flag("Same command, same run, to the bit; slower.", "--deterministic")
 Merge = flag("Also save the model with its adapters merged in.", "--merge")
 Processes = number("Training processes on this machine: auto is one a GPU, and one on a CPU; e.g. 2.")
@@ -276,6 +277,9 @@ def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     if params.get("curriculum") is not None:
         how = {"on": True, "off": False}.get(params["curriculum"], params["curriculum"])
         keys["sampling"] = keys.get("sampling", {}) | {"curriculum": how}
+    if params.get("max_staleness") is not None:
+        staleness = _parse_number("max_staleness", params["max_staleness"])
+        keys["sampling"] = keys.get("sampling", {}) | {"max_staleness": staleness}
     if params.get("lora") is not None:
         keys["lora"] = {} if params["lora"] else None
     if "output" in keys:

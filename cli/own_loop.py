@@ -187,8 +187,8 @@ class Round:
             self._serve(request)
         for group in request:
             self._run.controller.meter.count(group, self._weights)
-        self._run.controller.commit(step, request)
-        return request
+        controller = self._run.controller
+        return controller.hand_over(controller.commit(step, request))
 
     def _serve(self, request: "Callable[[RolloutRun], Any]") -> None:
         try:

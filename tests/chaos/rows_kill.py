@@ -41,6 +41,7 @@ ALLOCATOR = "allocator"
 _RANKS = 2
 _RANKED = 1 + _RANKS  # accelerate's launcher, then its ranks
 _CURRICULUM = ("--set", "sampling.curriculum=true", "--set", "limit=6")  # a few rows, which come again and again
+_AHEAD = ("--max-staleness", "1")
 _SHORT_S = 3.0
 DEADLINES = {"engine.health_timeout_s": 8, "engine.request_timeout_s": 15, "step_timeout_s": 60}
 
@@ -75,6 +76,21 @@ def rank_row(bench: Bench) -> Row:
         return kill("trainer", which=number % _RANKED)
 
     return _ranked(bench, f"kill-{RANK}", what, one_of, least=_RANKED, more=_CURRICULUM)
+
+
+def ahead_row(bench: Bench) -> Row:
+    """SIGKILL of the trainer, the rollout engine or the launcher, in turn, where rounds are one step ahead."""
+    roles, name = ("trainer", "rollout", "launcher"), "kill-ahead"
+    oracle = bench.oracle(replace(bench.job, more=(*bench.job.more, *_AHEAD)))
+    oracle = replace(oracle, pace=replace(oracle.pace, end_s=oracle.pace.until_model_s))
+    moments = draw_moments(max(len(roles), bench.count // 2), steps=bench.job.steps, seed=bench.seed, row=name)
+
+    def one(item: tuple[int, Moment]) -> Outcome:
+        number, moment = item
+        deed = kill(roles[number % len(roles)])
+        return until_it_lands(lambda name, at: trial(name, oracle, at, deed), f"{name}-{number}", moment)
+
+    return row_of(name, "kill -9 where rounds are one step ahead", bench.all(one, list(enumerate(moments))))
 
 
 def interrupt_row(bench: Bench) -> Row:
@@ -152,14 +168,18 @@ def pause(role: str) -> Deed:
     return deed
 
 
-def points_row(bench: Bench) -> Row:
+def points_row(bench: Bench, *, more: tuple[str, ...] = (), name: str = "kill-at-points") -> Row:
     """Each point, at several of the times that a run comes there."""
-    oracle = bench.oracle()
-    package = copy_package(bench.place / "package-with-points", tuple(point.patch for point in POINTS))
+    oracle = bench.oracle(replace(bench.job, more=(*bench.job.more, *more)))
+    package = copy_package(bench.place / f"package-of-{name}", tuple(point.patch for point in POINTS))
     setting = replace(bench.setting, package=package)
     cases = [(point, count) for point in POINTS for count in _counts(point, bench)]
-    outcomes = bench.all(lambda case: _die_at(oracle, setting, *case), cases)
-    return row_of("kill-at-points", "kill -9 at named points of the code", outcomes)
+    outcomes = bench.all(lambda case: _die_at(name, oracle, setting, *case), cases)
+    return row_of(name, "kill -9 at named points of the code", outcomes)
+
+
+def points_ahead_row(bench: Bench) -> Row:
+    return points_row(bench, more=_AHEAD, name="points-ahead")
 
 
 def _counts(point: Point, bench: Bench) -> list[int]:
@@ -169,8 +189,8 @@ def _counts(point: Point, bench: Bench) -> list[int]:
     return sorted(source.sample(range(1, hits + 1), min(hits, max(1, bench.count // 10))))
 
 
-def _die_at(oracle: Oracle, setting: Setting, point: Point, count: int) -> Outcome:
-    name, began = f"point-{point.name.replace(' ', '-').replace(',', '')}-{count}", time.monotonic()
+def _die_at(row: str, oracle: Oracle, setting: Setting, point: Point, count: int) -> Outcome:
+    name, began = f"{row}-{point.name.replace(' ', '-').replace(',', '')}-{count}", time.monotonic()
     marker, output = setting.place / f"{name}.reached", setting.place / name
     setting = replace(setting, environment={**setting.environment, **dies_at(point.name, count, marker)})
     run = Run(setting, oracle.job.words(output), output)

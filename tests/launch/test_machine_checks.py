@@ -32,6 +32,19 @@ def test_a_deterministic_run_has_one_rank() -> None:
         check(CORES, deterministic=True, processes=2)
 
 
+def test_rounds_ahead_need_engines_that_are_awake_while_the_trainer_trains() -> None:
+    ahead: dict[str, Any] = {"sampling": {"max_staleness": 1}}
+    check(CORES, **ahead)
+    with pytest.raises(ConfigError, match="engines and trainer take turns on a device; leave --max-staleness out"):
+        check(H100, engine={"sleep": True}, **ahead)
+    with pytest.raises(ConfigError, match="transformers writes with the trainer's own model"):
+        check(CORES, engine={"kind": "transformers"}, **ahead)
+    with pytest.raises(ConfigError, match="counts steps of one round each, and a round here has 2"):
+        check(CORES, trl={"num_iterations": 2}, **ahead)
+    with pytest.raises(ConfigError, match="--replay has no engines"):
+        check(CORES, replay="runs/other", **ahead)
+
+
 def check(
     machine: Machine,
     *,

@@ -10,10 +10,12 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import torch.distributed as dist
 
 from tests.round.talks import rules_alone
@@ -21,6 +23,7 @@ from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.errors import EngineError, YcoreError
 from ycore.placement.placement import DYNAMIC, SlotPool
 from ycore.rewards.pool import RewardPool
+from ycore.round.ahead import ControllerAhead
 from ycore.round.curriculum import Curriculum
 from ycore.round.line import SocketLine
 from ycore.round.sampling import DrawSource, Rules, Shard
@@ -64,10 +67,17 @@ class ScriptedEngine:
         return Completion((seed % 10,) * length, (-1.0,) * length, str(seed % 10), "stop", self.version)
 
 
-def make_rounds(peers: TorchPeers, engine: ScriptedEngine, folder: Path, **settings: Any) -> Controller:
+def make_rounds(
+    peers: TorchPeers,
+    engine: ScriptedEngine,
+    folder: Path,
+    *,
+    make: Callable[..., Controller] = Controller,
+    **settings: Any,
+) -> Controller:
     """Of every eight rows, those of rank 0 all teach, and one of the four of rank 1."""
     rows = [Prompt(n, f"ask {n}", {"flat": n % 2 == 1 and n % 8 != 1}) for n in range(NUM_ROWS)]
-    rounds = Controller(
+    rounds = make(
         engines=[engine],
         scoring=rules_alone(
             RewardPool(
@@ -151,6 +161,26 @@ def curriculum(peers: TorchPeers, folder: Path) -> dict[str, Any]:
         rounds.close()
     state = json.loads(json.dumps(rounds.draws.curriculum.state))
     return {"state": state, "asked": [[one.position, one.prompt.row] for one in asked]}
+
+
+def ahead(peers: TorchPeers, folder: Path) -> dict[str, Any]:
+    """Rounds one step ahead, while this thread adds up gradients with the other rank."""
+    make = partial(ControllerAhead, num_steps=4)
+    rounds = make_rounds(peers, ScriptedEngine(wait_s=0.02 * (1 + peers.rank)), folder, make=make, dynamic=True)
+    seen, sums = [], []
+    try:
+        for step in range(4):
+            groups = rounds.next_round(step=step, num_groups=4)
+            seen.append({"groups": told(groups), "version": max(g.completions[0].policy_version for g in groups)})
+            for _ in range(50):
+                gradient = torch.ones(1000) * (peers.rank + 1)
+                dist.all_reduce(gradient)
+                sums.append(float(gradient.mean()))
+            rounds.settle()
+            assert not rounds.should_stop()
+    finally:
+        rounds.close()
+    return {"steps": seen, "sums": sums}
 
 
 def broken(peers: TorchPeers, folder: Path) -> dict[str, Any]:

@@ -64,7 +64,7 @@ def allocator() -> Iterator[Path]:
 
 @pytest.fixture(scope="module")
 def seen(tmp_path_factory: pytest.TempPathFactory) -> Seen:
-    scenarios = ("plain", "dynamic", "slow_and_fast", "exchange", "curriculum")
+    scenarios = ("plain", "dynamic", "slow_and_fast", "exchange", "curriculum", "ahead")
     return run(tmp_path_factory.mktemp("two"), *scenarios)
 
 
@@ -123,6 +123,14 @@ def test_ranks_learn_the_same_curriculum_and_leave_out_what_does_not_teach(seen:
     assert len(later) > 0 and flat < 0.25, f"{flat:.2f} of the later draws are flat, 0.375 without a curriculum"
 
 
+def test_rounds_one_step_ahead_beside_the_collectives_of_training(seen: Seen) -> None:
+    ranks = seen["ahead"]
+    assert [rank["sums"] for rank in ranks] == [[3.0] * 200] * 2
+    assert [[step["version"] for step in rank["steps"]] for rank in ranks] == [[0, 0, 1, 2]] * 2
+    drawn = [group["position"] for rank in ranks for step in rank["steps"] for group in step["groups"]]
+    assert len(drawn) == 32 and len({*drawn}) == 32, "a group was trained on twice"
+
+
 def test_a_controllers_state_comes_back_exactly(seen: Seen) -> None:
     for name in ("plain", "dynamic"):
         assert [rank["restored"] for rank in seen[name]] == [True, True]
@@ -162,6 +170,11 @@ def test_on_one_machine_a_free_engine_hears_what_a_busy_one_has_not_begun(tmp_pa
     assert ranks[0]["drawn"] > ranks[1]["drawn"] >= 1
     assert sum(rank["drawn"] for rank in ranks) == 12
     assert [len(rank["groups"]) for rank in ranks] == [6, 6]
+
+
+def test_on_one_machine_rounds_are_written_one_step_ahead_too(tmp_path: Path, allocator: Path) -> None:
+    ranks = run(tmp_path, "ahead", allocator=allocator)["ahead"]
+    assert [[step["version"] for step in rank["steps"]] for rank in ranks] == [[0, 0, 1, 2]] * 2
 
 
 @pytest.mark.parametrize("scenario", ["stopped_while_waited_for", "broken"])

@@ -104,8 +104,11 @@ def test_the_gap_is_measured_on_every_round(model: Path, tmp_path: Path, setting
 def test_groups_left_over_from_an_older_policy_are_not_in_the_gap(
     model: Path, tmp_path: Path, settings: dict[str, int]
 ) -> None:
-    groups = [group(0, gap=2.0, version=3, rewards=PLAIN), group(1, gap=0.5, version=4, rewards=PLAIN)]
-    assert metric(trained(model, tmp_path, groups, **settings), GAP) == [pytest.approx(0.5)]
+    groups = [group(0, gap=2.0, version=-1, rewards=PLAIN), group(1, gap=0.5, version=0, rewards=PLAIN)]
+    trainer = trained(model, tmp_path, groups, **settings)
+    assert metric(trainer, GAP) == [pytest.approx(0.5)]
+    assert metric(trainer, "ycore/stale_gap") == [pytest.approx(2.0)]
+    assert metric(trainer, "ycore/staleness") == [0.5]
 
 
 def test_without_engine_logprobs_there_is_no_gap_and_no_correction(model: Path, tmp_path: Path) -> None:

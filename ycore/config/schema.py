@@ -134,6 +134,9 @@ class SamplingSettings(Strict):
     max_tries: Positive = 4  # groups drawn for each one needed, at most; then the step trains on fewer
     # Policy versions by which a surplus group of an earlier round may lag; 0 drops surplus groups.
     max_age: Annotated[int, Field(ge=0)] = 1
+    # Steps by which the policy that writes a round may lag behind the one that learns from it. 1: a round is written
+    # while the step before it trains.
+    max_staleness: Annotated[int, Field(ge=0, le=1, strict=True)] = 0
     # True: a prompt whose groups taught nothing is drawn less often. A column's name: the same, with each row's share
     # of right completions to begin with.
     curriculum: bool | str = False

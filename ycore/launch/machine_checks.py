@@ -8,7 +8,7 @@ import math
 from collections.abc import Sequence
 from pathlib import Path
 
-from ycore.config.batch import derive_batch
+from ycore.config.batch import BatchPlan, derive_batch
 from ycore.config.learner_rules import check_learner
 from ycore.config.schema import RunConfig
 from ycore.engine.commands import check_arguments
@@ -32,16 +32,19 @@ def check_run(
 
     Returns how engines and trainer share devices, where both are on some. `vllm`: whether it is installed there.
     """
+    batch = None
     if config.algorithm != "eval":
-        derive_batch(config, world_size=site.layout.world, on_cpu=not site.machine.devices)
+        batch = derive_batch(config, world_size=site.layout.world, on_cpu=not site.machine.devices)
+    is_installed = engines.is_vllm_installed() if vllm is None else vllm
+    kind, _ = engines.choose_kind(config.engine.kind, vllm_installed=is_installed)
+    if config.sampling.max_staleness and batch is not None:
+        _check_ahead(config, batch, kind)
     if config.replay is not None:
         check_run_placement(config, served_models(config))
         return None
     if config.deterministic and site.layout.world > 1:
         rule = "ranks share out the draws as they become free, so --deterministic is for one"
         raise ConfigError(f"{rule}, not {site.layout.world}; take --processes 1")
-    is_installed = engines.is_vllm_installed() if vllm is None else vllm
-    kind, _ = engines.choose_kind(config.engine.kind, vllm_installed=is_installed)
     if kind == "transformers":
         if (how := config.engine.sync) != "merged":
             raise ConfigError(f"engine.sync={how} cannot be used here: transformers is sent no weights; leave it out")
@@ -55,6 +58,11 @@ def check_run(
     check_arguments(config.engine.args)
     models, slots, sharing = engines.arrange(config, site, known)
     check_run_placement(config, models, num_slots=len(slots))
+    if config.sampling.max_staleness and sharing is not None and sharing.sleeps:
+        raise ConfigError(
+            f"{_AHEAD}, and here engines and trainer take turns on a device; leave --max-staleness out, or say "
+            "--set engine.sleep=false where both fit"
+        )
     if config.engine.sync != "merged":
         _check_sync(config, site, models, slots, sharing)
     if not site.machine.devices:
@@ -63,6 +71,25 @@ def check_run(
     if config.algorithm != "eval" and config.sync_weights and in_files:
         _check_shared_memory(config, site.machine, known)
     return sharing
+
+
+_AHEAD = "with --max-staleness 1 engines write the next round while the trainer trains"
+
+
+def _check_ahead(config: RunConfig, batch: BatchPlan, kind: str) -> None:
+    if config.replay is not None:
+        raise ConfigError(f"{_AHEAD}, and --replay has no engines; leave --max-staleness out")
+    if kind == "transformers":
+        raise ConfigError(
+            f"{_AHEAD}, and transformers writes with the trainer's own model; leave --max-staleness out, or install "
+            "vLLM (pip install 'ycore[cpu]' or 'ycore[gpu]')"
+        )
+    steps = batch.steps_per_round * int(config.trl.get("num_iterations", 1))
+    if steps > 1:
+        raise ConfigError(
+            f"--max-staleness counts steps of one round each, and a round here has {steps}; leave it out, or leave "
+            "steps_per_generation and num_iterations out"
+        )
 
 
 def check_described(config: RunConfig, fleet: Fleet, *, known: FactsOf = facts_here) -> None:

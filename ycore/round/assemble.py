@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from ycore.placement.learning import SleepLevels
 from ycore.placement.placement import ROLLOUT, SlotPool, in_order, parse_placement
 from ycore.placement.slot_pool import ALLOCATOR, home_of
 from ycore.round.agents import Agents
+from ycore.round.ahead import ControllerAhead
 from ycore.round.constraints import Constraints
 from ycore.round.curriculum import Curriculum, guesses_from
 from ycore.round.dialogue import Dialogue
@@ -99,7 +100,10 @@ class Assembly:
         """A controller over `engines`, slot by slot; what is not given follows from the run's config."""
         peers = peers or Peers()
         policy = Policy(engines, self.tokenizer, self.started.max_model_len)
-        return Controller(
+        make: Callable[..., Controller] = Controller
+        if self.config.sampling.max_staleness and journal is not None:
+            make = partial(ControllerAhead, num_steps=self.config.steps)
+        return make(
             engines=engines,
             scoring=build_scoring(self.config, self.folder, self.started.scorers, policy=policy),
             draws=draws or self.draws(Shard(peers.rank, peers.world)),

@@ -39,7 +39,7 @@ _OTHER_SIZE = (
 class RankLoop:
     """One rank's engines, scorers, prompts and peers, and the event loop that they share.
 
-    `record` takes one metric of the step. `meter.problems` counts why completions of the last round have no reward.
+    `record` takes one metric of the step.
     """
 
     def __init__(
@@ -79,6 +79,7 @@ class RankLoop:
         self._synced: int | None = None
         self._seconds = 0.0
         self._metrics: dict[str, float] = {}
+        self._ends = self.stop  # what ends the work under way
         self._runner = asyncio.Runner()
 
     def start(self, *, timeout_s: float) -> None:
@@ -179,6 +180,9 @@ class RankLoop:
     def note_all(self, metrics: Mapping[str, float]) -> None:
         self._metrics |= metrics
 
+    def settle(self) -> None:
+        """Called at a step's end, before anything is measured or saved: return once no round is under way."""
+
     def take_seconds(self) -> float:
         """Seconds that syncs and rounds took since the last call."""
         seconds, self._seconds = self._seconds, 0.0
@@ -208,22 +212,29 @@ class RankLoop:
         record_again(committed, self.record)
         return committed.groups
 
-    def commit(self, step: int, groups: list[Group]) -> None:
-        """Write the round to the journal before the optimizer sees it, and record its metrics."""
+    def commit(self, step: int, groups: list[Group]) -> Committed:
+        """Write the round to the journal before the optimizer sees it."""
         held = [] if self.rules.constraints is None else [self.rules.constraints]
         self.note_all(collect([self.meter, *self.scoring.meters, *self.turns.meters, *held], self.peers.add_up))
         self.note_all(self.meter.own_metrics(rate=self.yields.rate, syncs=self._share_weights is not None))
         metrics, self._metrics = self._metrics, {}
-        for name, value in metrics.items():
-            self.record(name, value)
-        if self._journal is None:
-            return
         curriculum = self.draws.curriculum  # its memory grows: a round's record has what the round added
-        state = self.state() | {"curriculum": None if curriculum is None else curriculum.news}
-        self._journal.commit(step, groups, state, metrics)
+        state = self._state_now() | {"curriculum": None if curriculum is None else curriculum.news}
+        if self._journal is not None:
+            self._journal.commit(step, groups, state, metrics)
+        return Committed(groups, state, metrics)
+
+    def hand_over(self, committed: Committed) -> list[Group]:
+        """Record a new round's metrics, and return its groups."""
+        for name, value in committed.metrics.items():
+            self.record(name, value)
+        return committed.groups
 
     def state(self) -> dict[str, Any]:
         """What a checkpoint keeps of the controller, as plain JSON values."""
+        return self._state_now()
+
+    def _state_now(self) -> dict[str, Any]:
         return {
             "cursor": self.draws.cursor,
             "gaps": list(self.draws.shard.gaps),
@@ -232,7 +243,7 @@ class RankLoop:
             "surplus": [finished_to_json(item) for item in self.surplus.waiting],
             "placement": self.slots.state,
             "curriculum": None if self.draws.curriculum is None else self.draws.curriculum.state,
-            "constraint_weights": self.constraint_weights,
+            "constraint_weights": None if self.rules.constraints is None else list(self.rules.constraints.weights),
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
@@ -247,6 +258,11 @@ class RankLoop:
         weights = state.get("constraint_weights")  # absent from earlier versions, and from a run without constraints
         if self.rules.constraints is not None and weights is not None:
             self.rules.constraints.weights = list(weights)
+
+    @property
+    def problems(self) -> dict[str, int]:
+        """Why completions of the last round have no reward, with how many each."""
+        return dict(self.meter.problems)
 
     @property
     def constraint_weights(self) -> list[float] | None:
@@ -279,7 +295,7 @@ class RankLoop:
 
         async def on_all_ranks() -> T:
             try:
-                result = await _until_stopped(work, self.stop, self.peers)
+                result = await _until_stopped(work, self._ends, self.peers)
             except Interrupted:
                 await self.peers.meet(stopping=True)
                 raise

@@ -12,6 +12,7 @@ from functools import partial
 
 from ycore.placement.placement import ROLLOUT
 from ycore.round.curriculum import lesson_of
+from ycore.round.journal import Committed
 from ycore.round.loop import RankLoop
 from ycore.round.peers import Offer, deal_groups
 from ycore.round.sampling import Quota, can_teach, compared_rewards
@@ -45,14 +46,15 @@ class Controller(RankLoop):
 
         with self.phase(SYNC):
             self.sync(step)
+        return self.hand_over(self.make_round(step=step, num_groups=num_groups, version=step))
 
+    def make_round(self, *, step: int, num_groups: int, version: int) -> Committed:
+        """Have the engines, which hold this version, write the round of a step, and commit it."""
         with self.phase(ROUND):
-            ready = self.surplus.take(step)
+            ready = self.surplus.take(version)
             written = self.run_round(self.fill(need=num_groups, ready=len(ready), step=step), step=step)
             groups = self.deal([*ready, *written], num_groups)
-
-        self.commit(step, groups)
-        return groups
+        return self.commit(step, groups)
 
     async def fill(self, *, need: int, ready: int, step: int) -> list[Finished]:
         """Draw prompts until all ranks together have enough groups that can teach (dynamic sampling).

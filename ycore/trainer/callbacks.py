@@ -34,6 +34,8 @@ class StepMetrics(TrainerCallback):
         self._began = time.perf_counter()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.controller is not None:
+            self.controller.settle()
         self._seconds = time.perf_counter() - self._began
         if self.controller is not None:
             self.controller.record("ycore/time/step", self._seconds)
@@ -51,8 +53,8 @@ class StepMetrics(TrainerCallback):
             row |= {name: value for name, value in logs.items() if name.startswith("ycore/")}
         else:
             return  # the totals at the end of training
-        if self.controller is not None and self.controller.meter.problems:
-            row["ycore/reward_problems"] = dict(self.controller.meter.problems)
+        if self.controller is not None and (problems := self.controller.problems):
+            row["ycore/reward_problems"] = problems
         self._writer.write(row)
 
 

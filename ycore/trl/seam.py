@@ -216,7 +216,8 @@ class SeamGRPOTrainer(DurableTrainer):
         batch |= self._own_advantages(batch)
         versions = torch.tensor([sequence.policy_version for sequence in self._round], device=self.accelerator.device)
         batch["teaches"] = torch.full_like(versions, self.teaches)  # with the batch, for a resume within its round
-        batch["is_fresh"] = versions == versions.max()  # the others are left over from earlier rounds
+        batch["is_fresh"] = versions == step  # the others were written by earlier versions
+        self.record("ycore/staleness", (step - gather(versions).float()).mean().item())
         if not self._learns_once and "sampling_per_token_logps" in batch:
             self._record_gap(batch["old_per_token_logps"], batch)
         return batch
@@ -400,27 +401,26 @@ class SeamGRPOTrainer(DurableTrainer):
         if sampled is None or not self._learns_once:
             return
         if self.vllm_importance_sampling_correction:
-            mask = loss_mask(inputs)
             ratio = importance_ratio(
                 logps,
                 sampled,
-                mask,
+                mask := loss_mask(inputs),
                 mode=self.vllm_importance_sampling_mode,
                 clip_min=self.vllm_importance_sampling_clip_min,
                 clip_max=self.vllm_importance_sampling_clip_max,
             )
             inputs["importance_sampling_ratio"] = ratio
-            weights = ratio if ratio.size(1) == 1 else ratio[mask.bool()]
-            if weights.numel():
+            if (weights := ratio if ratio.size(1) == 1 else ratio[mask.bool()]).numel():
                 self.record("sampling/importance_sampling_ratio/mean", weights.mean().item())
         self._record_gap(logps, inputs)
 
     def _record_gap(self, logps: torch.Tensor, inputs: dict[str, Any]) -> None:
-        """The mean gap between engine and trainer on the same weights: left-over sequences do not count."""
-        mask = loss_mask(inputs) * inputs["is_fresh"].unsqueeze(1)
-        gap = absolute_gap(logps, inputs["sampling_per_token_logps"], mask)
-        if gap.numel():
-            self.record("ycore/logprob_gap", gap.mean().item())
+        """The mean gap between engine and trainer: on the same weights, and on those of an earlier version."""
+        is_fresh = inputs["is_fresh"].unsqueeze(1)
+        for name, counts in (("ycore/logprob_gap", is_fresh), ("ycore/stale_gap", ~is_fresh)):
+            gap = absolute_gap(logps, inputs["sampling_per_token_logps"], loss_mask(inputs) * counts)
+            if gap.numel():
+                self.record(name, gap.mean().item())
 
 
 def _bare(model: torch.nn.Module) -> Any:

@@ -16,12 +16,12 @@ from ycore.data.examples import load_examples
 from ycore.data.prompts import PromptSet
 from ycore.errors import ConfigError, RewardError
 from ycore.judge.agreement import load_questions
-from ycore.judge.sources import is_rule
+from ycore.judge.sources import check_pictures, is_rule
 from ycore.launch import engines
 from ycore.launch.layout import Site, site_of
 from ycore.launch.machine_checks import check_run
 from ycore.launch.scoring_models import check_scorers
-from ycore.models.names import ModelPlan, require_chat_template, resolve_model
+from ycore.models.names import ModelPlan, require_chat_template, require_sight, resolve_model, sees
 from ycore.rewards.builtin import is_code, is_environment, is_reference
 from ycore.rewards.worker_client import check_reward
 from ycore.round.curriculum import guesses_from
@@ -57,6 +57,7 @@ def checked_plan(
             "note": model.note,
             "context_length": model.context_length,
             "chat": model.has_chat_template is True,
+            "sees": sees(config.model),
         },
         "devices": {"gpus": len(site.machine.devices), "cores": len(site.machine.cores)},
         "ranks": {"world": site.layout.world, "here": site.layout.local, "machines": site.layout.num_machines},
@@ -70,7 +71,8 @@ def checked_plan(
 def _check_rollouts(config: RunConfig, model: ModelPlan, site: Site) -> dict[str, Any]:
     engine = "replay"
     if config.replay is None:
-        engine, _ = engines.choose_kind(config.engine.kind, vllm_installed=engines.is_vllm_installed())
+        installed = engines.is_vllm_installed()
+        engine, _ = engines.choose_kind(config.engine.kind, vllm_installed=installed, sighted=sees(config.model))
     if model.context_length is not None and config.max_tokens >= model.context_length:
         raise ConfigError(
             f"max_tokens must leave room for a prompt in the model's context of {model.context_length} tokens; "
@@ -79,6 +81,9 @@ def _check_rollouts(config: RunConfig, model: ModelPlan, site: Site) -> dict[str
     prompts = load_questions(config, as_chat=model.has_chat_template is True)
     if prompts.is_chat:
         require_chat_template(model)
+    if prompts.shows is not None:
+        require_sight(model, prompts.shows)
+        check_pictures(config)
     columns = list(prompts.columns)
     _check_rewards(config, prompts)
     if isinstance(config.sampling.curriculum, str):
@@ -284,5 +289,7 @@ def _run_in_words(plan: Mapping[str, Any]) -> str:
         return "both answers of each row" if config["pairs"] else f"{config['num_samples']} completions of each prompt"
     length = f"{batch['steps']} steps, {batch['epochs']:g} epochs," if "epochs" in batch else f"{config['steps']} steps"
     weights = "every weight" if config["lora"] is None else f"LoRA r={config['lora']['r']}"
+    if plan["model"]["sees"] and config["lora"] is not None and config["lora"]["target_modules"] == "all-linear":
+        weights += " of the language model (the vision tower and its projector stay frozen)"
     dtype = "bfloat16" if config["dtype"] == "auto" else config["dtype"]
     return f"{length} of {weights}, {dtype}, learning rate {plan['trl']['learning_rate']:g}"

@@ -4,7 +4,7 @@ Axes, as suffixes of names: `_P` prompts of a round, `_G` completions of a group
 """
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -18,12 +18,35 @@ NO_PROMPT: Content = [{"role": "user", "content": ""}]
 """What a row without a prompt has, as in TRL: an environment puts its question at the end."""
 
 
+IMAGE_MARK = "\ufffc"
+"""Where a picture stands in the text of a prompt that has pictures: Unicode's object replacement character."""
+
+
 class Image(NamedTuple):
     """A picture by reference: the sha256 of its file, which `run.images` keeps, and its size in pixels."""
 
     sha256: str
     width: int
     height: int
+
+
+def in_blocks(content: Content, pictures: Sequence[Any] | None = None) -> list[dict[str, Any]]:
+    """Chat turns in blocks of text and images, as processors and TRL take them: `{"type": "image"}` at each mark.
+
+    With `pictures`, in the order of the marks, each block has its own under `image`.
+    """
+    given = iter(pictures or ())
+    turns = [{"role": "user", "content": content}] if isinstance(content, str) else content
+
+    def blocks(text: str) -> list[dict[str, Any]]:
+        first, *others = text.split(IMAGE_MARK)
+        found: list[dict[str, Any]] = [{"type": "text", "text": first}] if first or not others else []
+        for part in others:
+            found.append({"type": "image"} if pictures is None else {"type": "image", "image": next(given)})
+            found += [{"type": "text", "text": part}] if part else []
+        return found
+
+    return [{**turn, "content": blocks(turn["content"])} for turn in turns]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,6 +56,8 @@ class Prompt:
     row: int
     content: Content
     columns: Mapping[str, Any] = field(default_factory=dict)
+    images: tuple[Image, ...] = ()
+    """In the order of the marks in the content; in that of a prompt without any, a mark is a letter like others."""
 
     @property
     def is_chat(self) -> bool:

@@ -69,7 +69,7 @@ def _source(name: str) -> Path:
     return Path(found.origin).parent
 
 
-_RESTORE = "ycore/trl/seam.py"
+_RESTORE = "ycore/trl/base.py"
 _FOLDER = "ycore/run/checkpoints.py"
 _LOOP = "ycore/round/loop.py"
 _ENGINE = "ycore/engine/vllm_engine.py"

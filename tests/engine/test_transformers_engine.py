@@ -5,14 +5,17 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from PIL import Image as Pillow
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText, AutoTokenizer
 from trl.trainer.utils import add_fused_lm_head
 
 from ycore.engine import Sampling, transformers_engine
+from ycore.engine.sight import image_token_ids, load_sight
 from ycore.engine.transformers_engine import TransformersEngine
-from ycore.models.tiny import write_tiny_model
-from ycore.trl.forward import add_compact_head
-from ycore.types import Completion
+from ycore.models.tiny import write_tiny_model, write_tiny_vision_model
+from ycore.run.images import ImageStore, png_of
+from ycore.trl.forward import add_compact_head, never_write
+from ycore.types import IMAGE_MARK, Completion, Prompt
 
 PROMPTS = [[9, 8, 7], [30, 31, 32, 33, 34, 35, 36], [50], [60, 61]]
 ENDS = (2, *range(6, 26))
@@ -122,3 +125,37 @@ def test_a_failed_batch_fails_everyone_in_it_and_no_other(
     answers = asyncio.run(asyncio.wait_for(work(), 60))
     assert [isinstance(answer, IndexError) for answer in answers] == [True, True, False, False]
     assert all(isinstance(answer, Completion) for answer in answers[2:])
+
+
+def test_pictures_are_seen_and_never_written(tmp_path: Path) -> None:
+    """The same words under two pictures, and a text, at once: each is what it is alone, and the pictures matter."""
+    model_folder = write_tiny_vision_model(tmp_path / "model")
+    model = AutoModelForImageTextToText.from_pretrained(model_folder)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            parameter.mul_(6.0 if parameter.ndim > 1 and "embed_tokens" not in name else 1.0)
+    never_write(model, image_token_ids(model.config.to_dict()))
+    tokenizer = AutoTokenizer.from_pretrained(model_folder)
+    sight = load_sight(model_folder, ImageStore(tmp_path / "images"), tokenizer)
+    pictures = [sight.store.put(png_of(Pillow.new("RGB", (8, 8), name)), "") for name in ("red", "blue")]
+    chat = [{"role": "user", "content": f"{IMAGE_MARK}What?"}]
+    prompts = [Prompt(0, chat, {}, (one,)) for one in pictures]
+
+    async def work() -> list[Completion]:
+        engine = TransformersEngine(model, tokenizer, Sampling(max_tokens=6), sight)
+        seen = [engine.complete(sight.prompt_ids(one), 0, greedy=True, prompt=one) for one in prompts]
+        return list(await asyncio.gather(*seen, engine.complete(PROMPTS[0], 0, greedy=True)))
+
+    red, blue, text = asyncio.run(asyncio.wait_for(work(), 60))
+    assert red.token_ids != blue.token_ids
+    assert sight.short_ids(prompts[0]).count(sight.processor.image_token_id) == 1
+    for prompt, completion in zip(prompts, (red, blue), strict=True):
+        assert sight.prompt_ids(prompt).count(sight.processor.image_token_id) == 4
+        inputs = sight.inputs([prompt])
+        for token in completion.token_ids:
+            with torch.no_grad():
+                likeliest = model(**inputs).logits[0, -1].argmax()
+            assert int(likeliest) == token
+            inputs["input_ids"] = torch.cat([inputs["input_ids"], likeliest.view(1, 1)], dim=1)
+            inputs["attention_mask"] = torch.ones_like(inputs["input_ids"])
+    assert len(text.token_ids) == 6

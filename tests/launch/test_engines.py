@@ -115,6 +115,12 @@ def test_without_vllm_transformers_is_chosen_and_said(plan: Plan) -> None:
     assert plan(config_with(engine={"kind": "transformers"}), TWO_CORES).engines == ()
 
 
+def test_a_policy_that_sees_is_generated_with_transformers(plan: Plan) -> None:
+    assert choose_kind("auto", vllm_installed=True, sighted=True)[0] == "transformers"
+    with pytest.raises(ConfigError, match="not sent pictures"):
+        choose_kind("vllm", vllm_installed=True, sighted=True)
+
+
 def test_an_evaluation_holds_its_samples_at_once(plan: Plan) -> None:
     made = plan(config_with(algorithm="eval", prompts_per_step=8, num_samples=16), Machine(cores=(0,), devices=()))
     assert made.engines[0].max_num_seqs == 128

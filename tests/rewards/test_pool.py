@@ -9,12 +9,17 @@ from typing import Any
 
 import psutil
 import pytest
+from PIL import Image as Pillow
 
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.errors import RewardError
 from ycore.rewards.pool import RewardPool
 from ycore.rewards.worker_client import check_reward
-from ycore.types import Content, Score
+from ycore.round.scoring import RuleScorer, Writing
+from ycore.round.slots import Slots
+from ycore.run.images import ImageStore, png_of
+from ycore.run.paths import RunFolder
+from ycore.types import IMAGE_MARK, Completion, Content, Draw, Prompt, Score
 
 REWARDS = """
 import ctypes, datetime, os, subprocess, sys, time
@@ -57,6 +62,12 @@ def sums(completions, completion_ids, answer):
 
 def dated(completions, when):
     return [1.0 for _ in when]
+
+def sees(prompts, completions, images):
+    kinds = [block["type"] for block in prompts[0][0]["content"]]
+    assert kinds == ["image", "text"], kinds
+    assert images[0][0].mode == "RGB" and not os.path.exists("secret/run.json")
+    return [float(one.getpixel((0, 0))[0]) for (one,) in images]
 
 def in_a_chat(prompts, completions):
     return [float(p[-1]["content"] + c[0]["content"]) for p, c in zip(prompts, completions)]
@@ -131,6 +142,23 @@ def test_chat_turns_arrive_as_they_are(folder: Path) -> None:
             return await pool.score(prompts, [[{"role": "assistant", "content": "2"}]], [[1]], {}, step=1)
 
     assert bounded(run()) == [[Score(42.0)]]
+
+
+def test_a_reward_gets_pictures_and_sees_nothing_else_of_the_run(folder: Path) -> None:
+    run = RunFolder(folder / "secret")
+    store = ImageStore(run.images)
+    image = store.put(png_of(Pillow.new("RGB", (2, 2), (200, 0, 0))), "row 0")
+    run.config.write_text("{}")
+    spec = RewardConfig(reward="their_rewards.py:sees")
+    pool = RewardPool([spec], settings=RewardSettings(), log=Path("rewards.log"), run_id="r", run_folder=run.root)
+    prompt = Prompt(0, [{"role": "user", "content": f"{IMAGE_MARK}Which colour?"}], {}, (image,))
+
+    async def run_it() -> list[list[Score]]:
+        written = [asyncio.create_task(asyncio.sleep(0, Completion((1,), None, "red", "stop", 0))) for _ in range(2)]
+        async with pool:
+            return await RuleScorer(pool, store).score(Writing(Draw(0, prompt, (1,)), written, 1, Slots(1)))
+
+    assert bounded(run_it()) == [[Score(200.0)], [Score(200.0)]]
 
 
 @pytest.mark.parametrize(

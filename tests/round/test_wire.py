@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ycore.round.journal import finished_from_json, finished_to_json, from_bytes, to_bytes
-from ycore.types import Completion, Draw, Finished, Group, Prompt, Score
+from ycore.types import Completion, Draw, Finished, Group, Image, Prompt, Score
 
 LOGPROBS = st.floats(-1e6, 0.0, allow_nan=False)
 TEXT = st.text(max_size=20)
@@ -22,7 +22,8 @@ COMPLETIONS = st.builds(
 )
 COLUMNS = st.dictionaries(TEXT, st.one_of(TEXT, st.integers(), st.booleans(), st.none(), st.lists(TEXT, max_size=3)))
 CHAT = st.lists(st.fixed_dictionaries({"role": TEXT, "content": TEXT}), max_size=3)
-PROMPTS = st.builds(Prompt, row=st.integers(0, 99), content=st.one_of(TEXT, CHAT), columns=COLUMNS)
+IMAGES = st.lists(st.builds(Image, TEXT, st.integers(1, 99), st.integers(1, 99)), max_size=2).map(tuple)
+PROMPTS = st.builds(Prompt, row=st.integers(0, 99), content=st.one_of(TEXT, CHAT), columns=COLUMNS, images=IMAGES)
 SCORES = st.builds(Score, value=st.one_of(st.none(), st.floats(-10, 10)), problem=st.one_of(st.none(), TEXT))
 GROUPS = st.builds(
     Group,
@@ -53,3 +54,11 @@ def test_half_a_character_in_a_column_comes_back() -> None:
     """A lone surrogate, which JSON of a dataset may hold and UTF-8 may not."""
     group = Group(Draw(0, Prompt(0, "q", {"answer": "\ud83d"}), (1,)), (), ())
     assert from_bytes(to_bytes(group)) == group
+
+
+def test_a_picture_is_as_long_in_the_journal_whatever_its_size() -> None:
+    def length(side: int) -> int:
+        prompt = Prompt(0, "a", images=(Image("0" * 64, side, side),))
+        return len(to_bytes(Group(Draw(0, prompt, (1,)), (), ())))
+
+    assert length(1000) - length(1) == 2 * len("000")

@@ -4,6 +4,7 @@ The engine is transformers' own generation in the trainer, which answers the sam
 that a vLLM engine wrote are in the journal, and beyond it an engine may write other tokens.
 """
 
+import json
 import os
 import signal
 import subprocess
@@ -15,10 +16,11 @@ from typing import Any
 
 import psutil
 import pytest
+from PIL import Image as Pillow
 from safetensors.numpy import load_file
 
 from tests.scripted_teacher import teacher_at
-from ycore.models.tiny import write_tiny_model
+from ycore.models.tiny import write_tiny_model, write_tiny_vision_model
 from ycore.run.metrics import read_metrics
 
 COMMAND = [sys.executable, "-c", "import sys; from ycore_cli.main import main; sys.exit(main())"]
@@ -42,9 +44,25 @@ def variety(prompts, completions, **columns):
 """
 
 
+PICTURES = "pictures"
+"""GRPO again, of a model that sees."""
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return write_tiny_model(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def sighted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that sees, with rows of pictures beside it."""
+    folder = write_tiny_vision_model(tmp_path_factory.mktemp("sighted"))
+    (folder / "pictures").mkdir()
+    for number in range(12):
+        Pillow.new("RGB", (8, 8), (20 * number, 255 - 20 * number, 90)).save(folder / f"pictures/{number}.png")
+    lines = [{"prompt": "Is <image> as <image>?", "images": [f"{n}.png", f"{(n + 5) % 12}.png"]} for n in range(12)]
+    (folder / "pictures" / "rows.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    return folder
 
 
 @pytest.fixture(scope="module")
@@ -116,11 +134,16 @@ def kill_and_resume(arguments: list[str], killed: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "distill", "online-dpo"])
-def test_killed_and_resumed_is_never_killed(algorithm: str, model: Path, teacher: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("algorithm", ["grpo", "ppo", "distill", "online-dpo", PICTURES])
+def test_killed_and_resumed_is_never_killed(
+    algorithm: str, model: Path, sighted: Path, teacher: str, tmp_path: Path
+) -> None:
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     (tmp_path / "rewards.py").write_text(REWARD)
-    arguments = {run: [algorithm, *words(algorithm, model, teacher, run)] for run in (whole, killed)}
+    sees = algorithm == PICTURES
+    algorithm, model = ("grpo", sighted) if sees else (algorithm, model)
+    more = ["--dataset", str(sighted / "pictures" / "rows.jsonl")] if sees else []
+    arguments = {run: [algorithm, *words(algorithm, model, teacher, run), *more] for run in (whole, killed)}
     with start(arguments[whole], tmp_path / "whole.log") as never_killed:
         kill_and_resume(arguments[killed], killed)
         assert never_killed.wait(200) == 0, (tmp_path / "whole.log").read_text()

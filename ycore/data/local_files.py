@@ -66,11 +66,11 @@ def _read_text(path: Path, suffix: str) -> Table:
         return _lines_table(JsonLines(path, io.BytesIO(data)))
     entries = _parse_json(str(path), _decoded(path, data))
     objects = [_json_object(f"{path}, entry {number}", entry) for number, entry in enumerate(entries)]
-    return Table(str(path), objects, columns_of(objects))
+    return Table(str(path), objects, columns_of(objects), folder=path.parent)
 
 
 def _lines_table(rows: "JsonLines") -> Table:
-    return Table(str(rows.path), rows, columns_of(rows), lines=rows.lines)
+    return Table(str(rows.path), rows, columns_of(rows), lines=rows.lines, folder=rows.path.parent)
 
 
 def _unpacked(path: Path) -> bytes:
@@ -173,7 +173,7 @@ def _parse_csv(path: Path, text: str) -> Table:
             )
         rows.append(dict(zip(header, record, strict=True)))
         lines.append(line)
-    return Table(str(path), rows, tuple(header), lines)
+    return Table(str(path), rows, tuple(header), lines, folder=path.parent)
 
 
 def _csv_records(path: Path, text: str) -> Iterator[tuple[int, list[str]]]:
@@ -210,4 +210,4 @@ def _read_parquet(path: Path) -> Table:
     except (pyarrow.ArrowException, OSError) as problem:
         reason = str(problem).splitlines()[0]
         raise DataError(f"{path} cannot be read as Parquet: {reason}; write the file again") from None
-    return Table(str(path), _ParquetRows(table), tuple(table.column_names))
+    return Table(str(path), _ParquetRows(table), tuple(table.column_names), folder=path.parent)

@@ -15,10 +15,12 @@ import numpy.typing as npt
 from ycore.config.learner_rules import AGREES
 from ycore.config.schema import RunConfig
 from ycore.data.examples import pair_table
+from ycore.data.row_images import IMAGE_COLUMNS, images_of, with_marks
 from ycore.data.source import read_table
 from ycore.data.table import QUESTION_COLUMNS, Table, TableRow
 from ycore.errors import DataError
-from ycore.types import NO_PROMPT, Content, Message, Prompt
+from ycore.run.images import ImageStore
+from ycore.types import NO_PROMPT, Content, Image, Message, Prompt
 
 PROMPT_COLUMNS = (QUESTION_COLUMNS[0], "messages", *QUESTION_COLUMNS[1:])
 RESERVED_COLUMNS = frozenset({"prompt", "prompts", "completion", "completions", "completion_ids"})
@@ -30,18 +32,20 @@ class PromptSet:
     """Every prompt of a run. A prompt of a JSONL, Parquet or hub dataset is read each time it is drawn.
 
     `columns` are the columns that rewards may ask for. `fingerprint` changes with any prompt, column or their order.
+    `shows` is the first row with a picture; None where no row has one.
     """
 
     prompts: Sequence[Prompt]
     columns: tuple[str, ...]
     fingerprint: str
     is_chat: bool
+    shows: int | None = None
 
 
-def load_prompts(config: RunConfig, *, as_chat: bool = False) -> PromptSet:
+def load_prompts(config: RunConfig, *, as_chat: bool = False, store: ImageStore | None = None) -> PromptSet:
     """The prompts of `config.dataset`, all of them checked; DataError with the first row that cannot be one.
 
-    `as_chat` makes a text prompt a user's turn, for a model with a chat template.
+    `as_chat` makes a text prompt a user's turn, for a model with a chat template. Pictures go into the `store`.
     """
     if config.dataset or not config.env:
         table = read_table(config.dataset, split=config.split, seed=config.seed, limit=config.limit)
@@ -51,7 +55,7 @@ def load_prompts(config: RunConfig, *, as_chat: bool = False) -> PromptSet:
         table = Table("no dataset", [{}], ())
     if config.pairs or any(reward.reward.startswith(AGREES) for reward in config.rewards):
         table = pair_table(table, config.prompt_column, as_chat=as_chat)
-    return to_prompts(table, config, as_chat=as_chat)
+    return to_prompts(table, config, as_chat=as_chat, store=store)
 
 
 class PromptOrder:
@@ -78,26 +82,31 @@ def _permutation(seed: int, epoch: int, num_rows: int) -> npt.NDArray[np.int64]:
     return np.random.default_rng([seed, epoch]).permutation(num_rows)
 
 
-def to_prompts(table: Table, config: RunConfig, *, as_chat: bool) -> PromptSet:
+def to_prompts(table: Table, config: RunConfig, *, as_chat: bool, store: ImageStore | None = None) -> PromptSet:
     """Every row as a prompt; the answer column is passed on to rewards under the name `answer`."""
     column, answer = _prompt_column(table, config.prompt_column, optional=bool(config.env)), config.answer_column
     if len(config.env) > 1:
         _check_environments(table, list(config.environments))
-    passed = {name: name for name in table.columns if name not in {*RESERVED_COLUMNS, column, answer}}
+    passed = {name: name for name in table.columns if name not in {*RESERVED_COLUMNS, *IMAGE_COLUMNS, column, answer}}
     if answer is not None:
         table.require_column(answer, "--answer-column")
         passed["answer"] = answer
     if any(turn.keys() != {"role", "content"} for turn in config.few_shot):
         raise DataError("few_shot is a list of turns with a role and a content each, e.g. {role: user, content: 'Hi'}")
     before: list[Message] = [{str(key): text for key, text in turn.items()} for turn in config.few_shot]
-    prompts = PromptRows(table, column, passed, system_prompt=config.system_prompt, few_shot=before, as_chat=as_chat)
-    return PromptSet(prompts, tuple(passed), fingerprint=_fingerprint(prompts), is_chat=prompts[0].is_chat)
+    how: Any = {"system_prompt": config.system_prompt, "few_shot": before, "as_chat": as_chat}
+    prompts = PromptRows(table, column, passed, store=store or ImageStore(None), **how)
+    fingerprint = _fingerprint(prompts)
+    columns = (*passed, *(["images"] if prompts.with_images else []))
+    shows = min(prompts.with_images, default=None)
+    return PromptSet(prompts, columns, fingerprint, is_chat=prompts[0].is_chat, shows=shows)
 
 
 class PromptRows(Sequence[Prompt]):
     """The prompts of a table, each made when it is read; DataError with the row where it cannot be a prompt.
 
-    `passed` maps the columns that rewards see to the table's.
+    `passed` maps the columns that rewards see to the table's. `with_images` are the pictures of each row that has any,
+    of those read so far: a row's are looked at once.
     """
 
     def __init__(
@@ -109,8 +118,10 @@ class PromptRows(Sequence[Prompt]):
         system_prompt: str | None,
         few_shot: Sequence[Message] = (),
         as_chat: bool,
+        store: ImageStore,
     ) -> None:
-        self._table, self._column, self._passed = table, column, passed
+        self._table, self._column, self._passed, self._store = table, column, passed, store
+        self.with_images: dict[int, tuple[Image, ...]] = {}
         self._system_prompt, self._few_shot = system_prompt, few_shot
         self._as_chat = as_chat or system_prompt is not None or bool(few_shot)
         self._is_text = isinstance(self._content(table.row(0)), str)
@@ -129,7 +140,13 @@ class PromptRows(Sequence[Prompt]):
                 f"{self._table.row(0).place}, {kinds[1]} in {row.place}; make every prompt the same kind"
             )
         columns = {new: row.values.get(old) for new, old in self._passed.items()}
-        return Prompt(row=number, content=self._for_policy(content), columns=columns)
+        if self._as_chat and isinstance(content, str):
+            content = [{"role": "user", "content": content}]
+        images = self.with_images.get(number, ())
+        if not images and (images := images_of(row, content, self._column, self._table.folder, self._store)):
+            self.with_images[number] = images
+        content = self._for_policy(with_marks(content, images, row.place))
+        return Prompt(row=number, content=content, columns=columns, images=images)
 
     def _content(self, row: TableRow) -> Content:
         """The prompt as the dataset has it."""
@@ -157,11 +174,9 @@ class PromptRows(Sequence[Prompt]):
         return content
 
     def _for_policy(self, content: Content) -> Content:
-        """The prompt as the policy gets it: as a chat and with the system prompt, where the run wants them."""
+        """The prompt as the policy gets it: with the system prompt and worked examples, where the run wants them."""
         if isinstance(content, str):
-            if not self._as_chat:
-                return content
-            content = [{"role": "user", "content": content}]
+            return content
         system = content[:1] if content[0]["role"] == "system" else []
         if self._system_prompt is not None and not system:
             return [{"role": "system", "content": self._system_prompt}, *self._few_shot, *content]
@@ -214,7 +229,8 @@ def _without_answer(row: TableRow) -> list[Message]:
 def _fingerprint(prompts: Iterable[Prompt]) -> str:
     digest = hashlib.sha256()
     for prompt in prompts:
-        digest.update(json.dumps([prompt.content, prompt.columns], default=_stable_text).encode())
+        told = [prompt.content, prompt.columns, *([prompt.images] if prompt.images else [])]
+        digest.update(json.dumps(told, default=_stable_text).encode())
     return digest.hexdigest()
 
 

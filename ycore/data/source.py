@@ -60,7 +60,19 @@ def _hub_table(text: str, *, split: str, limit: int | None) -> Table:
     rows = _load(name, config or None, split, offline=is_offline)
     if limit is not None:
         rows = rows.select(range(min(limit, len(rows))))
-    return Table(name=text, rows=rows.with_format(None), columns=tuple(rows.column_names))
+    return Table(name=text, rows=_undecoded(rows).with_format(None), columns=tuple(rows.column_names))
+
+
+def _undecoded(rows: Any) -> Any:
+    """With its pictures as bytes: what is decoded is decoded here once more, and by our own rules."""
+    from datasets import Image, List
+
+    for name, feature in rows.features.items():
+        if isinstance(feature, Image):
+            rows = rows.cast_column(name, Image(decode=False))
+        elif isinstance(feature, List) and isinstance(feature.feature, Image):
+            rows = rows.cast_column(name, List(Image(decode=False)))
+    return rows
 
 
 def _is_cached(name: str) -> bool:

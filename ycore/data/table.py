@@ -3,13 +3,15 @@
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from ycore.errors import DataError, nearest
-from ycore.types import Content, Message
+from ycore.types import IMAGE_MARK, Content, Message
 
 # The columns that hold a question, in order of preference, where the user names none.
 QUESTION_COLUMNS = ("prompt", "question", "problem", "instruction")
+IMAGE_BLOCKS = ("image", "image_url")
 _SHAREGPT_ROLES = {"human": "user", "gpt": "assistant"}
 _SPEAKER = re.compile(r"(?:\A\s*|\n\n)(Human|Assistant):")
 _SPEAKER_ROLES = {"Human": "user", "Assistant": "assistant"}
@@ -17,12 +19,16 @@ _SPEAKER_ROLES = {"Human": "user", "Assistant": "assistant"}
 
 @dataclass(frozen=True, slots=True)
 class Table:
-    """Rows by column name; a row may lack a column that another has. `lines[i]` is the line of row `i` in its file."""
+    """Rows by column name; a row may lack a column that another has. `lines[i]` is the line of row `i` in its file.
+
+    `folder` is where the paths of its pictures begin; None where a row may name no file (a dataset of the hub).
+    """
 
     name: str
     rows: Sequence[Mapping[str, Any]]
     columns: tuple[str, ...]
     lines: Sequence[int] | None = None
+    folder: Path | None = None
 
     def row(self, number: int) -> "TableRow":
         line = "" if self.lines is None else f" (line {self.lines[number]})"
@@ -72,6 +78,7 @@ class TableRow:
                 f"{what} is {type(turn).__name__} in {self.place}; a turn is an object with role and content"
             )
         role, content = turn.get("role", turn.get("from")), turn.get("content", turn.get("value"))
+        content = self._without_blocks(content, what)
         if not isinstance(role, str) or not isinstance(content, str) or not role:
             found = ", ".join(f"{key}: {type(item).__name__}" for key, item in turn.items()) or "nothing"
             raise DataError(f"{what} has {found} in {self.place}; a turn has role and content, both text")
@@ -79,6 +86,16 @@ class TableRow:
             raise DataError(f"{what} calls tools in {self.place}, which ycore does not support yet; remove the row")
         self._check_characters(content, what)
         return {"role": _SHAREGPT_ROLES.get(role, role), "content": content}
+
+    def _without_blocks(self, content: Any, what: str) -> Any:
+        """The text of a turn in blocks, with a mark for each picture; what is in no blocks stays as it is."""
+        if not isinstance(content, Sequence) or isinstance(content, str | bytes):
+            return content
+        kinds = [block.get("type") if isinstance(block, Mapping) else None for block in content]
+        if other := [kind for kind in kinds if kind not in ("text", *IMAGE_BLOCKS)]:
+            raise DataError(f"{what} has a block of type {other[0]!r} in {self.place}; a block is a text or an image")
+        texts = [one.get("text") if kind == "text" else IMAGE_MARK for kind, one in zip(kinds, content, strict=True)]
+        return "".join(texts) if texts and all(isinstance(text, str) for text in texts) else content
 
     def _check_characters(self, text: str, what: str) -> None:
         if not text.isascii() and any("\ud800" <= letter <= "\udfff" for letter in text):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from ycore.types import Completion
+from ycore.types import Completion, Prompt
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +32,13 @@ class Engine(Protocol):
         """Return once the engine answers; EngineError where it does not in time."""
 
     async def complete(
-        self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False, max_tokens: int | None = None
+        self,
+        prompt_ids: Sequence[int],
+        seed: int,
+        *,
+        greedy: bool = False,
+        max_tokens: int | None = None,
+        prompt: Prompt | None = None,
     ) -> Completion:
         """Sample one completion. One request each, so that each is scored as it ends and can be retried alone.
 
@@ -40,6 +46,7 @@ class Engine(Protocol):
             seed: The same seed gives the same completion from the same weights.
             greedy: Take the likeliest token every time, whatever `Sampling` says.
             max_tokens: At most so many, in place of `Sampling`'s.
+            prompt: With pictures, which are in no token ids; None without any.
         """
 
     async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:

@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 import torch
 
 from ycore.engine import Sampling
-from ycore.types import Completion
+from ycore.engine.sight import Sight
+from ycore.types import Completion, Prompt
 
 MAX_BATCH = 64
 
@@ -22,7 +23,12 @@ class _Request(NamedTuple):
     seed: int
     greedy: bool
     max_tokens: int
+    prompt: Prompt | None
     answer: "asyncio.Future[Completion]"
+
+    def is_like(self, other: "_Request") -> bool:
+        """Whether both can be in one batch."""
+        return self.greedy == other.greedy and (self.prompt is None) == (other.prompt is None)
 
 
 class TransformersEngine:
@@ -30,8 +36,9 @@ class TransformersEngine:
 
     name = "transformers"
 
-    def __init__(self, model: Any, tokenizer: Any, sampling: Sampling) -> None:
+    def __init__(self, model: Any, tokenizer: Any, sampling: Sampling, sight: Sight | None = None) -> None:
         self.version = 0
+        self._sight = sight
         self._model = model
         self._tokenizer = tokenizer
         self._sampling = sampling
@@ -49,10 +56,17 @@ class TransformersEngine:
         """Nothing to close."""
 
     async def complete(
-        self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False, max_tokens: int | None = None
+        self,
+        prompt_ids: Sequence[int],
+        seed: int,
+        *,
+        greedy: bool = False,
+        max_tokens: int | None = None,
+        prompt: Prompt | None = None,
     ) -> Completion:
         answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Request(prompt_ids, seed, greedy, max_tokens or self._sampling.max_tokens, answer))
+        limit = max_tokens or self._sampling.max_tokens
+        self._waiting.append(_Request(prompt_ids, seed, greedy, limit, prompt, answer))
         if self._worker is None or self._worker.done():
             self._worker = asyncio.ensure_future(self._work())
         return await answer
@@ -64,9 +78,9 @@ class TransformersEngine:
     async def _work(self) -> None:
         await asyncio.sleep(0)  # all requests of this turn of the event loop go into one batch
         while self._waiting:
-            greedy = self._waiting[0].greedy
-            alike = [request for request in self._waiting if request.greedy == greedy]
-            others = [request for request in self._waiting if request.greedy != greedy]
+            first = self._waiting[0]
+            alike = [request for request in self._waiting if request.is_like(first)]
+            others = [request for request in self._waiting if not request.is_like(first)]
             batch, self._waiting = alike[:MAX_BATCH], alike[MAX_BATCH:] + others
             try:
                 async with self._model_lock:
@@ -88,9 +102,7 @@ class TransformersEngine:
         return tuple(chosen.squeeze(1).tolist())
 
     def _generate(self, batch: Sequence[_Request]) -> list[Completion]:
-        inputs = self._tokenizer.pad(
-            {"input_ids": [list(request.prompt_ids) for request in batch]}, padding_side="left", return_tensors="pt"
-        ).to(self._model.device)
+        inputs = self._inputs(batch).to(self._model.device)
         sampling = self._sampling
         greedy = batch[0].greedy or sampling.temperature == 0
         own = [self._model.device] if self._model.device.type == "cuda" else []  # by default every device, on each rank
@@ -111,6 +123,15 @@ class TransformersEngine:
             )
         rows = outputs[:, inputs["input_ids"].size(1) :].tolist()
         return [self._completion(row[: request.max_tokens]) for row, request in zip(rows, batch, strict=True)]
+
+    def _inputs(self, batch: Sequence[_Request]) -> Any:
+        """Token ids padded left, and the pixels of those that have pictures."""
+        prompts = [request.prompt for request in batch if request.prompt is not None]
+        if not prompts:
+            ids = [list(request.prompt_ids) for request in batch]
+            return self._tokenizer.pad({"input_ids": ids}, padding_side="left", return_tensors="pt")
+        assert self._sight is not None, "a prompt with pictures, and a model that does not see"
+        return self._sight.inputs(prompts)
 
     @contextmanager
     def _inference(self) -> Iterator[None]:

@@ -18,7 +18,7 @@ from ycore.engine.sleeping import SleepingEngine, reload_from_disk
 from ycore.engine.weight_proof import Piece, TensorSums, check_read_back, has_adapters, read_manifest
 from ycore.errors import EngineError, SyncError
 from ycore.placement.placement import REWARD_MODEL, ROLLOUT, TEACHER
-from ycore.types import Completion
+from ycore.types import Completion, Prompt
 
 _WEIGHT_INFO = "/weight_info"
 _LOAD, _UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
@@ -63,8 +63,16 @@ class VllmEngine(Server):
         self._model = ROLLOUT  # what requests ask for; adapters are a model of their own, named by their version
 
     async def complete(
-        self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False, max_tokens: int | None = None
+        self,
+        prompt_ids: Sequence[int],
+        seed: int,
+        *,
+        greedy: bool = False,
+        max_tokens: int | None = None,
+        prompt: Prompt | None = None,
     ) -> Completion:
+        if prompt is not None:
+            raise EngineError(f"{self.name}: vLLM is not asked with pictures yet; take --set engine.kind=transformers")
         version = self.version
         request = {
             "model": self._model,

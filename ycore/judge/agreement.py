@@ -20,6 +20,7 @@ from ycore.judge.declaration import JsonVerdict, Judge, ScoreVerdict
 from ycore.judge.question import Questioner, as_text, verdict_code
 from ycore.judge.sources import is_agreement, judge_of
 from ycore.judge.verdict import Reply, read_value
+from ycore.run.images import ImageStore
 from ycore.types import Prompt
 
 KEY = "verdict_key"
@@ -37,14 +38,16 @@ def agreement_of(spec: RewardConfig) -> Judge:
     return judge
 
 
-def load_questions(config: RunConfig, *, as_chat: bool, special_tokens: tuple[str, ...] = ()) -> PromptSet:
+def load_questions(
+    config: RunConfig, *, as_chat: bool, special_tokens: tuple[str, ...] = (), store: ImageStore | None = None
+) -> PromptSet:
     """The run's prompts: with an `agrees:` reward its judge's questions about the dataset's pairs; DataError.
 
     `special_tokens` are the policy's, as in `Questioner`.
     """
     spec = next(filter(is_agreement, config.rewards), None)
     judge = None if spec is None else agreement_of(spec)
-    prompts = load_prompts(config, as_chat=as_chat)
+    prompts = load_prompts(config, as_chat=as_chat, store=store)
     if spec is None or judge is None:
         return prompts
     if not {"chosen", "rejected"} <= set(prompts.columns):

@@ -15,9 +15,9 @@ from ycore.config.learner_rules import AGREES, TEACHER
 from ycore.config.problems import declared_error
 from ycore.config.recipe_files import SUFFIXES, parse_yaml, read_yaml_file
 from ycore.config.schema import Positive, RewardConfig, RunConfig, Strict, Width
-from ycore.errors import RewardError, nearest
+from ycore.errors import ConfigError, RewardError, nearest
 from ycore.judge.declaration import Judge, Served
-from ycore.rewards.builtin import is_code, is_environment
+from ycore.rewards.builtin import is_code, is_environment, is_reference
 from ycore.run.paths import RunFolder
 
 JUDGE_PREFIX, REWARD_MODEL_PREFIX = "judge:", "rm:"
@@ -150,6 +150,19 @@ def teacher_of(spec: RewardConfig) -> Teacher:
     run = RunFolder(Path(name).expanduser())
     model = str(run.model) if run.config.is_file() else name
     return _validated(Teacher, {"model": model, **spec.args}, what=f"teacher {name}")
+
+
+def check_pictures(config: RunConfig) -> None:
+    """ConfigError where a part of the run would not see the pictures of its prompts, and would judge without them."""
+    blind = {
+        **{spec.reward: "reads text only" for spec in config.rewards if not (is_rule(spec) or is_environment(spec))},
+        **{spec.reward: "asks the policy about text only" for spec in config.rewards if is_reference(spec)},
+        **({"a run with tools, an environment or an agent": "writes prompts of text"} if config.has_turns else {}),
+    }
+    if config.algorithm not in ("grpo", "rloo", "eval"):
+        blind[f"ycore {config.algorithm}"] = "has parts that read text only; take ycore grpo or ycore rloo"
+    for who, why in blind.items():
+        raise ConfigError(f"the prompts have pictures, and {who} {why}; leave it out, or remove the pictures")
 
 
 def require_columns(name: str, judge: Judge, columns: Iterable[str]) -> None:

@@ -114,10 +114,20 @@ def is_vllm_installed() -> bool:
     return find_spec("vllm") is not None
 
 
-def choose_kind(requested: str, *, vllm_installed: bool) -> tuple[Kind, str]:
-    """What generates on this machine, by `engine.kind`, and a note about it; ConfigError where vLLM is missing."""
+def choose_kind(requested: str, *, vllm_installed: bool, sighted: bool = False) -> tuple[Kind, str]:
+    """What generates on this machine, by `engine.kind`, and a note about it; ConfigError where vLLM is missing.
+
+    `sighted`: the policy reads pictures.
+    """
     if requested == "transformers":
         return "transformers", "generating with transformers in the trainer's process, as requested"
+    if sighted and requested == "auto":
+        return (
+            "transformers",
+            "generating with transformers in the trainer's process: the policy reads pictures",
+        )
+    if sighted:
+        raise ConfigError("engine.kind is vllm, and its engines are not sent pictures yet; take --engine transformers")
     if vllm_installed:
         return "vllm", "generating with vLLM"
     if requested == "vllm":
@@ -135,7 +145,8 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch) -> EnginePlan:
         check_teachers(config, fetch(config.model), fetch)
     if config.replay is not None:
         return EnginePlan("replay", length, f"reading the rounds of {config.replay} from its journal: no generation")
-    kind, how = choose_kind(config.engine.kind, vllm_installed=is_vllm_installed())
+    sighted = "vision_config" in model_config
+    kind, how = choose_kind(config.engine.kind, vllm_installed=is_vllm_installed(), sighted=sighted)
     how = "scoring the answers of each row with vLLM" if config.pairs and kind == "vllm" else how
     if kind == "transformers":
         return EnginePlan(kind, length, how)

@@ -98,6 +98,23 @@ def require_chat_template(plan: ModelPlan) -> None:
         )
 
 
+def sees(name: str) -> bool:
+    """Whether a model whose config is on this machine reads pictures."""
+    folder = Path(os.path.expanduser(name))
+    folder = cache_dir() / "builtin" / name if name in BUILTIN and not folder.is_dir() else folder
+    found = folder if folder.is_dir() else cached_snapshot(name) if name.count("/") == 1 else None
+    return found is not None and "vision_config" in read_json(found / "config.json")
+
+
+def require_sight(plan: ModelPlan, row: int) -> None:
+    """Refuse pictures for a model that reads text only; a model whose config is not known yet passes."""
+    if plan.config is not None and "vision_config" not in plan.config:
+        raise ModelError(
+            f"row {row} has a picture, and {plan.name} reads text only; "
+            "take a vision-language model, or remove the columns image and images"
+        )
+
+
 def _ready_plan(kind: Kind, name: str, folder: Path, trust_remote_code: bool) -> ModelPlan:
     config = inspect_folder(folder, trust_remote_code=trust_remote_code)
     note, longest, template = f"found in {folder}", context_length(config), has_chat_template(folder)

@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
+from ycore.run.paths import RunFolder
 from ycore.sandbox import GIB, Confinement, Limits, View
 from ycore.sandbox.level import choose
 from ycore.sandbox.namespaces import SCRATCH, python_paths
@@ -38,7 +39,7 @@ def confinement_of(
 
 
 def view_of(specs: Sequence[RewardConfig], *, run_folder: Path | None) -> View:
-    """What the process of these rewards may see; never the run's folder, even where a reward lies in it."""
+    """What the process of these rewards may see; of the run's folder its pictures alone, and rewards that lie in it."""
     here = Path.cwd()
     asked = [Path(entry) for entry in os.environ.get("PYTHONPATH", "").split(os.pathsep) if os.path.isabs(entry)]
     files = [Path(spec.reward.rpartition(":")[0]).expanduser().absolute() for spec in specs if is_file(spec.reward)]
@@ -46,6 +47,8 @@ def view_of(specs: Sequence[RewardConfig], *, run_folder: Path | None) -> View:
     named = [Path(name).expanduser().absolute() for spec in specs for name in spec.sandbox.read]
     shown = [path for folder in dict.fromkeys(folders) for path in _parts(folder)]
     own = None if run_folder is None else run_folder.absolute()
+    if run_folder is not None and (pictures := RunFolder(run_folder.absolute()).images).is_dir():
+        named.append(pictures)
     kept = (*python_paths(), *files, *named)
     hidden = list(_hidden_in(shown, own, kept))
     if own is not None and any(path.is_relative_to(own) for path in shown):

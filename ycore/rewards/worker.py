@@ -19,6 +19,7 @@ import sys
 import traceback
 from collections.abc import Awaitable, Iterable, Mapping
 from dataclasses import asdict
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple, SupportsFloat
 
@@ -28,7 +29,9 @@ from ycore.rewards.answers import without_thinking
 from ycore.rewards.builtin import LIBRARIES, Reward
 from ycore.rewards.loading import Inputs, inputs_of, load_reward, one_line
 from ycore.rewards.replies import BYTES_A_VALUE, MOST_BYTES
+from ycore.run.images import ImageStore
 from ycore.sandbox.channel import Channel
+from ycore.types import in_blocks
 
 
 class Source(NamedTuple):
@@ -108,9 +111,16 @@ def _arguments(source: Source, request: Mapping[str, Any]) -> dict[str, Any]:
     if "environments" in offered:  # in TRL the instances themselves; here they are in other processes
         worlds = [json.loads(world or "{}") for world in offered["environments"]]
         offered["environments"] = [SimpleNamespace(**world) for world in worlds]
+    if "images" in offered:  # in TRL the pictures themselves; here they are read where they are asked for
+        offered["images"] = [[_picture(Path(name)) for name in names] for names in offered["images"]]
+        offered["prompts"] = [in_blocks(prompt) for prompt in offered.get("prompts", ())]
     offered["trainer_state"] = SimpleNamespace(global_step=request["step"])
     offered["log_extra"] = offered["log_metric"] = _ignore
     return {name: value for name, value in offered.items() if source.inputs.accepts(name)}
+
+
+def _picture(path: Path) -> Any:
+    return ImageStore(path.parent).open(path.name)
 
 
 def _ignore(*_args: Any, **_kwargs: Any) -> None:

@@ -16,10 +16,12 @@ from ycore.config.schema import Offload, RunConfig
 from ycore.data.prompts import PromptSet
 from ycore.engine import Engine, Sampling
 from ycore.engine.server import Server, restart_timeout_s
+from ycore.engine.sight import Sight, load_sight
 from ycore.engine.sleeping import SleepingEngine, SleepTogether
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.environments.agent_pool import AgentPool
 from ycore.environments.tool_pool import Description, ToolPool, describe_tools
+from ycore.errors import DataError
 from ycore.judge.agreement import load_questions
 from ycore.placement.allocator import Allocator
 from ycore.placement.learning import SleepLevels
@@ -40,6 +42,7 @@ from ycore.round.slots import Sleeper, Slots
 from ycore.round.step import Controller
 from ycore.round.turns import GivenPairs, OneTurn, Turns
 from ycore.run.files import read_json
+from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
 from ycore.run.secrets import load_config
@@ -84,6 +87,8 @@ class Assembly:
     prompts: PromptSet
     described: Mapping[str | None, Description] = field(default_factory=dict)
     """What the policy may call in each environment, by its name; {} without tools and environments."""
+    sight: Sight | None = None
+    """Of a model whose prompts have pictures."""
     _dialogues: dict[str, Dialogue] = field(default_factory=dict)
 
     def controller(
@@ -161,7 +166,12 @@ class Assembly:
         config = self.config.for_evaluation()
         if config is None:
             return None
-        prompts = _prompts(config, self.tokenizer)
+        prompts = _prompts(config, self.tokenizer, ImageStore(self.folder.images))
+        if prompts.shows is not None and self.sight is None:
+            raise DataError(
+                f"row {prompts.shows} of {config.dataset} has a picture, and no row of {self.config.dataset}; "
+                "train on pictures too, or evaluate with `ycore eval`"
+            )
         parts, scoring = replace(self, config=config, prompts=prompts), controller.scoring
         if config.rewards != self.config.rewards:
             started = [  # served for the run's own rewards; here by their places among those of the evaluation
@@ -190,6 +200,9 @@ class Assembly:
 
     def encode(self, prompt: Prompt) -> tuple[int, ...]:
         """The prompt's token ids: a chat goes through the chat template, text does not."""
+        if prompt.images:
+            assert self.sight is not None
+            return self.sight.prompt_ids(prompt)
         if self.described:
             return self.dialogue_for(prompt).prompt_ids(prompt.content)
         if isinstance(prompt.content, str):
@@ -354,14 +367,20 @@ def assemble(root: Path) -> Assembly:
     config = RunConfig.model_validate(load_config(folder))
     started = TypeAdapter(EngineList).validate_python(read_json(folder.engines))
     tokenizer = load_tokenizer(started.model, trust_remote_code=config.trust_remote_code)
-    prompts = _prompts(config, tokenizer)
+    store = ImageStore(folder.images)
+    prompts = _prompts(config, tokenizer, store)
+    sight = None
+    if prompts.shows is not None:
+        template_arguments = config.trl.get("chat_template_kwargs")
+        how: Any = {"trust_remote_code": config.trust_remote_code, "template_arguments": template_arguments}
+        sight = load_sight(started.model, store, tokenizer, **how)
     described = describe_tools(config, run_folder=root) if config.replay is None else {}
-    return Assembly(folder, config, started, tokenizer, prompts, described)
+    return Assembly(folder, config, started, tokenizer, prompts, described, sight)
 
 
-def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase) -> PromptSet:
+def _prompts(config: RunConfig, tokenizer: PreTrainedTokenizerBase, store: ImageStore) -> PromptSet:
     as_chat = tokenizer.chat_template is not None
-    return load_questions(config, as_chat=as_chat, special_tokens=special_tokens(tokenizer))
+    return load_questions(config, as_chat=as_chat, special_tokens=special_tokens(tokenizer), store=store)
 
 
 def load_tokenizer(model: Path, *, trust_remote_code: bool) -> PreTrainedTokenizerBase:

@@ -16,7 +16,7 @@ from ycore.round.regroup import regroup_round, regroup_states
 from ycore.run.files import make_folder
 from ycore.run.paths import RunFolder
 from ycore.run.resuming import check_replay, damaged_round, drop_rounds, read_label, read_round, round_file, write_round
-from ycore.types import Completion, Draw, Finished, Group, Prompt, Score, Turn
+from ycore.types import Completion, Draw, Finished, Group, Image, Prompt, Score, Turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,11 +180,16 @@ def group_to_json(group: Group) -> dict[str, Any]:
 def group_from_json(value: Mapping[str, Any]) -> Group:
     draw, greedy = value["draw"], value.get("greedy_scores_R")
     return Group(
-        draw=Draw(draw["position"], Prompt(**draw["prompt"]), tuple(draw["token_ids"])),
+        draw=Draw(draw["position"], _prompt(draw["prompt"]), tuple(draw["token_ids"])),
         completions=tuple(_completion(one) for one in value["completions"]),
         scores_GR=tuple(tuple(_score(score) for score in row) for row in value["scores_GR"]),
         greedy_scores_R=None if greedy is None else tuple(_score(score) for score in greedy),
     )
+
+
+def _prompt(value: Mapping[str, Any]) -> Prompt:
+    images = value.get("images", ())  # absent from journals of early versions
+    return Prompt(**{**value, "images": tuple(Image(*image) for image in images)})
 
 
 def _score(value: Mapping[str, Any]) -> Score:

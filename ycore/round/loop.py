@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
@@ -113,7 +114,9 @@ class RankLoop:
 
         async def one(prompt: Prompt, token_ids: tuple[int, ...]) -> dict[str, Any]:
             start = await self.turns.start(Draw(prompt.row, prompt, token_ids))
-            written = await self.turns.play(start, 0, self.engines[0].complete, seed=0)
+            how: dict[str, Any] = {"prompt": prompt} if prompt.images else {}
+            write = partial(self.engines[0].complete, **how)
+            written = await self.turns.play(start, 0, write, seed=0)
             return {
                 "row": prompt.row,
                 "prompt": start.draw.prompt.content,

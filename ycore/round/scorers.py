@@ -48,6 +48,7 @@ from ycore.round.judge_scorer import AgreementScorer, JudgeScorer
 from ycore.round.meters import JudgeMeter, Meter, RewardModelMeter, TeacherMeter, WorkerMeter
 from ycore.round.scoring import RuleScorer, Scorer, Scoring, TextOf, Writing, plain_text
 from ycore.round.tasks import together
+from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
 from ycore.sandbox.level import NUMBERS
 from ycore.types import Completion, Prompt, Score, TokenSequence, Turn
@@ -92,7 +93,7 @@ def build_scoring(
     meters: list[Meter] = [meter for kind, meter in kinds if any(map(kind, config.rewards))]
     if rules:
         pool = _pool_of(config, folder, [config.rewards[source] for source in rules])
-        scorers.append((rules, RuleScorer(pool)))
+        scorers.append((rules, RuleScorer(pool, ImageStore(folder.images))))
         meters.append(WorkerMeter(lambda: pool.restarts, NUMBERS[pool.level]))
     for source, spec in enumerate(config.rewards):
         trusts = config.trust_remote_code

@@ -16,6 +16,7 @@ from ycore.rewards.pool import RewardPool
 from ycore.round.meters import Meter
 from ycore.round.slots import Slots, Turn
 from ycore.round.tasks import together
+from ycore.run.images import ImageStore
 from ycore.types import Completion, Draw, Score
 
 TextOf = Callable[[Completion], str]  # the part of a completion that a reward source looks at
@@ -98,11 +99,14 @@ class Scoring:
         await asyncio.gather(*(scorer.close() for _, scorer in self._scorers))
 
 
+NO_FOLDER = ImageStore(None)
+
+
 class RuleScorer(Scorer):
     """Reward functions in worker processes. They receive whole groups, since a function may compare completions."""
 
-    def __init__(self, pool: RewardPool) -> None:
-        self._pool = pool
+    def __init__(self, pool: RewardPool, images: ImageStore = NO_FOLDER) -> None:
+        self._pool, self._images = pool, images
 
     async def start(self, *, timeout_s: float) -> None:
         await self._pool.start()
@@ -111,6 +115,8 @@ class RuleScorer(Scorer):
         draw, completions = writing.draw, await writing.all()
         size = len(completions)
         columns = {name: [value] * size for name, value in draw.prompt.columns.items()}
+        if draw.prompt.images:
+            columns["images"] = [[str(self._images.path(image.sha256)) for image in draw.prompt.images]] * size
         if any(completion.world is not None for completion in completions):
             columns["environments"] = [completion.world for completion in completions]
         return await self._pool.score(

@@ -9,6 +9,7 @@ it is dealt, a few whole groups change ranks so that training costs every rank a
 import asyncio
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 from ycore.placement.placement import ROLLOUT
 from ycore.round.curriculum import lesson_of
@@ -20,7 +21,7 @@ from ycore.round.scoring import Writing
 from ycore.round.tasks import ending, next_finished, together
 from ycore.round.turns import Start
 from ycore.run.trace import ROUND, SYNC
-from ycore.types import Completion, Draw, Finished, Group
+from ycore.types import Completion, Draw, Finished, Group, Prompt
 
 
 class Controller(RankLoop):
@@ -108,18 +109,19 @@ class Controller(RankLoop):
 
     async def complete(self, start: Start, index: int, *, greedy: bool = False) -> Completion:
         """One completion. Each of the policy's turns is one request, whose seed does not depend on who answers it."""
-        write = partial(self.write, greedy=greedy)
+        write = partial(self.write, greedy=greedy, prompt=start.draw.prompt)
         completion = await self.turns.play(start, index, write, seed=self.rules.seed)
         self.meter.note_written()
         return completion
 
     async def write(
-        self, token_ids: Sequence[int], seed: int, *, greedy: bool, max_tokens: int | None = None
+        self, token_ids: Sequence[int], seed: int, *, greedy: bool, prompt: Prompt, max_tokens: int | None = None
     ) -> Completion:
         """What the policy writes after these tokens, by the engine of the slot whose turn it is."""
-        limit = {} if max_tokens is None else {"max_tokens": max_tokens}
+        how: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
+        how |= {"prompt": prompt} if prompt.images else {}
         async with self.slots.turn(ROLLOUT) as slot:
-            written = await slot.pick(self.engines).complete(token_ids, seed, greedy=greedy, **limit)
+            written = await slot.pick(self.engines).complete(token_ids, seed, greedy=greedy, **how)
             slot.num_tokens, slot.seed = len(written.token_ids), seed
         return written
 

@@ -61,13 +61,17 @@ def _position_bias(judged: Sequence[tuple[str, float]]) -> dict[str, float]:
 def load_policy(parts: "Assembly") -> Any:
     """The run's model as transformers loads it, on the device where there is one with room."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    from ycore.engine.sight import image_token_ids
     from ycore.trl.build import compute_dtype
+    from ycore.trl.forward import never_write
 
-    model = AutoModelForCausalLM.from_pretrained(
+    kind = AutoModelForCausalLM if parts.sight is None else AutoModelForImageTextToText
+    model = kind.from_pretrained(
         parts.started.model, dtype=compute_dtype(parts.config), trust_remote_code=parts.config.trust_remote_code
     )
+    never_write(model, image_token_ids(model.config.to_dict()))
     return model.to("cuda") if torch.cuda.is_available() and not parts.started.on_host else model
 
 
@@ -77,7 +81,7 @@ def open_engines(parts: "Assembly", model: Any) -> "list[Engine]":
 
     if parts.started.kind == "vllm":
         return [*parts.vllm_engines()]
-    return [TransformersEngine(model, parts.tokenizer, parts.sampling())]
+    return [TransformersEngine(model, parts.tokenizer, parts.sampling(), parts.sight)]
 
 
 def _all_groups(controller: "Controller", num_prompts: int, metrics: Path, completions: Path) -> list[Group]:

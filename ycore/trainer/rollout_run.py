@@ -37,9 +37,11 @@ class RolloutRun(TrainingRun):
             parts.folder,
             parts.home,
             model=parts.started.model,
-            tokenizer=parts.tokenizer,
+            tokenizer=parts.tokenizer if parts.sight is None else parts.sight.processor,
             contents=_contents(parts),
         )
+        if parts.sight is not None:
+            self.trainer.open_image = parts.sight.store.open
         self._line = parts.line()
         self._peers = self._make_peers()
         self.controller = self.step_metrics.controller = self._make_controller()
@@ -88,14 +90,15 @@ class RolloutRun(TrainingRun):
 
     def _engines(self) -> list[Engine]:
         """The engines of the machine; or the model in training."""
-        if self._parts.started.kind == "vllm":
-            engines = self._parts.vllm_engines()
-            if self._parts.config.engine.sync == "ipc":
+        parts = self._parts
+        if parts.started.kind == "vllm":
+            engines = parts.vllm_engines()
+            if parts.config.engine.sync == "ipc":
                 walk = partial(engine_weights, self.trainer.bare_model, dtype=compute_dtype(self.config))
                 for engine in engines:
                     engine.source = Source(walk, self.trainer.accelerator.device)
             return [*engines]
-        return [TransformersEngine(self.trainer.bare_model, self._parts.tokenizer, self._parts.sampling())]
+        return [TransformersEngine(self.trainer.bare_model, parts.tokenizer, parts.sampling(), parts.sight)]
 
     def _share_weights(self, version: int) -> Path:
         """Write the policy's weights for the engines: the first rank of a machine does, and the others wait."""
@@ -124,6 +127,8 @@ class RolloutRun(TrainingRun):
         self.checkpoints.check_room()
         if self.leads:
             print(_FORWARD[self.trainer.packed_by], flush=True)
+            if self._parts.sight is not None and not self.trainer.packs_pictures:
+                print("forward of prompts with pictures: padded rows, TRL's own", flush=True)
         self._samples: dict[str, list[dict[str, Any]]] = {}
         if self._parts.config.replay is None:
             self.controller.start(timeout_s=self._parts.config.engine.start_timeout_s)

@@ -1,14 +1,15 @@
 """A round as TRL sees it: flat sequences and their micro-batches."""
 
+import hashlib
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from ycore.types import Group, Score
+from ycore.types import Group, Image, Prompt, Score, in_blocks
 
 MicroBatches = list[dict[str, torch.Tensor | list[Any] | None]]
 """What TRL splits a round into: tensors by name, lists for images, and None for what the model does not take."""
@@ -39,13 +40,18 @@ class FlatSequence:
     greedy_rewards: list[float]
     policy_version: int
     is_cut: bool  # at `max_tokens`, before it ended
+    shown: int = 0  # other pictures, another number; 0 without any
 
 
-def flatten(groups: Sequence[Group]) -> list[FlatSequence]:
-    """One sequence per completion, group by group: the order TRL sees."""
+def flatten(groups: Sequence[Group], open_image: Callable[[str], Any] | None = None) -> list[FlatSequence]:
+    """One sequence per completion, group by group: the order TRL sees.
+
+    With `open_image`, which gives the picture of a sha256, every row has its `images`, and a prompt in blocks.
+    """
+    rows = [_row(group.draw.prompt, open_image) for group in groups]
     return [
         FlatSequence(
-            row={**group.draw.prompt.columns, "prompt": group.draw.prompt.content},
+            row=row,
             prompt_ids=list(group.prompt_ids(completion)),
             completion_ids=list(completion.token_ids),
             logprobs=None if completion.logprobs is None else list(completion.logprobs),
@@ -57,10 +63,25 @@ def flatten(groups: Sequence[Group]) -> list[FlatSequence]:
             greedy_rewards=_values(group.greedy_scores_R or ()),
             policy_version=completion.policy_version,
             is_cut=completion.finish_reason == "length",
+            shown=_number_of(group.draw.prompt.images),
         )
-        for group in groups
+        for group, row in zip(groups, rows, strict=True)
         for completion, scores in zip(group.completions, group.scores_GR, strict=True)
     ]
+
+
+def _row(prompt: Prompt, open_image: Callable[[str], Any] | None) -> dict[str, Any]:
+    row = {**prompt.columns, "prompt": prompt.content}
+    if open_image is None:
+        return row
+    pictures = [open_image(image.sha256) for image in prompt.images]
+    return {**row, "prompt": in_blocks(prompt.content) if pictures else prompt.content, "images": pictures}
+
+
+def _number_of(images: Sequence[Image]) -> int:
+    """Below 2**63, so that a tensor can hold it."""
+    told = "".join(image.sha256 for image in images)
+    return int.from_bytes(hashlib.sha256(told.encode()).digest()[:8]) >> 1 if images else 0
 
 
 def begins_of(sequences: Sequence[FlatSequence], width: int) -> torch.Tensor | None:

@@ -26,6 +26,9 @@ from ycore.run.paths import RunFolder
 from ycore.trl.advantages import ESTIMATORS, Estimator
 from ycore.trl.base import BaseTrainer
 
+EYES = "vision|visual|projector|connector|merger|aligner"
+"""In the names of the modules that make features of pictures, in all families that TRL trains."""
+
 
 def load_trainer_class(config: AnyConfig) -> type[BaseTrainer]:
     """The class of the run's algorithm: `Trainer` of the module that the table of algorithms names."""
@@ -74,7 +77,7 @@ def build_trainer(
         model=str(model),
         args=settings,
         processing_class=tokenizer,
-        peft_config=None if config.lora is None else _lora(config.lora, trainer_class.task_type),
+        peft_config=None if config.lora is None else _lora(config.lora, trainer_class.task_type, model),
         callbacks=list(callbacks),
         **data,
     )
@@ -161,8 +164,14 @@ def _for_examples(
     return trl_arguments(config, batch, folder), {"train_dataset": train, "eval_dataset": held_out}
 
 
-def _lora(settings: LoraSettings, task_type: str) -> LoraConfig:
+def not_of_the_eyes(model: Path) -> str | None:
+    """What `all-linear` leaves out of a model that sees, as peft's pattern: its tower and projector stay frozen."""
+    return rf".*({EYES}).*" if "vision_config" in read_json(model / "config.json") else None
+
+
+def _lora(settings: LoraSettings, task_type: str, model: Path) -> LoraConfig:
     return LoraConfig(
+        exclude_modules=not_of_the_eyes(model) if settings.target_modules == "all-linear" else None,
         r=settings.r,
         lora_alpha=settings.alpha,
         lora_dropout=settings.dropout,

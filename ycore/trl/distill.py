@@ -119,12 +119,12 @@ class Trainer(TokenRewardTrainer):
         weights = self.reward_weights.to(mask.device)[self._teachers]
         return {"advantages": self._of_rewards(mask).float(), "taught": weights * ~rewards.isnan()}
 
-    def _score(self, model: torch.nn.Module, *inputs: Any, size: int | None) -> tuple[Tensor, Tensor]:
+    def _score(self, model: torch.nn.Module, *inputs: Any, **how: Any) -> tuple[Tensor, Tensor]:
         if self._micro_batch is None or not self.beside:
-            return super()._score(model, *inputs, size=size)
+            return super()._score(model, *inputs, **how)
         names = ("log_probs", "entropy", *(f"teacher-{number}" for number in range(len(self.beside))))
         logps, entropies, *self._divergences = packed_scores(
-            model, *inputs, path=self.packed_by, names=names, size=size, with_teachers=True
+            model, *inputs, path=self.packed_by, names=names, with_teachers=True, **how
         )
         return logps, entropies
 

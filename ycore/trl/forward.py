@@ -8,7 +8,7 @@ included, and repeats the projection in its backward. `score_tokens` projects on
 import functools
 import types
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch.utils.checkpoint import checkpoint
@@ -16,10 +16,13 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import FusedCausalLMOutput
 
 from ycore.errors import RunError
-from ycore.trl.packing import IGNORE, attention_inputs, pack, plan_blocks
+from ycore.trl.packing import IGNORE, Block, attention_inputs, pack, plan_blocks
 
 TILE = 512
 """Tokens projected at a time: a tile of 512 x 49,152 float32 logits is 100 MB."""
+
+NEVER = -1e4
+"""A logit whose probability is 0 in float32 beside any other; an infinite one would make an entropy NaN."""
 
 Compare = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 """From the log-probabilities of two models, (N, V), to a number for each place."""
@@ -33,6 +36,19 @@ _LOGIT_TRANSFORMS = (
 )
 
 
+class Pictures(NamedTuple):
+    """Of each sequence of a micro-batch its pixels, (number of pictures, C, H, W), and a number that tells them from
+    others."""
+
+    pixels: Sequence[torch.Tensor]
+    shown: list[int]
+
+    def of(self, blocks: Sequence[Block], *, after: int) -> torch.Tensor | None:
+        """Those of the blocks' prompts, whose members are counted from the sequence `after`; None without any."""
+        found = [self.pixels[after + block.members[0]] for block in blocks]
+        return torch.cat(found) if any(len(one) for one in found) else None
+
+
 def score_completions(
     model: torch.nn.Module,
     input_ids: torch.Tensor,
@@ -42,7 +58,8 @@ def score_completions(
     begins: torch.Tensor | None = None,
     *,
     path: str,
-    batch_size: int | None = None,
+    size: int | None = None,
+    pictures: Pictures | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Per-token log-probabilities and entropies, in nats, of the completions; arguments as for `packed_scores`.
 
@@ -50,10 +67,8 @@ def score_completions(
         Two (B, T) float32 tensors, zero at padding and where none is wanted. The entropies are zero where the head
         gives none.
     """
-    names = ("log_probs", "entropy")
-    logps, entropies = packed_scores(
-        model, input_ids, attention_mask, completion_width, wanted, begins, path=path, names=names, size=batch_size
-    )
+    how: Any = {"path": path, "names": ("log_probs", "entropy"), "size": size, "pictures": pictures}
+    logps, entropies = packed_scores(model, input_ids, attention_mask, completion_width, wanted, begins, **how)
     return logps, entropies
 
 
@@ -68,6 +83,7 @@ def packed_scores(
     path: str | None,
     names: Sequence[str],
     size: int | None = None,
+    pictures: Pictures | None = None,
     **asked: Any,
 ) -> list[torch.Tensor]:
     """The outputs of these names at the completions' tokens, each (B, T) and zero at padding and where none is wanted.
@@ -81,17 +97,20 @@ def packed_scores(
         begins: (B, T), n where n tokens of a completion are the prompt of another sequence, see `batches.begins_of`.
         path: how the model's attention is packed, see `packing.path_of`.
         size: sequences per forward; None takes all at once.
+        pictures: of each sequence, for a model that `packs_pictures`; a shared prompt's are seen once.
     """
-    assert path is not None
+    assert path is not None and (pictures is None or begins is None)
     per_pass = size or len(input_ids)
     wanted = torch.ones(len(input_ids), completion_width) if wanted is None else wanted
     begins = torch.zeros_like(wanted, dtype=torch.long) if begins is None else begins
     found: list[list[torch.Tensor]] = [[] for _ in names]
-    for ids, mask, of_pass, begins_of_pass in zip(
-        *(one.split(per_pass) for one in (input_ids, attention_mask, wanted, begins)), strict=True
-    ):
+    passes_of = (one.split(per_pass) for one in (input_ids, attention_mask, wanted, begins))
+    for number, (ids, mask, of_pass, begins_of_pass) in enumerate(zip(*passes_of, strict=True)):
         prompts, completions, starts = _unpad(ids, mask, completion_width, begins_of_pass.tolist())
-        blocks = plan_blocks(prompts, completions, share=path != "varlen")
+        shown = None if pictures is None else pictures.shown[number * per_pass :]
+        blocks = plan_blocks(prompts, completions, share=path != "varlen", shown=shown)
+        if pictures is not None:
+            asked["pixel_values"] = pictures.of(blocks, after=number * per_pass)
         row, places = pack(blocks, prompts, completions, starts)
         row["shift_labels"].masked_fill_(~of_pass.cpu().bool().flatten()[places], IGNORE)
         inputs = {name: tensor.to(ids.device) for name, tensor in row.items()}
@@ -133,6 +152,22 @@ def has_plain_logits(model: PreTrainedModel) -> bool:
     """Whether the logits are the output embedding's own, neither capped nor scaled."""
     text = model.config.get_text_config().to_dict()
     return all(text.get(key) is None for key in _LOGIT_TRANSFORMS)
+
+
+def never_write(model: PreTrainedModel, token_ids: Sequence[int]) -> None:
+    """Give these tokens the probability 0 wherever the model's head is used: in generation, in ycore's and in TRL's.
+
+    They stand for pictures, and there is none behind one that is written. It is a bias of the head that is not saved;
+    a head with a bias of its own keeps that.
+    """
+    head = model.get_output_embeddings()
+    head = getattr(head, "base_layer", head)
+    if not token_ids or head.bias is not None:
+        return
+    bias = torch.zeros(head.out_features, device=head.weight.device, dtype=head.weight.dtype)
+    bias[list(token_ids)] = NEVER
+    del head.bias
+    head.register_buffer("bias", bias, persistent=False)
 
 
 def add_compact_head(model: PreTrainedModel, *, temperature: float) -> None:

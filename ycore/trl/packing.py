@@ -73,25 +73,41 @@ def path_of(model: PreTrainedModel) -> str | None:
     return "segments" if attention in ("sdpa", SEGMENTS) else None
 
 
+def packs_pictures(model: PreTrainedModel) -> bool:
+    """Whether a packed row may have pictures: one row of pixels each, in the order of their tokens, with plain
+    positions and a causal mask. Of the families that do so LLaVA's is held to it by tests; the others are padded."""
+    return str(model.config.model_type) == "llava"
+
+
 def use_segments(model: PreTrainedModel) -> None:
-    """Let the model compute attention by segments in calls with `segments=...`; other calls are as before (sdpa)."""
+    """Let the model compute attention by segments in calls with `segments=...`; other calls are as before (sdpa).
+
+    A vision tower's own attention stays what it is.
+    """
     AttentionInterface.register(SEGMENTS, segment_attention)
     AttentionMaskInterface.register(SEGMENTS, sdpa_mask)
-    model.set_attn_implementation(SEGMENTS)
+    sees = model.config.get_text_config() is not model.config
+    model.set_attn_implementation({"text_config": SEGMENTS} if sees else SEGMENTS)
 
 
 def plan_blocks(
-    prompts: Sequence[tuple[int, ...]], completions: Sequence[tuple[int, ...]], *, share: bool
+    prompts: Sequence[tuple[int, ...]],
+    completions: Sequence[tuple[int, ...]],
+    *,
+    share: bool,
+    shown: Sequence[int] | None = None,
 ) -> list[Block]:
     """The blocks of a row; sequences without completion tokens, which are masked out, are left out.
 
     Args:
         share: False gives every sequence a block of its own.
+        shown: of each sequence a number of its pictures: equal ids with other pictures are another prompt.
     """
     groups: dict[Any, list[int]] = {}
     for index, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         if completion:
-            groups.setdefault(prompt if share else index, []).append(index)
+            key = (prompt, shown and shown[index])
+            groups.setdefault(key if share else index, []).append(index)
     return [
         Block(tuple(members), len(prompts[members[0]]) - 1, tuple(len(completions[index]) for index in members))
         for members in groups.values()

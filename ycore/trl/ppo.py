@@ -106,12 +106,12 @@ class Trainer(TokenRewardTrainer):
 
     # -- the loss ----------------------------------------------------------------------------------------------------
 
-    def _score(self, model: torch.nn.Module, *inputs: Any, size: int | None) -> tuple[Tensor, Tensor]:
+    def _score(self, model: torch.nn.Module, *inputs: Any, **how: Any) -> tuple[Tensor, Tensor]:
         if self._micro_batch is None:
-            return super()._score(model, *inputs, size=size)
+            return super()._score(model, *inputs, **how)
         names = ("log_probs", "entropy", VALUES)
         logps, entropies, self._values = packed_scores(
-            model, *inputs, path=self.packed_by, names=names, size=size, with_values=True
+            model, *inputs, path=self.packed_by, names=names, with_values=True, **how
         )
         return logps, entropies
 

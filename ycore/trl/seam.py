@@ -6,81 +6,33 @@ and scores completions with one packed forward.
 
 import hashlib
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from pathlib import Path
 from typing import Any, Protocol
 
 import torch
 from accelerate.utils import gather, set_seed
 from peft import PeftModel
-from safetensors.torch import load_model, save_model
 from transformers.integrations import is_deepspeed_zero3_enabled
-from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
-from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
+from trl.trainer.utils import (
+    shuffle_sequence_dict,
+    split_pixel_values_by_grid,
+    split_tensor_dict,
+    unsplit_pixel_values_by_grid,
+)
 
-from ycore.errors import ConfigError
+from ycore.engine.sight import image_token_ids
 from ycore.round.sampling import TOLERANCE
 from ycore.trl.advantages import Estimator
-from ycore.trl.base import BaseTrainer
+from ycore.trl.base import DurableTrainer
 from ycore.trl.batches import FlatSequence, Place, begins_of, deal, flatten, loss_mask
 from ycore.trl.divergence import stand_in
-from ycore.trl.forward import add_compact_head, score_completions
+from ycore.trl.forward import Pictures, add_compact_head, never_write, score_completions
 from ycore.trl.importance import absolute_gap, importance_ratio
 from ycore.trl.offload import Offload
-from ycore.trl.packing import path_of, use_segments
+from ycore.trl.packing import packs_pictures, path_of, use_segments
 from ycore.types import Group
-
-REFERENCE = "reference.safetensors"
-
-
-class DurableTrainer(BaseTrainer, GRPOTrainer):
-    """GRPOTrainer that also saves a moving reference, and stops at the first loss or gradient that is not finite."""
-
-    way_out = (
-        "nothing of it is saved, and the last checkpoint stands; "
-        "go on from it with --resume --accept-changes and a lower --learning-rate, or look at the rewards"
-    )
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        if self.args.sync_ref_model and (is_deepspeed_zero3_enabled() or self.is_fsdp_enabled):
-            raise ConfigError(
-                "sync_ref_model moves a reference that a checkpoint must hold whole, and zero3 and fsdp2 cut it up; "
-                "take --accelerate zero2, or leave it out"
-            )
-        self._losses: list[torch.Tensor] = []
-
-    def _save_more(self, checkpoint: Path) -> None:
-        """The reference, if it follows the policy (`sync_ref_model`)."""
-        if self.args.sync_ref_model and self.args.should_save:
-            save_model(self.accelerator.unwrap_model(self.ref_model), str(checkpoint / REFERENCE))
-
-    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
-        super()._load_optimizer_and_scheduler(checkpoint)
-        if self.args.sync_ref_model and checkpoint is not None:
-            load_model(self.accelerator.unwrap_model(self.ref_model), Path(checkpoint) / REFERENCE)
-
-    def training_step(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """transformers calls it for every micro-batch; the losses are checked once a step, to wait for one number."""
-        loss: torch.Tensor = super().training_step(*args, **kwargs)
-        self._losses.append(loss.detach())
-        return loss
-
-    def _get_grad_norm(self, model: Any, grad_norm: Any = None) -> Any:
-        """transformers calls it just before the optimizer's step."""
-        norm = super()._get_grad_norm(model, grad_norm=grad_norm)
-        self._refuse(torch.stack(self._losses).sum().item(), "the loss")
-        self._losses.clear()
-        if norm is not None:
-            value = float(norm)
-            self._refuse(math.inf if value < 0 else value, "the gradient norm")  # DeepSpeed's -1: it has no number
-        return norm
-
-    def _refuse(self, value: float, name: str) -> None:
-        if not math.isfinite(value):
-            self._stop(f"step {self.state.global_step + 1}: {name} is {value}")
 
 
 class RoundSource(Protocol):
@@ -111,6 +63,8 @@ class SeamGRPOTrainer(DurableTrainer):
     """Whether a step of groups of equal rewards has no gradient; a critic and rewards of single tokens have one."""
     beside: Sequence[torch.nn.Module] = ()
     """Frozen models that the trainer holds too."""
+    open_image: Callable[[str], Any] | None = None
+    """The picture of a sha256, where prompts have pictures."""
     teaches = True
     """Whether the step has a gradient: a group of any rank with an advantage, or another term of the loss."""
 
@@ -128,6 +82,8 @@ class SeamGRPOTrainer(DurableTrainer):
         bare_models = [_bare(self.accelerator.unwrap_model(one)) for one in models]
         self.packed_by = None if self.aux_loss_enabled else path_of(bare_models[0])
         """How the forward packs sequences: as `path_of` says, or None where TRL pads them."""
+        self.packs_pictures = self.packed_by is not None and packs_pictures(bare_models[0])
+        """Whether prompts with pictures are packed too."""
         self._away: Offload | None = None
         self._round: list[FlatSequence] = []
         self._rewards = torch.empty(0)
@@ -140,6 +96,7 @@ class SeamGRPOTrainer(DurableTrainer):
         if self.args.bf16 and self.ref_model is not None and not self._moves_or_shards_reference:
             self.ref_model.to(torch.bfloat16)  # TRL loads it like the policy, whose weights in training are in float32
         for model in bare_models:
+            never_write(model, image_token_ids(model.config.to_dict()))
             if self.packed_by == "segments":
                 use_segments(model)
             on_cpu = self.accelerator.device.type not in ("cuda", "xpu")
@@ -204,7 +161,7 @@ class SeamGRPOTrainer(DurableTrainer):
         with self.room_for_engines():
             groups = self.rounds.next_round(step=step, num_groups=len(inputs) // self.num_generations)
         self._seed_generators("round")  # what follows is the same, whether the round was generated or read
-        self._round = flatten(groups)
+        self._round = flatten(groups, self.open_image)
         self.use_vllm = self._round[0].logprobs is not None
         self._last_loaded_step = step  # TRL would sync its own engine otherwise
         texts = texts_stay_local(len(self._round), logs_completions=self.log_completions)
@@ -218,6 +175,8 @@ class SeamGRPOTrainer(DurableTrainer):
         batch["teaches"] = torch.full_like(versions, self.teaches)  # with the batch, for a resume within its round
         batch["is_fresh"] = versions == step  # the others were written by earlier versions
         self.record("ycore/staleness", (step - gather(versions).float()).mean().item())
+        if "pixel_values" in batch:
+            batch["shown"] = self._shown.to(versions.device)
         if not self._learns_once and "sampling_per_token_logps" in batch:
             self._record_gap(batch["old_per_token_logps"], batch)
         return batch
@@ -290,7 +249,8 @@ class SeamGRPOTrainer(DurableTrainer):
         steps = self.args.steps_per_generation
         if self._step % self._uses_per_round == 0:
             batch = self._generate_and_score_completions(generation_batch)
-            self._buffered_inputs = split_tensor_dict(self._dealt(batch), steps)
+            parts = split_tensor_dict(self._dealt(split_pixel_values_by_grid(batch)), steps)
+            self._buffered_inputs = [unsplit_pixel_values_by_grid(part) for part in parts]
         if self._step % self.args.gradient_accumulation_steps == 0:
             self._seed_generators("step")
         return self._buffered_inputs[self._step % steps]
@@ -317,8 +277,15 @@ class SeamGRPOTrainer(DurableTrainer):
             num_windows=max(1, self.args.steps_per_generation // self.args.gradient_accumulation_steps),
             seed=self.args.seed + self.state.global_step,
         )
-        order = torch.tensor([index for indices in batches for index in indices])
-        return {key: value[order] if value.ndim > 0 else value for key, value in batch.items()}
+        indices = [index for of_batch in batches for index in of_batch]
+        order = torch.tensor(indices)
+
+        def ordered(value: Any) -> Any:
+            if isinstance(value, list):
+                return [value[index] for index in indices]
+            return value[order] if value.ndim > 0 else value
+
+        return {key: ordered(value) for key, value in batch.items()}
 
     # -- forward and loss ------------------------------------------------------------------------------------------
 
@@ -357,10 +324,11 @@ class SeamGRPOTrainer(DurableTrainer):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """TRL calls it for every forward, on padded rows (B, P + T): ycore packs them, where the model allows it."""
-        if self.packed_by is not None:
-            inputs, size = (input_ids, attention_mask, logits_to_keep), kwargs.get("batch_size")
+        pictures = self._pictures(kwargs)
+        if self.packed_by is not None and (pictures is None or self.packs_pictures):
+            inputs = (input_ids, attention_mask, logits_to_keep, *self._marks(logits_to_keep))
             with self.accelerator.autocast():
-                logps, entropies = self._score(model, *inputs, *self._marks(logits_to_keep), size=size)
+                logps, entropies = self._score(model, *inputs, size=kwargs.get("batch_size"), pictures=pictures)
             aux_loss = None
         else:
             inherited = super()._get_per_token_logps_and_entropies
@@ -371,6 +339,18 @@ class SeamGRPOTrainer(DurableTrainer):
                 reference = self._micro_batch["ref_per_token_logps"]
                 self._micro_batch["ref_per_token_logps"] = stand_in(self._divergence, logps, reference)
         return logps, entropies, aux_loss
+
+    def _pictures(self, passed: dict[str, Any]) -> Pictures | None:
+        """Those of the sequences in a forward, by what TRL passes to it beside their tokens; None without any."""
+        pixels, counts = passed.get("pixel_values"), passed.get("num_images")
+        if pixels is None or not self.packs_pictures:
+            return None if pixels is None else Pictures([], [])
+        shown = self._shown if self._micro_batch is None else self._micro_batch["shown"]
+        return Pictures(pixels.split(counts), shown.tolist())
+
+    @property
+    def _shown(self) -> torch.Tensor:
+        return torch.tensor([sequence.shown for sequence in self._round])
 
     def _marks(self, width: int) -> tuple[torch.Tensor | None, torch.Tensor | None]:
         """Of the micro-batch in the loss, or of the round that TRL scores: (B, T), 0 at environments' tokens, or None;
@@ -390,10 +370,10 @@ class SeamGRPOTrainer(DurableTrainer):
             return None
         return [sequence.mask or [1] * len(sequence.completion_ids) for sequence in self._round]
 
-    def _score(self, model: torch.nn.Module, *inputs: Any, size: int | None) -> tuple[torch.Tensor, torch.Tensor]:
+    def _score(self, model: torch.nn.Module, *inputs: Any, **how: Any) -> tuple[torch.Tensor, torch.Tensor]:
         """Log-probabilities and entropies of a packed micro-batch."""
         assert self.packed_by is not None
-        return score_completions(model, *inputs, path=self.packed_by, batch_size=size)
+        return score_completions(model, *inputs, path=self.packed_by, **how)
 
     def _fill_in_correction(self, inputs: dict[str, Any], logps: torch.Tensor) -> None:
         """Give the loss the importance weights that the batch was built without, and record the gap."""

@@ -1,0 +1,119 @@
+"""The pictures of a dataset's row, from its columns or its turns into the run's store, and a mark where each stands."""
+
+import base64
+import binascii
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from ycore.data.table import IMAGE_BLOCKS, TableRow
+from ycore.errors import DataError
+from ycore.run.images import MOST_BYTES, ImageStore, png_of
+from ycore.types import IMAGE_MARK, Content, Image, Message
+
+IMAGE_COLUMNS = ("image", "images")
+_HUB_MARK = "<image>"  # in a text, by LLaVA's datasets and others after it
+_KEYS = ("image", "path", "url", "image_url", "base64", "bytes")
+
+
+def images_of(
+    row: TableRow, content: Content, column: str | None, folder: Path | None, store: ImageStore
+) -> tuple[Image, ...]:
+    """The pictures that a row has, kept in the store; DataError with the row for one that is missing or no picture.
+
+    Args:
+        content: of its column `column`, as `TableRow.content` has it.
+        folder: `Table.folder`.
+    """
+    values = [value for name in IMAGE_COLUMNS for value in _listed(row.values.get(name), row)]
+    values = values or list(_in_turns(row.values.get(column or "")))
+    if not values and isinstance(content, list):
+        places = _count(content, IMAGE_MARK) if _has_blocks(row, column) else 0
+        places = places or (_count(content, _HUB_MARK) if not set(IMAGE_COLUMNS).isdisjoint(row.values) else 0)
+        if places:
+            raise DataError(f"{places} places for an image and no image in {row.place}; add it, or remove the row")
+    return tuple(store.put(_bytes_of(value, folder, row.place), row.place) for value in values)
+
+
+def with_marks(content: Content, images: Sequence[Image], place: str) -> Content:
+    """The content with a mark for each picture: where a block or `<image>` has it, else before the first question."""
+    if not images:
+        return content
+    if isinstance(content, str):
+        raise DataError(
+            f"a picture and a text prompt in {place}; pictures need chat turns and a model with a chat template"
+        )
+    found = _count(content, IMAGE_MARK)
+    if not found and _count(content, _HUB_MARK) == len(images):
+        content, found = _replaced(content, _HUB_MARK, IMAGE_MARK), len(images)
+    if not found:
+        first = next((turn for turn in content if turn["role"] == "user"), None)
+        marks = IMAGE_MARK * len(images)
+        content = [{**turn, "content": marks + turn["content"]} if turn is first else turn for turn in content]
+        found = len(images) if first is not None else 0
+    if found != len(images):
+        raise DataError(f"{len(images)} images for {found} places in the turns of {place}; make them as many")
+    return content
+
+
+def _count(content: Sequence[Message], mark: str) -> int:
+    return sum(turn["content"].count(mark) for turn in content)
+
+
+def _replaced(content: Sequence[Message], mark: str, by: str) -> list[Message]:
+    return [{**turn, "content": turn["content"].replace(mark, by)} for turn in content]
+
+
+def _listed(value: Any, row: TableRow) -> list[Any]:
+    """A cell as a list of pictures; an empty cell has none."""
+    listed = value if isinstance(value, list | tuple) else [value]
+    if len(listed) > 1 and any(one is None for one in listed):
+        raise DataError(f"image {listed.index(None)} is null in {row.place}; add it, or remove its place")
+    return [one for one in listed if one is not None and one != ""]
+
+
+def _in_turns(turns: Any) -> Any:
+    """What the image blocks of a conversation carry."""
+    for turn in turns if isinstance(turns, Sequence) and not isinstance(turns, str | bytes) else ():
+        content = turn.get("content") if isinstance(turn, Mapping) else None
+        for block in content if isinstance(content, Sequence) and not isinstance(content, str) else ():
+            if isinstance(block, Mapping) and block.get("type") in IMAGE_BLOCKS:
+                yield from (block[key] for key in _KEYS if block.get(key) is not None)
+
+
+def _has_blocks(row: TableRow, column: str | None) -> bool:
+    """Whether marks in the row's turns stand for blocks, and are no letters of its texts."""
+    turns = row.values.get(column or "")
+    return not isinstance(turns, str) and any(not isinstance(turn.get("content", ""), str) for turn in turns or ())
+
+
+def _bytes_of(value: Any, folder: Path | None, place: str) -> bytes:
+    """The file of a picture: bytes, a path beside the dataset, a `data:` URL, datasets' `{bytes, path}`, or PIL's."""
+    if isinstance(value, Mapping):
+        value = value.get("bytes") or value.get("path") or value.get("url")
+    if isinstance(value, bytes):
+        return value
+    if isinstance(value, str):
+        return _read(value, folder, place)
+    if hasattr(value, "save") and hasattr(value, "mode"):
+        return png_of(value)
+    raise DataError(f"the image of {place} is {type(value).__name__}; give a path, bytes or an image of datasets")
+
+
+def _read(name: str, folder: Path | None, place: str) -> bytes:
+    if name.startswith("data:"):
+        try:
+            return base64.b64decode(name.partition(",")[2], validate=True)
+        except binascii.Error as problem:
+            raise DataError(f"the image of {place} is no base64 ({problem}); write it again") from None
+    if "://" in name:
+        raise DataError(f"the image of {place} is at {name:.80}, and URLs are not fetched; give a file")
+    if folder is None:
+        raise DataError(f"the image of {place} is the file {name:.80}; a dataset of the hub brings its own as bytes")
+    path = folder / Path(name).expanduser()
+    try:
+        with path.open("rb") as file:
+            return file.read(MOST_BYTES + 1)
+    except (OSError, ValueError) as problem:
+        reason = getattr(problem, "strerror", None) or problem
+        raise DataError(f"the image of {place} cannot be read: {path} ({reason}); correct the path") from None

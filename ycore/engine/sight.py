@@ -1,0 +1,84 @@
+"""What lets a model see: from a prompt and its pictures to token ids and pixels, the same for engine and trainer.
+
+A picture is one token in what a chat template writes, and as many as it has features in what the model reads.
+"""
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from ycore.errors import ModelError
+from ycore.models.folder import read_json
+from ycore.run.images import ImageStore
+from ycore.types import Content, Prompt, in_blocks
+
+
+def image_token_ids(config: Mapping[str, Any]) -> list[int]:
+    """The tokens that stand for pictures or frames, by a model's config. None is ever written: nothing is behind it."""
+    found = (config.get(f"{kind}_token_{name}") for kind in ("image", "video") for name in ("id", "index"))
+    return sorted({one for one in found if isinstance(one, int)})
+
+
+class Sight:
+    """Example: `sight = load_sight(model, store, tokenizer)`, and then `sight.prompt_ids(prompt)`.
+
+    Args:
+        processor: transformers' own of the model.
+        store: the pictures of the run.
+        template_arguments: further ones of the chat template.
+    """
+
+    def __init__(self, processor: Any, store: ImageStore, template_arguments: Mapping[str, Any] | None = None) -> None:
+        self.processor, self.store = processor, store
+        self._template_arguments = dict(template_arguments or {})
+        self._ids = lru_cache(maxsize=4096)(self._encoded)
+
+    def text(self, content: Content) -> str:
+        """A prompt as its chat template writes it, with a token for each picture."""
+        how = {"add_generation_prompt": True, "tokenize": False, **self._template_arguments}
+        return str(self.processor.apply_chat_template(in_blocks(content), **how))
+
+    def prompt_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        """What the model reads."""
+        return self._ids(self.text(prompt.content), prompt.images)
+
+    def short_ids(self, prompt: Prompt) -> tuple[int, ...]:
+        """The same with one token a picture, as vLLM takes it: longer ones it would lengthen once more."""
+        return tuple(self.processor.tokenizer(self.text(prompt.content), add_special_tokens=False)["input_ids"])
+
+    def inputs(self, prompts: Sequence[Prompt]) -> Any:
+        """What transformers' model takes of prompts with pictures, (B, P) token ids padded left, and their pixels."""
+        return self._processed([self.text(prompt.content) for prompt in prompts], [one.images for one in prompts])
+
+    def _encoded(self, text: str, images: tuple[Any, ...]) -> tuple[int, ...]:
+        return tuple(self._processed([text], [images])["input_ids"][0].tolist())
+
+    def _processed(self, texts: list[str], images: Sequence[Sequence[Any]]) -> Any:
+        pictures = [[self.store.open(one.sha256) for one in of_prompt] for of_prompt in images]
+        how = {"add_special_tokens": False, "padding": True, "padding_side": "left", "return_tensors": "pt"}
+        return self.processor(text=texts, images=pictures, **how)
+
+
+def load_sight(
+    model: Path,
+    store: ImageStore,
+    tokenizer: Any,
+    *,
+    trust_remote_code: bool = False,
+    template_arguments: Mapping[str, Any] | None = None,
+) -> Sight:
+    """The sight of a vision-language model, with this tokenizer; ModelError where it has no processor."""
+    from transformers import AutoProcessor, ProcessorMixin
+
+    try:
+        processor = AutoProcessor.from_pretrained(model, trust_remote_code=trust_remote_code)
+    except (OSError, ValueError, ImportError) as problem:
+        reason = " ".join(str(problem).split())[:200]
+        raise ModelError(f"the pictures need the model's processor, which cannot be loaded: {reason}") from None
+    if not isinstance(processor, ProcessorMixin) or not image_token_ids(read_json(model / "config.json")):
+        raise ModelError(f"the prompts have pictures, and {model} reads text only; take a vision-language model")
+    processor.tokenizer = tokenizer
+    if getattr(processor, "chat_template", None) is None:
+        processor.chat_template = tokenizer.chat_template
+    return Sight(processor, store, template_arguments)

@@ -14,6 +14,7 @@ from itertools import islice
 from typing import Any
 from urllib.parse import parse_qsl
 
+from ycore.data.digit_tasks import QUESTIONS, digit_rows
 from ycore.data.table import Table
 from ycore.errors import DataError, nearest
 
@@ -49,11 +50,11 @@ class Task:
 
 def task_table(text: str, *, split: str, seed: int) -> Table:
     name, given = _parse(text, split)
-    if name not in TASKS:
-        way_out = nearest(name, TASKS) or "; take one of them"
-        raise DataError(f"no task {name!r}; there are {', '.join(TASKS)}{way_out}")
-    task = TASKS[name]
-    limits = {**task.limits, "size": (1, 1000, _MAX_SIZE)}
+    known = (*TASKS, *QUESTIONS)
+    if name not in known:
+        way_out = nearest(name, known) or "; take one of them"
+        raise DataError(f"no task {name!r}; there are {', '.join(known)}{way_out}")
+    limits = {**(TASKS[name].limits if name in TASKS else {"wrong": (0, 0, 1)}), "size": (1, 1000, _MAX_SIZE)}
     for key in given:
         if key not in limits:
             way_out = nearest(key, limits) or "; take one of them"
@@ -62,7 +63,11 @@ def task_table(text: str, *, split: str, seed: int) -> Table:
         key: _whole_number(text, key, given[key], low=low, high=high) if key in given else default
         for key, (low, default, high) in limits.items()
     }
-    questions = _questions(name, task, arguments, split, random.Random(f"{name} {split} {seed}"))
+    chance = random.Random(f"{name} {split} {seed}")
+    if name in QUESTIONS:
+        pictured = list(islice(digit_rows(name, arguments, split, chance), arguments["size"]))
+        return Table(text, pictured, ("prompt", "images", "answer"))
+    questions = _questions(name, TASKS[name], arguments, split, chance)
     rows = [{"prompt": made.prompt, "answer": made.answer} for made in islice(questions, arguments["size"])]
     return Table(text, rows, ("prompt", "answer"))
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from ycore.data.digit_tasks import QUESTIONS
 from ycore.data.generated import TASKS, gym_table, task_table
 from ycore.data.local_files import file_suffix, file_table
 from ycore.data.table import Table
@@ -42,7 +43,7 @@ def _refuse_mistyped_schemes(name: str) -> None:
     if colon and "/" not in scheme and (near := nearest(scheme, ("task", "gym"), limit=1)):
         near = near.split("'")[1]
         raise DataError(f"no dataset {name!r}; did you mean {f'{near}:{rest}'!r}?")
-    if name.partition("?")[0] in TASKS:
+    if name.partition("?")[0] in (*TASKS, *QUESTIONS):
         raise DataError(f"no dataset {name!r}; did you mean {f'task:{name}'!r}?")
 
 

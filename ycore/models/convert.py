@@ -14,6 +14,7 @@ from typing import Any, BinaryIO
 
 from ycore.errors import ModelError
 from ycore.models.hub import first_line
+from ycore.models.sighted import make_sighted
 
 ADAPTER_CONFIG = "adapter_config.json"
 
@@ -106,7 +107,7 @@ def main() -> int:
     """The child process; its last line is `error: ...` where the conversion failed."""
     kind, source, folder = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
     try:
-        _convert_gguf(source, folder) if kind == "gguf" else _merge_adapter(source, folder)
+        {"gguf": _convert_gguf, "adapter": _merge_adapter, "made": make_sighted}[kind](source, folder)
     except (OSError, ValueError, RuntimeError) as problem:
         traceback.print_exc()
         print(f"error: {first_line(problem)}", file=sys.stderr)
@@ -116,14 +117,16 @@ def main() -> int:
 
 def _merge_adapter(source: Path, folder: Path) -> None:
     """Adapter and base as one model, in the base's dtype, with the adapter's tokenizer or else the base's."""
-    from peft import AutoPeftModelForCausalLM
-    from transformers import AutoTokenizer
+    from peft import PeftConfig, PeftModel
+    from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-    model = AutoPeftModelForCausalLM.from_pretrained(source, dtype="auto")
-    base = model.peft_config["default"].base_model_name_or_path
+    base = str(PeftConfig.from_pretrained(source).base_model_name_or_path)
+    sees = hasattr(AutoConfig.from_pretrained(base), "vision_config")
+    kind, reader = (AutoModelForImageTextToText, AutoProcessor) if sees else (AutoModelForCausalLM, AutoTokenizer)
+    model = PeftModel.from_pretrained(kind.from_pretrained(base, dtype="auto"), source)
     model.merge_and_unload().save_pretrained(folder)
     has_tokenizer = (source / "tokenizer_config.json").is_file()
-    AutoTokenizer.from_pretrained(source if has_tokenizer else base).save_pretrained(folder)
+    reader.from_pretrained(source if has_tokenizer else base).save_pretrained(folder)
 
 
 def _convert_gguf(source: Path, folder: Path) -> None:

@@ -13,7 +13,7 @@ from subprocess import DEVNULL, STDOUT
 from ycore.errors import ModelError
 from ycore.models.folder import inspect_folder
 from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, build_once, first_line
-from ycore.models.names import BUILTIN, BuiltinModel, Kind, ModelPlan
+from ycore.models.names import BUILTIN, MADE, BuiltinModel, Kind, ModelPlan, resolve_model
 
 _CONVERT_WITHIN_S = 3600
 _DOWNLOAD_WITHIN_S = 1800
@@ -31,6 +31,9 @@ def fetch_model(plan: ModelPlan, *, log: Path | None = None) -> Path:
     assert plan.folder is not None, "only a hub model's folder is unknown before it is fetched"
     if plan.kind == "builtin":
         return _fetch_builtin(BUILTIN[plan.name], plan.folder, log)
+    if plan.kind == "made":
+        base = fetch_model(resolve_model(MADE[plan.name]), log=log)
+        return build_once(plan.folder, lambda folder: convert("made", base, folder, log=log))
     source = Path(os.path.expanduser(plan.name))
     return build_once(plan.folder, lambda folder: convert(plan.kind, source, folder, log=log))
 

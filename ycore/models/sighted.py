@@ -1,0 +1,144 @@
+"""A small model that sees, made of a language model and scikit-learn's digits in about a minute: `make_sighted`.
+
+A LLaVA (arXiv 2304.08485) of the language model, a SigLIP tower (arXiv 2303.15343) and two linear layers. Only tower
+and layers are trained, and without the language model: a picture's first token becomes the embedding of the digit that
+it shows, the others that of a space. The frozen model then reads a picture as it reads the digit. The labels must be
+single tokens, so this makes a model for trials and no general one.
+
+Digits: E. Alpaydin and C. Kaynak, Optical Recognition of Handwritten Digits, UCI Machine Learning Repository (1998).
+"""
+
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from ycore.errors import ModelError
+from ycore.models.tiny import IMAGE_TOKEN, image_processor, vision_config
+
+STEPS, BATCH, RATE = 1600, 64, 2e-3
+_NOISE, _SHIFT = 0.1, 1  # of the pixels, which are from -1 to 1; and how far pictures move, in pixels of the tower
+_TEMPLATE = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{% if message['content'] is string %}"
+    "{{ message['content'] }}{% else %}{% for block in message['content'] %}{% if block['type'] == 'image' %}"
+    + IMAGE_TOKEN
+    + "{% else %}{{ block['text'] }}{% endif %}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+
+
+NUM_TEST = 500
+"""Digits that no row of the split `train` shows, and that no model of ycore was made with."""
+
+
+@cache
+def read_digits(split: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64]]:
+    """The pictures of a split, (N, 8, 8) from 0 to 255 and white on black, and what each shows."""
+    try:
+        from sklearn.datasets import load_digits
+    except ImportError:
+        raise ModelError("the digits come with scikit-learn: pip install 'ycore[pictures]'") from None
+    found = load_digits()
+    order = np.random.default_rng(0).permutation(len(found.target))
+    chosen = order[:NUM_TEST] if split == "test" else order[NUM_TEST:]
+    return np.round(found.images[chosen] * (255 / 16)).astype(np.uint8), found.target[chosen].astype(np.int64)
+
+
+def make_sighted(base: Path, folder: Path) -> None:
+    """Write the model of the language model in `base` into `folder`; the same on the same machine at every call."""
+    import torch
+    from transformers import (
+        AutoModelForCausalLM,
+        AutoTokenizer,
+        LlavaForConditionalGeneration,
+        LlavaProcessor,
+        SiglipVisionConfig,
+    )
+
+    torch.manual_seed(0)
+    torch.set_num_threads(1)  # sums of several threads depend on how many there are
+    tokenizer: Any = AutoTokenizer.from_pretrained(base)
+    tokenizer.add_special_tokens({"additional_special_tokens": [IMAGE_TOKEN]}, replace_extra_special_tokens=False)
+    language: Any = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    token_id = tokenizer.convert_tokens_to_ids(IMAGE_TOKEN)
+    if token_id >= language.config.vocab_size:
+        language.resize_token_embeddings(token_id + 1, mean_resizing=False)
+    sizes = {"hidden_size": 128, "intermediate_size": 512, "num_hidden_layers": 3, "num_attention_heads": 4}
+    tower = SiglipVisionConfig(**sizes, image_size=16, patch_size=8, vision_use_head=False)
+    config = vision_config(language.config, tower, token_id)
+    model: Any = LlavaForConditionalGeneration(config)
+    model.model.language_model.load_state_dict(language.model.state_dict())
+    model.tie_weights()
+    processor = LlavaProcessor(
+        image_processor=image_processor(tower),
+        tokenizer=tokenizer,
+        patch_size=tower.patch_size,
+        vision_feature_select_strategy="full",
+        image_token=IMAGE_TOKEN,
+        chat_template=_TEMPLATE,
+    )
+    share = _align(model, processor)
+    if share < 0.95:
+        raise ModelError(f"the eyes of {folder} read {share:.0%} of the digits kept aside; try another language model")
+    model.to(torch.bfloat16).save_pretrained(folder)
+    processor.save_pretrained(folder)
+
+
+def _align(model: Any, processor: Any) -> float:
+    """Train tower and projector; the share of the digits kept aside whose first token is nearest to the right word."""
+    import torch
+
+    words, space = _targets(model, processor.tokenizer)
+    scale = words.var()
+    pixels, labels = _pictures(processor, "train")
+    eyes = [model.model.vision_tower, model.model.multi_modal_projector]
+    trained = [weight for one in eyes for weight in one.parameters()]
+    optimizer = torch.optim.AdamW(trained, lr=RATE)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 - step / STEPS)
+    draw = torch.Generator().manual_seed(0)
+    for _ in range(STEPS):
+        chosen = torch.randint(len(labels), (BATCH,), generator=draw)
+        moved = _moved(pixels[chosen], draw)
+        seen = torch.stack(model.model.get_image_features(moved).pooler_output)
+        wanted = torch.cat([words[labels[chosen]].unsqueeze(1), space.expand(BATCH, seen.size(1) - 1, -1)], dim=1)
+        distances = (seen[:, :1] - words).square().mean(-1) / scale
+        loss = (seen - wanted).square().mean() / scale + torch.nn.functional.cross_entropy(-distances, labels[chosen])
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        schedule.step()
+    pixels, labels = _pictures(processor, "test")
+    with torch.no_grad():
+        seen = torch.stack(model.model.get_image_features(pixels).pooler_output)[:, :1]
+    nearest = (seen - words).square().mean(-1).argmin(-1)
+    return float((nearest == labels).float().mean())
+
+
+def _targets(model: Any, tokenizer: Any) -> tuple[Any, Any]:
+    """The embeddings of the ten digits, (10, H), and of a space, (H,)."""
+    ids = [tokenizer(text, add_special_tokens=False)["input_ids"] for text in (*"0123456789", " ")]
+    if any(len(one) != 1 for one in ids):
+        raise ModelError("the eyes learn words of one token, and this tokenizer cuts a digit or a space in several")
+    rows = model.get_input_embeddings().weight.detach()[[one[0] for one in ids]]
+    return rows[:10], rows[10]
+
+
+def _pictures(processor: Any, split: str) -> tuple[Any, Any]:
+    import torch
+    from PIL import Image
+
+    pictures, digits = read_digits(split)
+    opened = [Image.fromarray(picture).convert("RGB") for picture in pictures]
+    found = processor.image_processor(images=opened, return_tensors="pt")
+    return found["pixel_values"], torch.from_numpy(digits)
+
+
+def _moved(pixels: Any, draw: Any) -> Any:
+    """Each picture up to `_SHIFT` pixels aside, with noise."""
+    import torch
+
+    shifts = torch.randint(-_SHIFT, _SHIFT + 1, (len(pixels), 2), generator=draw).tolist()
+    moved = [torch.roll(one, (down, right), dims=(1, 2)) for one, (down, right) in zip(pixels, shifts, strict=True)]
+    return torch.stack(moved) + _NOISE * torch.randn(pixels.shape, generator=draw)

@@ -199,6 +199,8 @@ def _check_examples(config: TuneConfig, model: ModelPlan, site: Site) -> dict[st
     examples = load_examples(config, as_chat=model.has_chat_template is True)
     if examples.is_chat:
         require_chat_template(model)
+    if examples.shows:
+        require_sight(model, 0)
     if find_algorithm(config.algorithm).trains_reward_model and site.layout.shards_weights:
         raise ConfigError(
             f"a reward model is saved whole, and --accelerate {config.accelerate} splits it; take zero2 or ddp"

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image as Pillow
 
 from ycore.config.resolve import resolve
 from ycore.data.examples import ExampleSet, hold_out, load_examples, pair_table
 from ycore.data.table import Table
-from ycore.errors import DataError
+from ycore.errors import ConfigError, DataError
 
 USER, ANSWER = {"role": "user", "content": "2 + 2?"}, {"role": "assistant", "content": "4"}
 TALK = "\n\nHuman: hello\n\nAssistant: hi there\n\nHuman: colour of the sky?\n\nAssistant:"
@@ -192,3 +193,48 @@ def test_holding_out_loses_nothing(prompts: list[int], count: int, seed: int) ->
     train, apart = hold_out(rows, count, random.Random(seed))
     assert sorted(row["completion"] for row in train + apart) == sorted(row["completion"] for row in rows)
     assert len(apart) >= min(count, len(rows))
+
+
+def picture(folder: Path, colour: str) -> str:
+    Pillow.new("RGB", (2, 2), colour).save(folder / f"{colour}.png")
+    return f"{colour}.png"
+
+
+def test_rows_with_pictures_are_in_blocks_and_rows_without_have_none(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "Which is <image>?", "completion": "red", "image": picture(tmp_path, "red")},
+        {"prompt": "2 + 2?", "completion": "4", "image": None},
+    ]
+    found = load(tmp_path, "sft", rows)
+    assert found.shows and found.fingerprint != load(tmp_path, "sft", [rows[1], rows[1]]).fingerprint
+    by_answer = {row["completion"][0]["content"][0]["text"]: row for row in found.train}
+    kinds = [[block["type"] for block in by_answer[name]["prompt"][0]["content"]] for name in ("red", "4")]
+    assert kinds == [["text", "image", "text"], ["text"]]
+    assert [len(by_answer[name]["images"]) for name in ("red", "4")] == [1, 0]
+
+
+def test_one_question_about_two_pictures_is_two_questions(tmp_path: Path) -> None:
+    colours = ("red", "blue", "red")
+    rows = [{"prompt": "Which?", "completion": name, "image": picture(tmp_path, name)} for name in colours]
+    found = load(tmp_path, "sft", rows, held_out=1)
+    assert {len(found.train), len(found.held_out)} == {1, 2}
+    assert {row["images"][0] for row in found.train}.isdisjoint({row["images"][0] for row in found.held_out})
+
+
+def test_pairs_about_a_picture(tmp_path: Path) -> None:
+    row = {"prompt": "Which?", "chosen": "red", "rejected": "blue", "images": [picture(tmp_path, "red")]}
+    (made,) = load(tmp_path, "dpo", [row]).train
+    assert [block["type"] for block in made["prompt"][0]["content"]] == ["image", "text"]
+    assert made["chosen"][0]["content"] == [{"type": "text", "text": "red"}]
+
+
+@pytest.mark.parametrize("method", ["reward", "kto"])
+def test_who_reads_text_only_refuses_pictures(method: str, tmp_path: Path) -> None:
+    row = {"prompt": "Which?", "chosen": "red", "rejected": "blue", "image": picture(tmp_path, "red")}
+    with pytest.raises(ConfigError, match=f"row 0 .*has a picture, and ycore {method} reads text only; take ycore sft"):
+        load(tmp_path, method, [row])
+
+
+def test_a_picture_beside_plain_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="a picture and plain text in row 0"):
+        load(tmp_path, "sft", [{"text": "Once.", "image": picture(tmp_path, "red")}])

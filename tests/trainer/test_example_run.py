@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from PIL import Image as Pillow
 from safetensors.torch import load_file
 from transformers import (
     AutoModelForCausalLM,
@@ -18,7 +19,7 @@ from ycore.config.resolve import resolve
 from ycore.errors import DataError, Interrupted, RunFolderError
 from ycore.models.fetch import fetch_model
 from ycore.models.names import resolve_model
-from ycore.models.tiny import write_tiny_model
+from ycore.models.tiny import write_tiny_model, write_tiny_vision_model
 from ycore.run.claim import claim
 from ycore.run.files import read_json, write_json_atomic
 from ycore.run.metrics import read_metrics
@@ -61,7 +62,7 @@ def opened(place: Path, output: Path, method: str, **keys: Any) -> ExampleRun:
     config = resolve(options=options)
     folder = RunFolder(output)
     claim(folder, config, resume=folder.config.exists()).release()
-    write_json_atomic(output / "engines.json", {"model": str(place / "tiny"), "home": str(output)})
+    write_json_atomic(output / "engines.json", {"model": options["model"], "home": str(output)})
     return ExampleRun(output)
 
 
@@ -207,3 +208,27 @@ class StopAfter(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self._step - 1:
             self._run.stop.set()
+
+
+@pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_rows_with_pictures_teach(method: str, lora: bool, tmp_path: Path) -> None:
+    """A colour for each picture, under one question; the eyes learn too, or stay what they were under LoRA."""
+    model, colours = write_tiny_vision_model(tmp_path / "eyes"), ("red", "lime", "blue", "white")
+    for colour in colours:
+        Pillow.new("L" if colour == "white" else "RGB", (8, 8), colour).save(tmp_path / f"{colour}.png")
+    rows = [{"prompt": "Which?", "image": f"{name}.png", "completion": name} for name in colours]
+    pairs = [{**row, "chosen": row.pop("completion"), "rejected": "none"} for row in map(dict, rows)]
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in (pairs if method == "dpo" else rows) * 4))
+    how: dict[str, Any] = {"model": str(model), "dataset": str(file), "held_out": 0}
+    run = opened(tmp_path, tmp_path / "out", method, **how, **({} if lora else {"lora": None}))
+    before = {name: weight.detach().clone() for name, weight in run.trainer.model.named_parameters()}
+    seen = next(iter(run.trainer.get_train_dataloader()))["pixel_values"]
+    assert len({one.numpy().tobytes() for one in seen}) > 1
+    trained(run)
+    losses = [row["loss"] for row in read_metrics(tmp_path / "out" / "metrics.jsonl")]
+    assert losses[-1] < losses[0]
+    moved = {name for name, weight in run.trainer.model.named_parameters() if not torch.equal(weight, before[name])}
+    assert any("vision_tower" in name or "projector" in name for name in moved) != lora
+    assert (tmp_path / "out" / "model" / "processor_config.json").is_file()

@@ -14,10 +14,15 @@ from typing import Any
 
 from ycore.config.algorithms import find_algorithm
 from ycore.config.schema import TuneConfig
+from ycore.data.row_images import images_of, with_marks
 from ycore.data.source import read_table
 from ycore.data.table import QUESTION_COLUMNS, Table, TableRow
-from ycore.errors import DataError
-from ycore.types import Content, Message
+from ycore.errors import ConfigError, DataError
+from ycore.run.images import ImageStore
+from ycore.types import Content, Image, Message, in_blocks
+
+SIGHTED = ("sft", "dpo")
+"""The algorithms whose rows may have pictures."""
 
 Example = dict[str, Any]  # one row of TRL's: its columns depend on the trainer
 ToExample = Callable[[TableRow], Example | str]  # the example of a row, or why nothing can be learned from it
@@ -43,6 +48,11 @@ class ExampleSet:
         return any(isinstance(value, list) for value in self.train[0].values())
 
     @property
+    def shows(self) -> bool:
+        """Whether rows have pictures."""
+        return "images" in self.train[0]
+
+    @property
     def columns(self) -> tuple[str, ...]:
         return tuple(self.train[0])
 
@@ -61,17 +71,20 @@ class ExampleSet:
         return f"{self.left_out.total()} left out ({listed})" if self.left_out else ""
 
 
-def load_examples(config: TuneConfig, *, as_chat: bool) -> ExampleSet:
+def load_examples(config: TuneConfig, *, as_chat: bool, store: ImageStore | None = None) -> ExampleSet:
     """The examples of `config.dataset`, all of them checked; DataError where a row is malformed, or none is left.
+
+    Where any row has pictures, each has a list of `images` (`types.Image`, kept in the `store`), and turns in blocks.
 
     They are shuffled by the seed here: kto's trainer reads its rows in order, and pairs that were split in two would
     come with every good answer first. `as_chat` makes texts chat turns, for a model with a chat template.
     """
-    examples, left_out = _read_examples(config, config.dataset, config.split, as_chat=as_chat)
+    how: Any = {"as_chat": as_chat, "store": store or ImageStore(None)}
+    examples, left_out = _read_examples(config, config.dataset, config.split, **how)
     chance = random.Random(config.seed)
     if config.eval_dataset is not None or config.eval_split is not None:
         name, split = config.eval_dataset or config.dataset, config.eval_split or config.split
-        held_out, _ = _read_examples(config, name, split, as_chat=as_chat)
+        held_out, _ = _read_examples(config, name, split, **how)
         chance.shuffle(examples)
         return ExampleSet(examples, held_out[: config.held_out], left_out)
     count = min(len(examples) // _HELD_OUT_SHARE, _MAX_HELD_OUT) if config.held_out is None else config.held_out
@@ -89,7 +102,8 @@ def hold_out(examples: Sequence[Example], count: int, chance: random.Random) -> 
     """Train and held-out examples, shuffled. Those of one prompt stay together, so a few more may be held out."""
     groups: dict[str, list[Example]] = {}
     for example in examples:
-        groups.setdefault(json.dumps(example.get("prompt", example)), []).append(example)
+        asked = [example["prompt"], example.get("images")] if "prompt" in example else example
+        groups.setdefault(json.dumps(asked), []).append(example)
     shuffled = list(groups.values())
     chance.shuffle(shuffled)
     held_out: list[Example] = []
@@ -100,10 +114,13 @@ def hold_out(examples: Sequence[Example], count: int, chance: random.Random) -> 
     return train, held_out
 
 
-def _read_examples(config: TuneConfig, name: str, split: str, *, as_chat: bool) -> tuple[list[Example], Counter[str]]:
+def _read_examples(
+    config: TuneConfig, name: str, split: str, *, as_chat: bool, store: ImageStore
+) -> tuple[list[Example], Counter[str]]:
     table = _rename_columns(read_table(name, split=split, seed=config.seed, limit=config.limit), config.columns)
     to_example = _converter(config, table, as_chat)
     made = [to_example(table.row(number)) for number in range(len(table.rows))]
+    _add_pictures(config, table, made, store)
     left_out = Counter(example for example in made if isinstance(example, str))
     examples = [example for example in made if not isinstance(example, str)]
     if not examples:
@@ -115,6 +132,32 @@ def _read_examples(config: TuneConfig, name: str, split: str, *, as_chat: bool) 
     if len(kinds) > 1:
         raise DataError(f"{table.name} mixes text and chats; make every row the same kind")
     return examples, left_out
+
+
+def _add_pictures(config: TuneConfig, table: Table, made: Sequence[Example | str], store: ImageStore) -> None:
+    """Give the examples the pictures of their rows, where any row has some."""
+    columns = [name for name in (*CONVERSATION_COLUMNS, *QUESTION_COLUMNS) if name in table.columns]
+    found: list[tuple[Example, TableRow, tuple[Image, ...]]] = []
+    for number, example in enumerate(made):
+        if not isinstance(example, str):
+            row, turns = table.row(number), example.get("prompt") or example.get("messages") or ""
+            found.append((example, row, images_of(row, turns, next(iter(columns), None), table.folder, store)))
+    first = next((number for number, (_, _, images) in enumerate(found) if images), None)
+    if first is None:
+        return
+    if config.algorithm not in SIGHTED:
+        raise ConfigError(
+            f"{found[first][1].place} has a picture, and ycore {config.algorithm} reads text only; "
+            f"take ycore {' or '.join(SIGHTED)}, or remove the columns image and images"
+        )
+    for example, row, images in found:
+        asked = "prompt" if "prompt" in example else "messages"
+        if asked not in example:
+            raise DataError(f"a picture and plain text in {row.place}; make it a question and an answer")
+        example[asked] = with_marks(example[asked], images, row.place)
+        for name, content in example.items():
+            example[name] = in_blocks(content) if isinstance(content, list) else content
+        example["images"] = list(images)
 
 
 def _rename_columns(table: Table, columns: dict[str, str]) -> Table:

@@ -10,10 +10,12 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 
 from ycore.config.schema import TuneConfig
 from ycore.data.examples import ExampleSet, load_examples
+from ycore.engine.sight import load_sight
 from ycore.errors import DataError
 from ycore.round.assemble import load_tokenizer
 from ycore.run.claim import model_fingerprint
 from ycore.run.files import read_json, write_json_atomic
+from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
 from ycore.run.secrets import load_config
 from ycore.trainer.saved_state import Checkpoints
@@ -32,14 +34,17 @@ class ExampleRun(TrainingRun):
         tokenizer = load_tokenizer(model, trust_remote_code=config.trust_remote_code)
         tokenizer.padding_side = "right"
         load_trainer_class(config).prepare_tokenizer(tokenizer)
-        examples = load_examples(config, as_chat=tokenizer.chat_template is not None)
+        store = ImageStore(folder.images)
+        examples = load_examples(config, as_chat=tokenizer.chat_template is not None, store=store)
+        trusts = config.trust_remote_code
+        sight = load_sight(model, store, tokenizer, trust_remote_code=trusts) if examples.shows else None
         rows = f"{len(examples.train)} + {len(examples.held_out)} rows, sha256 {examples.fingerprint[:16]}"
         super().__init__(
             config,
             folder,
             RunFolder(Path(started["home"])),
             model=model,
-            tokenizer=tokenizer,
+            tokenizer=tokenizer if sight is None else sight.processor,
             contents={"dataset": rows, "model": model_fingerprint(model)},
             examples=examples,
         )

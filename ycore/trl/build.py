@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, Image, List
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig, PreTrainedTokenizerBase, TrainerCallback
 
@@ -15,7 +15,7 @@ from ycore.config.batch import derive_batch, derive_tune_batch
 from ycore.config.learner_rules import BY_TOKEN, BY_TURN
 from ycore.config.schema import AnyConfig, LoraSettings, RunConfig, TuneConfig
 from ycore.config.trl_arguments import trl_arguments
-from ycore.data.examples import ExampleSet
+from ycore.data.examples import Example, ExampleSet
 from ycore.judge.sources import teacher_of, teachers_of
 from ycore.models.fetch import fetch_model
 from ycore.models.folder import context_length, read_json
@@ -158,10 +158,17 @@ def _for_examples(
         on_cpu=not torch.cuda.is_available(),
         context_length=context_length(read_json(model / "config.json")),
     )
-    train, held_out = (
-        Dataset.from_list([dict(row) for row in rows]) if rows else None for rows in (examples.train, examples.held_out)
-    )
+    train, held_out = (_rows(rows, folder) if rows else None for rows in (examples.train, examples.held_out))
     return trl_arguments(config, batch, folder), {"train_dataset": train, "eval_dataset": held_out}
+
+
+def _rows(rows: Sequence[Example], folder: RunFolder) -> Dataset:
+    """TRL's rows. Pictures are opened as they are drawn, upright and in RGB as everywhere."""
+    if "images" not in rows[0]:
+        return Dataset.from_list([dict(row) for row in rows])
+    paths = [[str(folder.images / image.sha256) for image in row["images"]] for row in rows]
+    made = Dataset.from_list([{**row, "images": named} for row, named in zip(rows, paths, strict=True)])
+    return made.cast_column("images", List(Image(mode="RGB")))
 
 
 def not_of_the_eyes(model: Path) -> str | None:

@@ -144,6 +144,7 @@ Steps = number("Optimizer steps; e.g. 100.")
 Lora = flag("Train low-rank adapters (the default), or every weight.", "--lora/--full")
 Quantize = text("Keep the frozen base of a LoRA run in 4 bits: 4bit.", metavar="BITS")
 MaxStaleness = number("Steps by which a round may be stale: 1 writes it while the last one trains.")
+Oversample = number("Groups in flight for each that is needed; what is not whole goes on in the next round; e.g. 1.5.")
 Deterministic = flag("Same command, same run, to the bit; slower.", "--deterministic")
 Merge = flag("Also save the model with its adapters merged in.", "--merge")
 Processes = number("Training processes on this machine: auto is one a GPU, and one on a CPU; e.g. 2.")
@@ -277,9 +278,9 @@ def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     if params.get("curriculum") is not None:
         how = {"on": True, "off": False}.get(params["curriculum"], params["curriculum"])
         keys["sampling"] = keys.get("sampling", {}) | {"curriculum": how}
-    if params.get("max_staleness") is not None:
-        staleness = _parse_number("max_staleness", params["max_staleness"])
-        keys["sampling"] = keys.get("sampling", {}) | {"max_staleness": staleness}
+    for name in ("max_staleness", "oversample"):
+        if params.get(name) is not None:
+            keys["sampling"] = keys.get("sampling", {}) | {name: _parse_number(name, params[name])}
     if params.get("lora") is not None:
         keys["lora"] = {} if params["lora"] else None
     if "output" in keys:

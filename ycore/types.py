@@ -130,6 +130,7 @@ class Completion:
     `turns` cover all tokens in order; none where all are the policy's one turn. `earned` is what its environment paid.
     `world` is what its environment's attributes were at its end, as JSON, for reward functions that look at them.
     `prompt_ids` are of a prompt of its own, which an agent wrote; None where it follows its group's.
+    `stretches` are (end, version) of the tokens that earlier versions wrote; `policy_version` wrote the rest.
     """
 
     token_ids: tuple[int, ...]
@@ -141,6 +142,12 @@ class Completion:
     earned: Score | None = None
     prompt_ids: tuple[int, ...] | None = None
     world: str | None = None
+    stretches: tuple[tuple[int, int], ...] = ()
+
+    @property
+    def first_version(self) -> int:
+        """Which wrote its first token."""
+        return self.stretches[0][1] if self.stretches else self.policy_version
 
     @property
     def mask(self) -> tuple[int, ...]:

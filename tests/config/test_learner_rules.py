@@ -127,6 +127,15 @@ def test_where_every_scored_completion_teaches() -> None:
             {"sampling": {"curriculum": True}, "group_size": 1, "advantage": "remax"},
             "here every completion does; leave it",
         ),
+        (
+            {"sampling": {"oversample": 1.5}, "env": ["a.py:A"]},
+            "tools, environments and agents answer within one; leave",
+        ),
+        (
+            {"sampling": {"oversample": 1.5}, "advantage": "remax"},
+            "remax compares with a greedy one of the same weights",
+        ),
+        ({"sampling": {"oversample": 1.5}, "deterministic": True}, "leave --deterministic or --oversample out"),
         ({"algorithm": "ppo", "sampling": {"curriculum": "rate"}}, "--curriculum learns which groups teach"),
         ({"advantage": "crpg"}, "--advantage crpg is CGPO's, and there is no constraint; say --constraint NAME"),
         ({"constraint": ["exact_answer"]}, "exact_answer is a constraint, and there is no reward to raise beside it"),

@@ -26,6 +26,7 @@ from ycore.launch.engines import is_vllm_installed
 from ycore.models.tiny import write_tiny_model
 from ycore.rewards.pool import RewardPool
 from ycore.round.agents import Agents
+from ycore.round.carried import CarriedTurn
 from ycore.round.dialogue import Dialogue
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, completion_seed
@@ -560,3 +561,45 @@ def test_a_completion_that_was_cut_off_goes_on_where_it_ended(server: Path) -> N
     again = asked[len(prompts) :]
     assert len(again) >= shares[4] * len(prompts)
     assert all(max_tokens in (4, 8, 16) and num_ids > max_tokens for num_ids, max_tokens in again)
+
+
+def test_a_completion_that_is_carried_over_has_each_versions_logprobs(
+    server: Path, model: Path, tmp_path: Path
+) -> None:
+    """Aborted under one version and continued under the next, against a whole recomputation under each."""
+    newer = write_tiny_model(tmp_path / "newer", seed=1)
+    write_manifest(newer, 1, {name: tensor_sums(tensor) for name, tensor in stored_in(newer).items()})
+    turn = CarriedTurn(lambda ids: str(len(ids)), max_tokens=200, max_age=9)
+
+    async def work() -> list[Completion]:
+        engine = engine_at(server, Sampling(max_tokens=200))
+        starts = [await turn.start(Draw(at, Prompt(at, ""), tuple(ids))) for at, ids in enumerate(PROMPTS)]
+
+        def play() -> list[asyncio.Task[Completion]]:
+            return [asyncio.create_task(turn.play(start, 0, engine.complete, seed=0)) for start in starts]
+
+        try:
+            await engine.load_weights(model, 0)
+            first = play()
+            await asyncio.sleep(0.3)
+            while engine.in_flight:
+                await engine.abort()
+                await asyncio.sleep(0.02)
+            for task in first:
+                task.cancel()
+            await asyncio.gather(*first, return_exceptions=True)
+            turn.carry(0)
+            await engine.load_weights(newer, 1)
+            return await asyncio.gather(*play())
+        finally:
+            await engine.close()
+
+    written = asyncio.run(asyncio.wait_for(work(), 120))
+    carried = [(prompt, one) for prompt, one in zip(PROMPTS, written, strict=True) if one.stretches]
+    assert carried, "no completion was aborted on its way"
+    for prompt, one in carried:
+        ((end, version),) = one.stretches
+        assert (version, one.policy_version) == (0, 1) and 0 < end < len(one.token_ids) <= 200
+        old, new = (trainer_logprobs(folder, prompt, one, 1.0) for folder in (model, newer))
+        assert logprobs(one) == pytest.approx([*old[:end], *new[end:]], abs=2e-3)
+        assert max(abs(a - b) for a, b in zip(old[end:], new[end:], strict=True)) > 0.05, "the versions are the same"

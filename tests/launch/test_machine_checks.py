@@ -45,6 +45,12 @@ def test_rounds_ahead_need_engines_that_are_awake_while_the_trainer_trains() -> 
         check(CORES, replay="runs/other", **ahead)
 
 
+def test_completions_of_several_rounds_need_engines_that_give_back_what_they_began() -> None:
+    check(CORES, sampling={"oversample": 1.5})
+    with pytest.raises(ConfigError, match="give back what they have begun, and transformers does not"):
+        check(CORES, engine={"kind": "transformers"}, sampling={"oversample": 1.5})
+
+
 def check(
     machine: Machine,
     *,

@@ -19,11 +19,14 @@ import torch
 import torch.distributed as dist
 
 from tests.round.talks import rules_alone
+from tests.round.test_carried import MAX_TOKENS, TickingEngine
 from ycore.config.schema import RewardConfig, RewardSettings
+from ycore.engine import Engine
 from ycore.errors import EngineError, YcoreError
 from ycore.placement.placement import DYNAMIC, SlotPool
 from ycore.rewards.pool import RewardPool
 from ycore.round.ahead import ControllerAhead
+from ycore.round.carried import CarriedTurn
 from ycore.round.curriculum import Curriculum
 from ycore.round.line import SocketLine
 from ycore.round.sampling import DrawSource, Rules, Shard
@@ -69,7 +72,7 @@ class ScriptedEngine:
 
 def make_rounds(
     peers: TorchPeers,
-    engine: ScriptedEngine,
+    engine: Engine,
     folder: Path,
     *,
     make: Callable[..., Controller] = Controller,
@@ -181,6 +184,21 @@ def ahead(peers: TorchPeers, folder: Path) -> dict[str, Any]:
     finally:
         rounds.close()
     return {"steps": seen, "sums": sums}
+
+
+def carried(peers: TorchPeers, folder: Path) -> dict[str, Any]:
+    """Twice as many groups as are needed; what is not whole goes on in the next round."""
+    turns = CarriedTurn(lambda ids: str(len(ids) % 10), max_tokens=MAX_TOKENS, max_age=9)
+    make = partial(Controller, turns=turns)
+    rounds = make_rounds(
+        peers, TickingEngine(tick_s=0.01), folder, make=make, dynamic=True, oversample=2.0, max_tries=8
+    )
+    try:
+        seen = [told(rounds.next_round(step=step, num_groups=2)) for step in range(5)]
+    finally:
+        rounds.close()
+    left = [draw.position for draw in turns.waiting]
+    return {"steps": seen, "left": left, "kept": [item.group.draw.position for item in rounds.surplus.waiting]}
 
 
 def broken(peers: TorchPeers, folder: Path) -> dict[str, Any]:

@@ -5,7 +5,7 @@ from ycore.round.peers import Hub
 
 def opened(num_ranks: int = 2) -> Hub:
     hub = Hub(num_ranks)
-    letters = [hub.receive(rank, ["open", 1, 3]) for rank in range(num_ranks)]
+    letters = [hub.receive(rank, ["open", 1, 3, 9]) for rank in range(num_ranks)]
     assert letters[:-1] == [[]] * (num_ranks - 1), "nobody goes on before all have come"
     assert letters[-1] == [(rank, ["opened", num_ranks, 3 * num_ranks, 3 * num_ranks]) for rank in range(num_ranks)]
     return hub
@@ -16,7 +16,7 @@ def test_counts_are_added_up_and_the_one_who_adds_gets_them_at_that_moment() -> 
     assert hub.receive(0, ["count", 1, -1, 0]) == [(0, ["counted", 3, 5, 6])]
     assert hub.receive(1, ["count", 0, 2, 2]) == [(1, ["counted", 3, 7, 8])]
     for rank in (0, 1):
-        again = hub.receive(rank, ["open", 0, 2])
+        again = hub.receive(rank, ["open", 0, 2, 9])
     assert again[0] == (0, ["opened", 0, 4, 4]), "each round counts from its own start"
 
 

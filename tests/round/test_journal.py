@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ycore.errors import ConfigError, RunFolderError
-from ycore.round.journal import Journal, ReplayedRounds, group_from_json, group_to_json
+from ycore.round.journal import Journal, ReplayedRounds, group_from_json, to_json
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules
 from ycore.round.scoring import Scoring, Writing
@@ -181,7 +181,7 @@ def test_turns_come_back_and_journals_without_them_are_still_read(tmp_path: Path
     assert found is not None and found.groups == [one] and one.completions[0].mask == (1, 0, 0, 1)
     assert one.num_tokens == 4 and one.num_written == 2
 
-    early = group_to_json(group(0))
+    early = to_json(group(0))
     assert early["completions"][0].pop("turns") == [] and early["completions"][0].pop("earned") is None
     assert group_from_json(early) == group(0) and group(0).completions[0].mask == (1, 1)
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ycore.round.journal import Journal, group_to_json
+from ycore.round.journal import Journal, to_json
 from ycore.round.regroup import regroup_round, regroup_states, to_come
 from ycore.round.sampling import Shard
 from ycore.types import Completion, Draw, Group, Prompt, Score
@@ -22,7 +22,7 @@ def group(position: int, num_tokens: int = 2) -> Group:
 
 
 def item(position: int) -> dict[str, Any]:
-    return {"group": group_to_json(group(position)), "teaches": True}
+    return {"group": to_json(group(position)), "teaches": True}
 
 
 def state(cursor: int, surplus: tuple[int, ...] = (), **more: Any) -> dict[str, Any]:

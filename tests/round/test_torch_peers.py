@@ -172,6 +172,17 @@ def test_on_one_machine_a_free_engine_hears_what_a_busy_one_has_not_begun(tmp_pa
     assert [len(rank["groups"]) for rank in ranks] == [6, 6]
 
 
+@pytest.mark.parametrize("on_one_machine", [True, False])
+def test_unfinished_groups_go_on_with_the_rank_that_began_them(
+    tmp_path: Path, allocator: Path, on_one_machine: bool
+) -> None:
+    ranks = run(tmp_path, "carried", allocator=allocator if on_one_machine else None)["carried"]
+    trained = [group["position"] for rank in ranks for step in rank["steps"] for group in step]
+    left = [position for rank in ranks for position in rank["left"]]
+    everything = trained + left + [position for rank in ranks for position in rank["kept"]]
+    assert len(trained) == 20 and left and len({*everything}) == len(everything), "a group came twice"
+
+
 def test_on_one_machine_rounds_are_written_one_step_ahead_too(tmp_path: Path, allocator: Path) -> None:
     ranks = run(tmp_path, "ahead", allocator=allocator)["ahead"]
     assert [[step["version"] for step in rank["steps"]] for rank in ranks] == [[0, 0, 1, 2]] * 2

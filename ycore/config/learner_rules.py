@@ -41,6 +41,7 @@ def check_learner(config: RunConfig) -> None:
     """ConfigError for settings that contradict each other."""
     _check_given_pairs(config)
     _check_agrees(config)
+    _check_carried(config)
     if config.algorithm != "distill" and config.distill.divergence != "sampled":
         raise ConfigError(f"distill.divergence is of ycore distill, and this is {config.algorithm}; leave it out")
     if config.divergence != "reverse-kl" and not config.trl.get("beta"):
@@ -91,6 +92,18 @@ def check_learner(config: RunConfig) -> None:
             f"loss_average=prompts weighs the tokens of the losses dapo and cispo, and this is {loss}; "
             "take --loss-type dapo, or leave loss_average out"
         )
+
+
+def _check_carried(config: RunConfig) -> None:
+    if config.sampling.oversample == 1:
+        return
+    rule = "with --oversample a completion may take several rounds"
+    if config.tools or config.env or config.agent is not None:
+        raise ConfigError(f"{rule}, and tools, environments and agents answer within one; leave --oversample out")
+    if config.advantage == "remax":
+        raise ConfigError(f"{rule}, and remax compares with a greedy one of the same weights; leave --oversample out")
+    if config.deterministic:
+        raise ConfigError(f"{rule}, and which do depends on what ends first; leave --deterministic or --oversample out")
 
 
 def _check_given_pairs(config: RunConfig) -> None:

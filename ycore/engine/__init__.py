@@ -7,7 +7,7 @@ own model).
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from ycore.types import Completion, Prompt
 
@@ -62,3 +62,13 @@ class Engine(Protocol):
 
     async def close(self) -> None:
         """Close connections; the process, if any, is the launcher's."""
+
+
+@runtime_checkable
+class Halting(Protocol):
+    """An engine that can give back completions before they are whole. `in_flight`: its requests without an answer."""
+
+    in_flight: int
+
+    async def abort(self) -> None:
+        """Have `complete` return what was written, with the finish reason `abort`, for all that this client asked."""

@@ -4,6 +4,7 @@ import asyncio
 import fcntl
 import math
 import os
+import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import asdict
@@ -60,6 +61,7 @@ class VllmEngine(Server):
         self._sampling = sampling
         self._min_verified = min_verified
         self._weights: tuple[Path, int] | None = None  # folder, version
+        self._asked: set[str] = set()  # requests for completions without an answer
         self._model = ROLLOUT  # what requests ask for; adapters are a model of their own, named by their version
 
     async def complete(
@@ -73,8 +75,9 @@ class VllmEngine(Server):
     ) -> Completion:
         if prompt is not None:
             raise EngineError(f"{self.name}: vLLM is not asked with pictures yet; take --set engine.kind=transformers")
-        version = self.version
+        version, request_id = self.version, uuid.uuid4().hex
         request = {
+            "request_id": request_id,
             "model": self._model,
             "prompt": list(prompt_ids),
             "seed": seed,
@@ -84,7 +87,11 @@ class VllmEngine(Server):
             "logprobs": 0,
             "return_token_ids": True,
         }
-        answer = await self.request("POST", "/v1/completions", request)
+        self._asked.add(request_id)
+        try:
+            answer = await self.request("POST", "/v1/completions", request)
+        finally:
+            self._asked.discard(request_id)
         choice = answer["choices"][0]
         return Completion(
             token_ids=tuple(choice["token_ids"]),
@@ -93,6 +100,12 @@ class VllmEngine(Server):
             finish_reason=choice["finish_reason"],
             policy_version=version,
         )
+
+    async def abort(self) -> None:
+        """See `Halting`. A request that vLLM does not have yet goes on, and is aborted by the next call."""
+        if self._asked:  # vLLM's name of a request, for the only prompt in it
+            ids = [f"cmpl-{request_id}-0" for request_id in self._asked]
+            await self.request("POST", "/abort_requests", {"request_ids": ids})
 
     async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
         return await _logprobs_of(self, self._model, context_ids, target_ids)

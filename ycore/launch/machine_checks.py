@@ -40,6 +40,11 @@ def check_run(
     kind, _ = engines.choose_kind(config.engine.kind, vllm_installed=is_installed, sighted=sees(config.model))
     if config.sampling.max_staleness and batch is not None:
         _check_ahead(config, batch, kind)
+    if config.sampling.oversample > 1 and kind == "transformers":
+        raise ConfigError(
+            "with --oversample engines give back what they have begun, and transformers does not; leave it out, or "
+            "install vLLM (pip install 'ycore[cpu]' or 'ycore[gpu]')"
+        )
     if config.replay is not None:
         check_run_placement(config, served_models(config))
         return None

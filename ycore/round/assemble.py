@@ -29,6 +29,7 @@ from ycore.placement.placement import ROLLOUT, SlotPool, in_order, parse_placeme
 from ycore.placement.slot_pool import ALLOCATOR, home_of
 from ycore.round.agents import Agents
 from ycore.round.ahead import ControllerAhead
+from ycore.round.carried import CarriedTurn
 from ycore.round.constraints import Constraints
 from ycore.round.curriculum import Curriculum, guesses_from
 from ycore.round.dialogue import Dialogue
@@ -134,12 +135,19 @@ class Assembly:
             agents = AgentPool(config, log=folder.log("agents"), **where)
             return Agents(self.dialogue_of, agents, call_s=config.turns.call_s, **limits)
         if not self.described:
-            return None
+            return self._carried()
         tools = ToolPool(config, log=folder.log("tools"), **where)
         shows = bool(config.env) and any(":" in spec.reward for spec in config.rewards)
         pays = any(one.pays for one in self.described.values())
         how = {"pays": pays, "pays_turns": config.advantage == BY_TURN, "shows": shows}
         return Turns(self.dialogue_for, tools, **how, **limits)
+
+    def _carried(self) -> OneTurn | None:
+        config = self.config
+        if config.sampling.oversample == 1 or config.algorithm == "eval":
+            return None
+        decode = partial(self.tokenizer.decode, skip_special_tokens=True)
+        return CarriedTurn(decode, max_tokens=config.max_tokens, max_age=config.sampling.carry_age)
 
     def dialogue_for(self, prompt: Prompt) -> Dialogue:
         """How the policy calls tools and is answered in a prompt's environment."""
@@ -275,6 +283,7 @@ class Assembly:
             environments=tuple(config.environments) if len(config.env) > 1 else (),
             constraints=Constraints.of(config),
             in_order=config.deterministic,
+            oversample=1.0 if evaluates else config.sampling.oversample,
             # One more than fits, so that no engine waits for the controller to notice that a group has ended. With
             # tools all at once: while they answer, nobody can tell how many fit.
             max_in_flight=None

@@ -58,7 +58,7 @@ class Journal:
         make_folder(self._folder)
         content = {
             "world": self._world,  # here it is under the sha256
-            "groups": [group_to_json(group) for group in groups],
+            "groups": [to_json(group) for group in groups],
             "state": state,
             "metrics": dict(metrics or {}),
         }
@@ -155,9 +155,9 @@ class ReplayedRounds:
         return groups
 
 
-def to_bytes(group: Group) -> bytes:
+def to_bytes(value: Group | Draw | Completion) -> bytes:
     """UTF-8 JSON: nothing is pickled. A column's value without a JSON type, a date for example, becomes its text."""
-    return json.dumps(group, ensure_ascii=False, default=_plain).encode(errors="surrogatepass")
+    return json.dumps(value, ensure_ascii=False, default=_plain).encode(errors="surrogatepass")
 
 
 def _plain(value: Any) -> Any:
@@ -171,25 +171,26 @@ def from_bytes(data: bytes) -> Group:
     return group_from_json(json.loads(data))
 
 
-def group_to_json(group: Group) -> dict[str, Any]:
-    """As `to_bytes`, for a file that holds more than the group."""
-    value: dict[str, Any] = json.loads(to_bytes(group))
-    return value
+def to_json(value: Group | Draw | Completion) -> dict[str, Any]:
+    """As `to_bytes`, for a file that holds more than that."""
+    plain: dict[str, Any] = json.loads(to_bytes(value))
+    return plain
 
 
 def group_from_json(value: Mapping[str, Any]) -> Group:
-    draw, greedy = value["draw"], value.get("greedy_scores_R")
+    greedy = value.get("greedy_scores_R")
     return Group(
-        draw=Draw(draw["position"], _prompt(draw["prompt"]), tuple(draw["token_ids"])),
-        completions=tuple(_completion(one) for one in value["completions"]),
+        draw=draw_from_json(value["draw"]),
+        completions=tuple(completion_from_json(one) for one in value["completions"]),
         scores_GR=tuple(tuple(_score(score) for score in row) for row in value["scores_GR"]),
         greedy_scores_R=None if greedy is None else tuple(_score(score) for score in greedy),
     )
 
 
-def _prompt(value: Mapping[str, Any]) -> Prompt:
-    images = value.get("images", ())  # absent from journals of early versions
-    return Prompt(**{**value, "images": tuple(Image(*image) for image in images)})
+def draw_from_json(value: Mapping[str, Any]) -> Draw:
+    prompt = value["prompt"]
+    images = tuple(Image(*image) for image in prompt.get("images", ()))  # absent from journals of early versions
+    return Draw(value["position"], Prompt(**{**prompt, "images": images}), tuple(value["token_ids"]))
 
 
 def _score(value: Mapping[str, Any]) -> Score:
@@ -198,14 +199,14 @@ def _score(value: Mapping[str, Any]) -> Score:
 
 
 def finished_to_json(item: Finished) -> dict[str, Any]:
-    return {"group": group_to_json(item.group), "teaches": item.teaches}
+    return {"group": to_json(item.group), "teaches": item.teaches}
 
 
 def finished_from_json(value: Mapping[str, Any]) -> Finished:
     return Finished(group_from_json(value["group"]), value["teaches"])
 
 
-def _completion(value: Mapping[str, Any]) -> Completion:
+def completion_from_json(value: Mapping[str, Any]) -> Completion:
     logprobs, earned, prompt_ids = value["logprobs"], value.get("earned"), value.get("prompt_ids")
     turns = value.get("turns", ())  # absent, as the two before are, from journals of early versions
     nested = {
@@ -214,5 +215,6 @@ def _completion(value: Mapping[str, Any]) -> Completion:
         "turns": tuple(Turn(**{**turn, "messages": tuple(turn["messages"])}) for turn in turns),
         "earned": None if earned is None else _score(earned),
         "prompt_ids": None if prompt_ids is None else tuple(prompt_ids),
+        "stretches": tuple((end, version) for end, version in value.get("stretches", ())),
     }
     return Completion(**{**value, **nested})

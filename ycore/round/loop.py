@@ -11,7 +11,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, Self, TypeVar
 
-from ycore.engine import Engine
+from ycore.engine import Engine, Halting
 from ycore.errors import Interrupted, YcoreError
 from ycore.placement.placement import ROLLOUT
 from ycore.round.journal import Committed, Journal, finished_from_json, finished_to_json, record_again
@@ -31,6 +31,7 @@ ShareWeights = Callable[[int], Path]
 """Writes the policy's weights, as this version, to a folder that engines can read. All ranks call it together."""
 
 _STOP_LOOK_S = 0.1
+_ABORT_EVERY_S = 0.02  # a request may have been on its way when the others were ended
 _OTHER_SIZE = (
     "the journal's round of step {step} comes to {there} groups a rank, and a round has {here} here: it and the later "
     "ones are dropped, and their prompts are drawn again"
@@ -81,6 +82,8 @@ class RankLoop:
         self._seconds = 0.0
         self._metrics: dict[str, float] = {}
         self._ends = self.stop  # what ends the work under way
+        self._left: list[Draw] = []  # of the last round's unfinished groups, those that are not started yet
+        self._is_over = False  # the round: what engines still write is given back as far as it is
         self._runner = asyncio.Runner()
 
     def start(self, *, timeout_s: float) -> None:
@@ -111,12 +114,13 @@ class RankLoop:
         Returns a dict of `row`, `prompt`, `completion` and `finish_reason` for each prompt.
         """
         self.sync(version)
+        turns = self.turns.apart()
 
         async def one(prompt: Prompt, token_ids: tuple[int, ...]) -> dict[str, Any]:
-            start = await self.turns.start(Draw(prompt.row, prompt, token_ids))
+            start = await turns.start(Draw(prompt.row, prompt, token_ids))
             how: dict[str, Any] = {"prompt": prompt} if prompt.images else {}
             write = partial(self.engines[0].complete, **how)
-            written = await self.turns.play(start, 0, write, seed=0)
+            written = await turns.play(start, 0, write, seed=0)
             return {
                 "row": prompt.row,
                 "prompt": start.draw.prompt.content,
@@ -148,7 +152,7 @@ class RankLoop:
         """
         other = copy.copy(self)
         other.draws, other.rules, other.scoring = draws, rules, scoring
-        other.record = lambda name, value: None
+        other.record, other.turns = lambda name, value: None, self.turns.apart()
         other.surplus, other.yields = Surplus(max_age=0), Yield()
         other.meter = RoundMeter(self.engines, self.peers, other.surplus, other.rules.environments)
         other._journal, other._metrics = None, {}
@@ -246,6 +250,7 @@ class RankLoop:
             "surplus": [finished_to_json(item) for item in self.surplus.waiting],
             "placement": self.slots.state,
             "curriculum": None if self.draws.curriculum is None else self.draws.curriculum.state,
+            "carried": self.turns.state,
             "constraint_weights": None if self.rules.constraints is None else list(self.rules.constraints.weights),
         }
 
@@ -258,6 +263,7 @@ class RankLoop:
         self.slots.restore(state.get("placement"))  # absent from checkpoints of early versions
         if self.draws.curriculum is not None:
             self.draws.curriculum.restore(state.get("curriculum"))
+        self.turns.restore(state.get("carried", ()))  # absent from earlier versions
         weights = state.get("constraint_weights")  # absent from earlier versions, and from a run without constraints
         if self.rules.constraints is not None and weights is not None:
             self.rules.constraints.weights = list(weights)
@@ -271,6 +277,26 @@ class RankLoop:
     def constraint_weights(self) -> list[float] | None:
         """Those that the last round is trained with; None without constraints."""
         return None if self.rules.constraints is None else list(self.rules.constraints.weights)
+
+    def next_draws(self, number: int) -> list[Draw]:
+        """So many groups to start: those that the last round left unfinished, and then new ones."""
+        again, self._left = self._left[:number], self._left[number:]
+        new = [self.draws.draw() for _ in range(number - len(again))]
+        self.meter.drawn += len(new)
+        return [*again, *new]
+
+    async def unless_over(self) -> None:
+        """Never returns once the round is over: the caller's group is cancelled then."""
+        if self._is_over:
+            await asyncio.Event().wait()
+
+    async def halt(self) -> None:
+        """End the round: have the engines give back what they write, as far as it is."""
+        self._is_over = True
+        writers = [engine for engine in self.engines if isinstance(engine, Halting)]
+        while any(engine.in_flight for engine in writers):
+            await asyncio.gather(*(engine.abort() for engine in writers))
+            await asyncio.sleep(_ABORT_EVERY_S)
 
     def count(self, group: Group) -> None:
         """Note what a group that was written and scored adds to the step's metrics."""

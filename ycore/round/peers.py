@@ -122,7 +122,7 @@ class Hub:
 
     It stands in for torch's store, in which a rank that waits has to look again and again. A rank sends
 
-        open READY STARTS           it begins a round with so many groups ready, and so many that it starts
+        open READY STARTS NEED      it begins a round with so many groups ready, starts so many, and needs so many
         count KEPT IN_FLIGHT DRAWN  to be added to the counts of the round
         meet STOPPING               it waits for all ranks; whether it is stopping
         stop                        all ranks are to stop
@@ -136,22 +136,23 @@ class Hub:
     def __init__(self, num_ranks: int) -> None:
         self._num_ranks = num_ranks
         self._counts = [0, 0, 0]  # kept, in flight, drawn
-        self._opened: list[tuple[int, int]] = []
+        self._opened: list[tuple[int, int, int]] = []
+        self._need = 0
         self._stopping: list[bool] = []
         self.has_news = False
 
     def receive(self, rank: int, message: Message) -> list[Letter]:
         match message:
-            case ["open", ready, starts]:
-                self._opened.append((ready, starts))
+            case ["open", ready, starts, need]:
+                self._opened.append((ready, starts, need))
                 if len(self._opened) == self._num_ranks:
-                    (ready, starts), self._opened = map(sum, zip(*self._opened, strict=True)), []
+                    (ready, starts, self._need), self._opened = map(sum, zip(*self._opened, strict=True)), []
                     self._counts, self.has_news = [ready, starts, starts], False
                     return self._to_all(["opened", *self._counts])
             case ["count", kept, in_flight, drawn]:
                 self._counts = [now + more for now, more in zip(self._counts, (kept, in_flight, drawn), strict=True)]
-                # Of groups that end and teach nobody needs to hear, until they were the last.
-                self.has_news |= in_flight < 0 and (not kept or not self._counts[1])
+                # Of groups that end and teach nobody needs to hear, until they are enough, or were the last.
+                self.has_news |= in_flight < 0 and (not kept or not self._counts[1] or self._counts[0] == self._need)
                 return [(rank, ["counted", *self._counts])]
             case ["meet", stopping]:
                 self._stopping.append(stopping)

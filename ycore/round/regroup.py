@@ -23,7 +23,9 @@ def regroup_states(states: Sequence[Mapping[str, Any]], *, world: int) -> list[d
     placement = next((state["placement"] for state in states if state.get("placement") is not None), None)
     common = {"cursor": 0, "gaps": list(gaps), "start": start, "yield": first["yield"], "placement": placement}
     common |= {name: first.get(name) for name in ("curriculum", "constraint_weights")}  # the same on all ranks
-    return [{**common, "surplus": waiting[rank::world]} for rank in range(world)]
+    carried = sorted((group for state in states for group in state.get("carried", ())), key=_drawn_at)
+    each = [(waiting[rank::world], carried[rank::world]) for rank in range(world)]
+    return [{**common, "surplus": surplus, "carried": unfinished} for surplus, unfinished in each]
 
 
 def to_come(cursors: Sequence[int], gaps: Sequence[int], start: int) -> tuple[tuple[int, ...], int]:
@@ -57,4 +59,8 @@ def regroup_round(parts: Sequence[Sequence[Group]], *, world: int) -> list[list[
 
 
 def _position(item: Mapping[str, Any]) -> int:
-    return int(item["group"]["draw"]["position"])
+    return _drawn_at(item["group"])
+
+
+def _drawn_at(group: Mapping[str, Any]) -> int:
+    return int(group["draw"]["position"])

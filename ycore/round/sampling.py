@@ -66,6 +66,8 @@ class Rules:
         num_prompts: prompts of the dataset; a round then draws no more than what is left to learn in them.
         in_order: take groups as they were drawn, not as they end: then the draws do not depend on how long each takes.
         max_in_flight: groups that this rank's engines can write at once. More stay unclaimed, for a rank that is free.
+        oversample: groups in flight for each that is expected to be needed. Above 1 a round is over as soon as it has
+            enough, and what is not whole goes on in the next (`round.carried`).
     """
 
     group_size: int
@@ -81,6 +83,7 @@ class Rules:
     constraints: Constraints | None = None
     in_order: bool = False
     max_in_flight: int | None = None
+    oversample: float = 1.0
 
 
 def total_reward(scores_R: Sequence[Score], weights_R: Sequence[float]) -> float | None:
@@ -194,6 +197,8 @@ class Quota:
         for index in range(counts.finished - self._counts.finished):
             self._yields.observe(taught=index < num_taught)
         self._counts = counts
+        if self._rules.oversample > 1 and counts.kept >= self._tally.need:
+            return None
         wanted = self._num_wanted(self._tally.need, counts)
         if not num_writing and not wanted and (counts.kept >= self._tally.need or not counts.in_flight):
             return None
@@ -209,8 +214,8 @@ class Quota:
             kept=counts.kept,
             in_flight=counts.in_flight,
             drawn=counts.drawn,
-            max_draws=max(need, found * rules.max_tries) if dynamic else need,
-            rate=self._yields.rate if dynamic else 1.0,
+            max_draws=max(need, found * rules.max_tries) if dynamic else math.ceil(need * rules.oversample),
+            rate=(self._yields.rate if dynamic else 1.0) / rules.oversample,
         )
 
     async def _take(self, wanted: int, num_writing: int) -> int:

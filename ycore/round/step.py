@@ -44,7 +44,6 @@ class Controller(RankLoop):
         committed = self.committed(step, num_groups)
         if committed is not None:  # the run was killed after the commit: train on the very same completions
             return self.take_again(committed)
-
         with self.phase(SYNC):
             self.sync(step)
         return self.hand_over(self.make_round(step=step, num_groups=num_groups, version=step))
@@ -54,6 +53,7 @@ class Controller(RankLoop):
         with self.phase(ROUND):
             ready = self.surplus.take(version)
             written = self.run_round(self.fill(need=num_groups, ready=len(ready), step=step), step=step)
+            self.turns.carry(version)
             groups = self.deal([*ready, *written], num_groups)
         return self.commit(step, groups)
 
@@ -70,11 +70,11 @@ class Controller(RankLoop):
         quota = await Quota.open(self.rules, self.yields, self.peers, need=need, ready=ready)
         writing: list[asyncio.Task[Finished]] = []  # in the order of their draws
         finished: list[Finished] = []
+        self._left, self._is_over = self.turns.waiting, False
         async with ending(writing):
             while (num_new := await quota.claim(num_writing=len(writing))) is not None:
-                self.meter.drawn += num_new
-                for _ in range(num_new):
-                    writing.append(asyncio.create_task(self.group(self.draws.draw(), step=step)))
+                for draw in self.next_draws(num_new):
+                    writing.append(asyncio.create_task(self.group(draw, step=step)))
                 # In order, what is drawn next follows from the groups drawn before, and not from which ends first.
                 awaited = writing[:1] if self.rules.in_order else writing
                 done = await next_finished(awaited, quota.news(num_writing=len(writing)))
@@ -82,6 +82,9 @@ class Controller(RankLoop):
                 for task in done:
                     await quota.finish(task.result())
                     finished.append(task.result())
+            if writing:  # there are groups enough without them
+                await self.halt()
+                finished += [task.result() for task in writing if task.done()]
         return sorted(finished, key=lambda item: item.group.draw.position)
 
     async def group(self, draw: Draw, *, step: int) -> Finished:
@@ -103,6 +106,7 @@ class Controller(RankLoop):
             greedy_scores_R=tuple(baseline[0][0]) if baseline else None,
         )
         self.count(group)
+        self.turns.ended(draw)
         weights, constraints = rules.reward_weights, rules.constraints
         teaches = can_teach(group, weights, alone=rules.teaches_alone, constraints=constraints)
         return Finished(group, teaches, lesson_of(compared_rewards(group, weights, constraints)))
@@ -118,9 +122,10 @@ class Controller(RankLoop):
         self, token_ids: Sequence[int], seed: int, *, greedy: bool, prompt: Prompt, max_tokens: int | None = None
     ) -> Completion:
         """What the policy writes after these tokens, by the engine of the slot whose turn it is."""
-        how: dict[str, Any] = {} if max_tokens is None else {"max_tokens": max_tokens}
-        how |= {"prompt": prompt} if prompt.images else {}
+        wishes = {"max_tokens": max_tokens, "prompt": prompt if prompt.images else None}
+        how: dict[str, Any] = {name: wish for name, wish in wishes.items() if wish is not None}
         async with self.slots.turn(ROLLOUT) as slot:
+            await self.unless_over()
             written = await slot.pick(self.engines).complete(token_ids, seed, greedy=greedy, **how)
             slot.num_tokens, slot.seed = len(written.token_ids), seed
         return written
@@ -128,14 +133,12 @@ class Controller(RankLoop):
     def deal(self, finished: Sequence[Finished], num_groups: int) -> list[Group]:
         """The groups that this rank trains on. What can teach and is not dealt is kept for the next round."""
         peers = self.peers
+        at, cost = peers.rank, self.rules.cost.of
         offers = [
-            Offer(
-                peers.rank, index, item.group.draw.position, self.rules.cost.of(item.group), item.teaches, item.lesson
-            )
+            Offer(at, index, item.group.draw.position, cost(item.group), item.teaches, item.lesson)
             for index, item in enumerate(finished)
         ]
-        all_offers = peers.gather_offers(offers)
-        deal = deal_groups(all_offers, world=peers.world, per_rank=num_groups)
+        deal = deal_groups(all_offers := peers.gather_offers(offers), world=peers.world, per_rank=num_groups)
         self.learn_order(all_offers)
         received = peers.exchange(deal.moves, [item.group for item in finished])
         dealt = {offer.key for hand in deal.chosen for offer in hand}

@@ -182,7 +182,7 @@ class MachinePeers(TorchPeers):
         self._is_stopping = False
 
     async def open_tally(self, *, need: int, ready: int, starts: int) -> Tally:
-        _, *counts = await self.ask(["open", ready, starts], "opened")
+        _, *counts = await self.ask(["open", ready, starts, need], "opened")
         self.tally = LineTally(self, need * self.world, Counts(*counts))
         return self.tally
 

@@ -6,7 +6,7 @@ A completion holds a slot only while an engine writes. While tools or an environ
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from ycore.environments.tool_pool import Answer, Episode, OutOfTime, ToolPool
 from ycore.round.dialogue import Call, Dialogue
@@ -45,6 +45,29 @@ class OneTurn:
     async def play(self, start: Start, index: int, write: Write, *, seed: int) -> Completion:
         """One completion of a group, by its index; `seed` is the run's."""
         return await write(start.draw.token_ids, completion_seed(seed, start.draw.position, index))
+
+    def apart(self) -> "OneTurn":
+        """The same way of writing, for completions that are not of the run's rounds."""
+        return self
+
+    @property
+    def waiting(self) -> list[Draw]:
+        """Groups that the last round began and did not end; none, unless completions take several rounds."""
+        return []
+
+    def ended(self, draw: Draw) -> None:
+        """All completions of a group are written and scored."""
+
+    def carry(self, version: int) -> None:
+        """The round is over that this version wrote."""
+
+    @property
+    def state(self) -> list[dict[str, Any]]:
+        """What of it goes on in the next round, as plain JSON values."""
+        return []
+
+    def restore(self, state: Sequence[Mapping[str, Any]]) -> None:
+        """Take what `state` was."""
 
     async def close(self) -> None:
         pass

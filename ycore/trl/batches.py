@@ -38,7 +38,7 @@ class FlatSequence:
     rewards: list[float]  # one per source; NaN where a source gave none
     taught: list[tuple[float, ...] | None]  # one per source: a teacher's log-probabilities of the tokens
     greedy_rewards: list[float]
-    policy_version: int
+    policy_version: int  # which wrote its first token
     is_cut: bool  # at `max_tokens`, before it ended
     shown: int = 0  # other pictures, another number; 0 without any
 
@@ -61,7 +61,7 @@ def flatten(groups: Sequence[Group], open_image: Callable[[str], Any] | None = N
             rewards=_values(scores),
             taught=[score.logprobs for score in scores],
             greedy_rewards=_values(group.greedy_scores_R or ()),
-            policy_version=completion.policy_version,
+            policy_version=completion.first_version,
             is_cut=completion.finish_reason == "length",
             shown=_number_of(group.draw.prompt.images),
         )

@@ -7,11 +7,13 @@ Every run is `ycore grpo --recipe quickstart` with the options of its method, an
 every few steps. A method's figure is that of its last evaluation whose steps took no more than the budget, without
 the seconds of the evaluations. Runs alternate over the methods, and a run that is finished is not run again, so the
 script can be stopped and goes on.
+
+`trl` is TRL's own `trl grpo`, with the same model, rows, batch and rate. It generates with transformers, stops at the
+budget (`trl_budget`), and its model is measured by `ycore eval` on the same rows.
 """
 
 import argparse
 import json
-import os
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,8 +22,12 @@ from statistics import fmean
 from typing import Any
 
 from bounded import RunFailed, run_bounded
+from contestants import Settings, environment, trl_command
 from machine import busy_share, describe_machine
+from trl_and_ycore import model_folder
 
+from ycore.config.schema import RewardConfig, RunConfig
+from ycore.data.prompts import load_prompts
 from ycore.run.metrics import read_metrics
 from ycore.view.record import half_width
 
@@ -31,6 +37,8 @@ TASKS = {
     "gym": ["--dataset", "gym:{family}&size=400", "--eval-dataset", "gym:{family}&size=40", "--reward", "gym"],
 }
 _FAMILY = "chain_sum?min_terms=3&max_terms=3&min_digits=1&max_digits=1"
+REWARDS = {"sums": "exact_answer", "gym": "gym"}
+TRL = "trl"
 METHODS: dict[str, list[str]] = {
     "grpo": ["grpo", "--preset", "grpo", "--beta", "0"],
     "dr-grpo": ["grpo", "--preset", "dr-grpo"],
@@ -43,9 +51,13 @@ METHODS: dict[str, list[str]] = {
     "reinforce++": ["grpo", "--advantage", "reinforce++-baseline"],
     "maxrl": ["grpo", "--advantage", "maxrl"],
     "ppo": ["ppo", "--set", "critic.lr_ratio=5"],
+    TRL: [],
 }
 FIGURE = "ycore/eval/pass@1"
 _PROMPTS = 8  # of a step of the quickstart
+_SAMPLES = 8  # of each held-out row
+_MICRO_BATCH = 16
+_NEVER = threading.Event()
 
 
 def command(told: argparse.Namespace, method: str, seed: int, output: Path) -> list[str]:
@@ -53,7 +65,16 @@ def command(told: argparse.Namespace, method: str, seed: int, output: Path) -> l
     algorithm, *own = METHODS[method]
     task = [word.format(family=told.family) for word in TASKS[told.task]]
     sizes = ["--steps", told.steps, "--eval-every", told.eval_every, "--max-tokens", told.tokens]
-    fixed = ["--set", "num_samples=8", "--set", "trl.beta=0.0", "--learning-rate", told.learning_rate]
+    fixed = [
+        "--model",
+        told.model,
+        "--set",
+        f"num_samples={_SAMPLES}",
+        "--set",
+        "trl.beta=0.0",
+        "--learning-rate",
+        told.learning_rate,
+    ]
     words = [algorithm, "--recipe", "quickstart", *task, *own, *sizes, *fixed, "--seed", seed, "--output", output]
     return [*YCORE, *map(str, words)]
 
@@ -72,6 +93,45 @@ def at_budget(rows: Sequence[Mapping[str, Any]], budget: float) -> dict[str, flo
         if FIGURE in row:
             best = {**found, "pass@1": row[FIGURE]}
     return best
+
+
+def run_trl(told: argparse.Namespace, seed: int, folder: Path, logs: Path) -> dict[str, float]:
+    """Train with `trl grpo` up to the budget, then measure its model; what `at_budget` tells of ycore's runs."""
+    task = [word.format(family=told.family) for word in TASKS[told.task]]
+    train, held_out = task[1], task[3]
+    rows = write_rows(folder / "rows", train, REWARDS[told.task])
+    steps = max(told.steps, int(told.budget))  # the budget ends it
+    settings = Settings(
+        model_folder(told.model), rows, told.tokens, steps, _PROMPTS, 8, told.learning_rate, seed, "bfloat16"
+    )
+    words = [
+        word if word != "trl_probe.distinct_characters" else "trl_budget.score"
+        for word in trl_command(settings, batch_size=_MICRO_BATCH)
+    ]
+    wishes = {"METHOD_REWARD": REWARDS[told.task], "METHOD_BUDGET_S": str(told.budget)}
+    run_bounded(
+        [*words, "--beta", "0.0"], folder=logs, environment=environment() | wishes, timeout_s=told.timeout, stop=_NEVER
+    )
+    sizes = ["--split", "test", "--num-samples", _SAMPLES, "--max-tokens", told.tokens, "--reward", REWARDS[told.task]]
+    measured = [*YCORE, "eval", "--model", logs / "run", "--dataset", held_out, *sizes, "--output", folder / "eval"]
+    (folder / "measured").mkdir(exist_ok=True)
+    run_bounded([*map(str, measured)], folder=folder / "measured", environment={}, timeout_s=told.timeout, stop=_NEVER)
+    figures = json.loads((folder / "eval" / "eval.json").read_text())
+    found = json.loads((logs / "seconds.json").read_text()) | {"pass@1": figures["pass@1"]}
+    (folder / "summary.json").write_text(json.dumps(found))
+    return found
+
+
+def write_rows(folder: Path, dataset: str, reward: str) -> Path:
+    """The task's training rows as `folder/train.jsonl`, for TRL."""
+    config = RunConfig(
+        model="none", dataset=dataset, rewards=[RewardConfig(reward=reward)], output="none", split="train"
+    )
+    folder.mkdir(parents=True, exist_ok=True)
+    prompts = load_prompts(config, as_chat=True).prompts
+    lines = (json.dumps({"prompt": one.content, **one.columns}) + "\n" for one in prompts)
+    (folder / "train.jsonl").write_text("".join(lines))
+    return folder / "train.jsonl"
 
 
 def runs_of(told: argparse.Namespace) -> Iterator[tuple[str, int, Path]]:
@@ -100,6 +160,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--task", choices=tuple(TASKS), default="sums")
     add("--family", default=_FAMILY, help="of reasoning-gym, with its arguments, for --task gym")
     add("--methods", default=",".join(METHODS), help="those to run, in this order")
+    add("--model", default="smollm2-135m", help="as `ycore grpo` takes it; it needs a chat template")
     add("--seeds", type=int, default=3)
     add("--budget", type=float, default=90.0, help="seconds of training, without evaluations")
     add("--steps", type=int, default=24, help="of each run: enough to use the budget up")
@@ -123,21 +184,24 @@ def main(arguments: Sequence[str] | None = None) -> int:
             results["busy"][folder.name] = busy_share()
             logs = told.output / f"{folder.name}.log"
             logs.mkdir(exist_ok=True)
-            words = command(told, method, seed, folder)
             try:
-                run_bounded(words, folder=logs, environment=dict(os.environ), timeout_s=told.timeout, stop=_NEVER)
+                if method == TRL:
+                    folder.mkdir(exist_ok=True)
+                    run_trl(told, seed, folder, logs)
+                else:
+                    words = command(told, method, seed, folder)
+                    run_bounded(words, folder=logs, environment={}, timeout_s=told.timeout, stop=_NEVER)
             except RunFailed as problem:
                 print(f"{folder.name}: {problem}", file=sys.stderr)
                 continue
-        found = at_budget(read_metrics(folder / "metrics.jsonl"), told.budget)
+        rows = read_metrics(folder / "metrics.jsonl")
+        found = at_budget(rows, told.budget) if rows else json.loads((folder / "summary.json").read_text())
         if found:
             results["runs"].setdefault(method, []).append(found)
         (told.output / f"{told.task}.json").write_text(json.dumps(results, indent=2) + "\n")
     print(as_markdown(results["runs"]))
     return 0
 
-
-_NEVER = threading.Event()
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -188,6 +188,9 @@ def _job_lines(made: "Plan") -> Iterator[str]:
     job, device = made.job, made.fleet.device
     trained = "every weight" if job.lora_rank is None else f"LoRA r={job.lora_rank}"
     yield f"model    {job.policy.name}: {job.policy.num_params / 1e9:.2f} billion parameters, {trained}"
+    if job.policy.eyes_params:
+        tokens = f"{job.policy.image_tokens} tokens of a prompt" if job.policy.image_tokens else "tokens by its size"
+        yield f"pictures {job.policy.eyes_params / 1e6:.1f} million of these parameters see; a picture is {tokens}"
     if job.judge is not None:
         yield f"judge    {job.judge.name}: {job.judge.num_params / 1e9:.2f} billion parameters"
     yield f"devices  {made.fleet.count} x {device.name}: {device.memory_bytes / _GIB:.0f} GiB; {device.in_words}"

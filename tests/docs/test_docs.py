@@ -28,6 +28,7 @@ from ycore.config.recipe_files import list_recipes, load_benchmark, load_recipe
 from ycore.config.schema import RewardConfig, RunConfig, TuneConfig
 from ycore.config.trl_arguments import aliases, refusal
 from ycore.config.trl_fields import fields_of
+from ycore.data.digit_tasks import QUESTIONS
 from ycore.data.generated import TASKS
 from ycore.errors import ConfigError
 from ycore.rewards.builtin import BUILTIN, CODE, ENVIRONMENT
@@ -457,4 +458,5 @@ def test_shipped_recipes_and_tasks_are_documented() -> None:
     rows = table("docs/options.md", "### Generated tasks")
     tasks = {quoted(name)[0]: quoted(arguments) for name, arguments, _ in rows}
     limits = {f"task:{name}": task.limits for name, task in TASKS.items()}
+    limits |= {f"task:{name}": {"wrong": (0, 0, 1)} for name in QUESTIONS}
     assert tasks == {name: [f"{key}={limit[1]}" for key, limit in limits[name].items()] for name in limits}

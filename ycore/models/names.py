@@ -145,7 +145,7 @@ def _builtin_plan(name: str, trust_remote_code: bool) -> ModelPlan:
 
 
 def _made_plan(name: str) -> ModelPlan:
-    folder, base = _made_folder(name), MADE[name]
+    folder, base = made_folder(name), MADE[name]
     if folder.is_dir():
         return _ready_plan("made", name, folder, trust_remote_code=False)
     note = f"will be made once, in a minute or two of work, from {base} and scikit-learn's digits"
@@ -153,7 +153,7 @@ def _made_plan(name: str) -> ModelPlan:
     return ModelPlan("made", name, folder, False, note, longest, has_chat_template=True, config={"vision_config": {}})
 
 
-def _made_folder(name: str) -> Path:
+def made_folder(name: str) -> Path:
     return cache_dir() / "made" / f"{name}-{_MADE_BY}"
 
 

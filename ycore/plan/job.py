@@ -117,13 +117,16 @@ def job_of(
     prompt_tokens: int | None = None,
     completion_tokens: int | None = None,
 ) -> Job:
-    """The job of a run; by default a mean prompt has 256 tokens, a verdict at most 128, and completions the most."""
+    """The job of a run; by default a mean prompt has 256 tokens, a verdict at most 128, and completions the most.
+
+    For a policy that sees, a mean prompt has one picture too.
+    """
     context = policy.context_length or LONGEST
     return Job(
         policy=policy,
         prompts_per_step=config.prompts_per_step,
         group_size=config.group_size,
-        prompt_tokens=prompt_tokens or PROMPT_TOKENS,
+        prompt_tokens=prompt_tokens or PROMPT_TOKENS + policy.image_tokens,
         completion_tokens=min(completion_tokens or config.max_tokens, config.max_tokens),
         max_tokens=config.max_tokens,
         max_model_len=config.engine.max_model_len or min(context, LONGEST),

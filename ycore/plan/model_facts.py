@@ -12,7 +12,7 @@ from typing import Any
 from ycore.errors import ModelError, nearest
 from ycore.models.folder import read_json
 from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, cached_snapshot
-from ycore.models.names import BUILTIN
+from ycore.models.names import BUILTIN, MADE, made_folder
 
 KNOWN_CONFIGS: Mapping[str, dict[str, Any]] = json.loads(Path(__file__).with_name("models.json").read_text())
 """By hub id."""
@@ -41,6 +41,8 @@ class ModelFacts:
     num_experts_per_token: int = 1
     attention_bias: bool = False
     head_norms: bool = False
+    eyes_params: int = 0  # of a model that sees: its vision tower and projector
+    image_tokens: int = 0  # tokens of a prompt for one picture
 
     @property
     def query_size(self) -> int:
@@ -76,7 +78,7 @@ class ModelFacts:
     @property
     def num_params(self) -> int:
         """All weights; tied embeddings count once."""
-        embeddings = self.head_params * (1 if self.tied else 2)
+        embeddings = self.head_params * (1 if self.tied else 2) + self.eyes_params
         return embeddings + self.num_hidden_layers * self.layer_params + self.hidden_size
 
     @property
@@ -133,7 +135,27 @@ def facts_of(config: Mapping[str, Any], *, name: str) -> ModelFacts:
         num_experts_per_token=int(text.get("num_experts_per_tok") or 1) if experts > 1 else 1,
         attention_bias=bool(text.get("attention_bias")) or kind in _BIASED,
         head_norms=kind in _NORMED_HEADS,
+        **_eyes(config, hidden),
     )
+
+
+def _eyes(config: Mapping[str, Any], hidden: int) -> dict[str, int]:
+    """The weights of a vision tower (arXiv 2010.11929) with a projector of two layers, as LLaVA's; and its tokens a
+    picture, 0 where these follow from the picture's size. Families with other towers come near it."""
+    tower = config.get("vision_config")
+    if not isinstance(tower, Mapping) or not tower.get("hidden_size"):
+        return {}
+    sizes = [tower.get(name) for name in ("hidden_size", "num_hidden_layers", "patch_size")]
+    width, layers, patch = (one if isinstance(one, int) else 0 for one in sizes)
+    inner = tower.get("intermediate_size") or 4 * width
+    side = tower.get("image_size")
+    patches = (side // patch) ** 2 if patch and isinstance(side, int) else 0
+    block = 4 * width * (width + 1) + 2 * width * inner + inner + width + 4 * width
+    seen = width * (3 * patch**2 + 1) + patches * width + layers * block + 2 * width
+    return {
+        "eyes_params": seen + hidden * (width + hidden + 2),
+        "image_tokens": config.get("image_seq_length", patches),
+    }
 
 
 def _size(config: Mapping[str, Any], key: str, name: str) -> int:
@@ -173,6 +195,9 @@ def model_config(name: str, *, ask: bool = True) -> dict[str, Any]:
     path = Path(name).expanduser()
     if path.suffix == ".json" and path.is_file():
         return _read(path)
+    if name in MADE and not path.is_dir():  # before it is made: the language model in it
+        made = made_folder(name)
+        return _read(made / "config.json") if made.is_dir() else model_config(MADE[name], ask=ask)
     if path.is_dir():
         return _read(path / "config.json")
     if known := known_config(name):  # first: to look into the hub's cache, its client must be imported

@@ -45,6 +45,7 @@ def test_the_plan_says_what_stays_frozen(place: Path, capfd: pytest.CaptureFixtu
         ("--dataset {place}/url.jsonl", "URLs are not fetched"),
         ("--engine vllm", "vllm"),
         ("--reward rm:{place}/text", "rm:{place}/text reads text only"),
+        ("--reward judge:cheerful", "judge:cheerful reads text only where it is served here; give it a base_url"),
         ("--reward reference_probability", "asks the policy about text only"),
         ("--tools python", "tools, an environment or an agent"),
     ],

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
+from PIL import Image as Pillow
 
 from tests.scripted_teacher import logprob_of, teacher_at
 from ycore.config.schema import DistillSettings, RewardConfig, RunConfig
@@ -29,8 +30,9 @@ from ycore.round.scorers import Member, RewardModelScorer, TeacherScorer, build_
 from ycore.round.scoring import Scorer, Scoring, Writing
 from ycore.round.slots import Slots
 from ycore.round.step import Controller
+from ycore.run.images import ImageStore, png_of
 from ycore.run.paths import RunFolder
-from ycore.types import Completion, Draw, Prompt, Score, Turn
+from ycore.types import IMAGE_MARK, Completion, Draw, Prompt, Score, Turn
 
 T = TypeVar("T")
 
@@ -42,13 +44,16 @@ class ScriptedJudge:
         self.name = name
         self.asked: list[tuple[str, int, bool]] = []
         self.closed = False
+        self.pictures: list[str] = []
         self._reply = reply
 
     async def wait_ready(self, *, timeout_s: float) -> None:
         pass
 
     async def ask(self, judge: Judge, question: Question, *, seed: int, again: bool = False) -> Reply:
-        text = question[-1]["content"]
+        content = question[-1]["content"]
+        text = content if isinstance(content, str) else content[-1]["text"]
+        self.pictures = [] if isinstance(content, str) else [part["image_url"]["url"] for part in content[:-1]]
         self.asked.append((text, seed, again))
         await asyncio.sleep(0)
         reply = self._reply(text)
@@ -108,6 +113,21 @@ def test_pointwise_scores_are_scaled_to_rewards() -> None:
     engine = ScriptedJudge("judge-0", by_length)
     rows = run(scores_of(make_scorer(make_judge(scale=[-1, 1]), [engine]), ["", "abcde", "abcdefghij"]))
     assert values(rows) == [-1.0, 0.0, 1.0]
+
+
+def test_a_judge_sees_the_pictures_of_the_prompt(tmp_path: Path) -> None:
+    engine, store = ScriptedJudge("judge-0", by_length), ImageStore(tmp_path)
+    image = store.put(png_of(Pillow.new("RGB", (2, 2), "red")), "row 0")
+    scorer = JudgeScorer("test", Questioner(make_judge()), [engine], meter=JudgeMeter(), seed=7, images=store)
+    prompt = Prompt(0, [{"role": "user", "content": f"Is {IMAGE_MARK} red?"}], {}, (image,))
+
+    async def work() -> list[list[Score]]:
+        tasks = [asyncio.create_task(asyncio.sleep(0, completion("abcde")))]
+        return await scorer.score(Writing(Draw(0, prompt, (1,)), tasks, 0, Slots(1)))
+
+    assert values(run(work())) == [0.5]
+    assert engine.pictures == [store.url(image.sha256)]
+    assert "Is [picture 1] red?" in engine.asked[0][0] and IMAGE_MARK not in engine.asked[0][0]
 
 
 def test_a_judge_is_asked_as_each_completion_ends() -> None:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from ycore.judge.declaration import JsonVerdict, Judge, LabelVerdict, RankingVerdict, ScoreVerdict
-from ycore.types import Content, Prompt
+from ycore.types import IMAGE_MARK, Content, Prompt
 
-Question = list[dict[str, str]]  # chat turns, as every chat API takes them
+Question = list[dict[str, Any]]  # chat turns, as every chat API takes them
 _MARK = "text-"
 
 # Characters that a person, or a model, may take for < and >.
@@ -69,7 +69,7 @@ class Questioner:
         fields = {
             **dict.fromkeys(judge.columns, ""),  # a row may lack a column that others have
             **columns,
-            "prompt": self._sanitized(as_text(prompt.content)),
+            "prompt": self._sanitized(numbered(as_text(prompt.content)) if prompt.images else as_text(prompt.content)),
             "reference": columns.get(judge.reference_column, ""),
             "rubric": judge.rubric.strip(),
             "how_to_answer": _how_to_answer(judge, verdict_code(key)),
@@ -97,6 +97,19 @@ class Questioner:
 def verdict_code(key: str) -> str:
     """Six hexadecimal digits that the verdict to the request `key` must carry, and that no completion can know."""
     return hashlib.sha256(f"{key}\0code".encode()).hexdigest()[:6]
+
+
+def numbered(text: str) -> str:
+    """With `[picture 1]` and so on where a picture stands."""
+    first, *others = text.split(IMAGE_MARK)
+    return first + "".join(f"[picture {number}]{part}" for number, part in enumerate(others, start=1))
+
+
+def with_pictures(question: Question, urls: Sequence[str]) -> Question:
+    """The question with pictures before its last turn's text, as OpenAI's API takes them."""
+    *before, last = question
+    shown = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    return [*before, {**last, "content": [*shown, {"type": "text", "text": last["content"]}]}] if shown else question
 
 
 def _how_to_answer(judge: Judge, code: str) -> str:

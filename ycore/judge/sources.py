@@ -154,8 +154,14 @@ def teacher_of(spec: RewardConfig) -> Teacher:
 
 def check_pictures(config: RunConfig) -> None:
     """ConfigError where a part of the run would not see the pictures of its prompts, and would judge without them."""
+    text_only = "reads text only"
     blind = {
-        **{spec.reward: "reads text only" for spec in config.rewards if not (is_rule(spec) or is_environment(spec))},
+        **{spec.reward: text_only for spec in config.rewards if not (is_rule(spec) or is_judge(spec))},
+        **{
+            spec.reward: f"{text_only} where it is served here; give it a base_url of one that sees"
+            for spec in config.rewards
+            if is_judge(spec) and judge_of(spec).base_url is None
+        },
         **{spec.reward: "asks the policy about text only" for spec in config.rewards if is_reference(spec)},
         **({"a run with tools, an environment or an agent": "writes prompts of text"} if config.has_turns else {}),
     }

@@ -13,7 +13,7 @@ from typing import TypeVar
 from ycore.engine.judge_engine import JudgeEngine, Refused
 from ycore.judge.agreement import KEY, agreement
 from ycore.judge.declaration import Judge
-from ycore.judge.question import Question, Questioner, as_text, verdict_code
+from ycore.judge.question import Question, Questioner, as_text, verdict_code, with_pictures
 from ycore.judge.verdict import (
     Reply,
     Unreadable,
@@ -28,8 +28,9 @@ from ycore.judge.verdict import (
 )
 from ycore.placement.placement import JUDGE
 from ycore.round.meters import JudgeMeter
-from ycore.round.scoring import Scorer, TextOf, Writing, plain_text
+from ycore.round.scoring import NO_FOLDER, Scorer, TextOf, Writing, plain_text
 from ycore.round.tasks import together
+from ycore.run.images import ImageStore
 from ycore.types import Completion, Score
 
 V = TypeVar("V")
@@ -46,6 +47,7 @@ class JudgeScorer(Scorer):
     meter: JudgeMeter
     seed: int
     text_of: TextOf = plain_text
+    images: ImageStore = NO_FOLDER
 
     @property
     def judge(self) -> Judge:
@@ -133,6 +135,7 @@ class JudgeScorer(Scorer):
 
     async def _verdict(self, question: Question, writing: Writing, *, key: str, read: Callable[[Reply], V]) -> V:
         """The value read from the reply. An unreadable reply is retried; after the last try Unreadable is raised."""
+        question = with_pictures(question, [self.images.url(one.sha256) for one in writing.draw.prompt.images])
         problem = ""
         for attempt in range(1 + self.judge.retries):
             try:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
@@ -108,7 +108,8 @@ def build_scoring(
                 engines = scorer_servers(config, folder, model, VllmJudge)
             questioner = Questioner(judge, () if tokenizer is None else special_tokens(tokenizer))
             text = text_of(spec)
-            one: Scorer = JudgeScorer(names[source], questioner, engines, meter=judges, seed=config.seed, text_of=text)
+            how: Any = {"meter": judges, "seed": config.seed, "text_of": text, "images": ImageStore(folder.images)}
+            one: Scorer = JudgeScorer(names[source], questioner, engines, **how)
         elif is_agreement(spec):
             one = AgreementScorer(agreement_of(spec), meter=judges, text_of=text_of(spec))
         elif is_reward_model(spec):

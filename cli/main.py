@@ -11,6 +11,7 @@ from types import FrameType
 from typing import Annotated, Any, NoReturn
 
 import typer
+from ycore_cli.flow import flow
 from ycore_cli.look import agents, docs, doctor, env, recipes, report, reproduce, selftest, watch
 from ycore_cli.measure import evaluate, preflight
 from ycore_cli.plan import plan
@@ -31,6 +32,7 @@ app = typer.Typer(
 )  # fmt: skip
 for algorithm in ALGORITHMS.values():
     app.command(algorithm.name, context_settings=_ANY_TRL_FIELD)(training_command(algorithm))
+app.command("flow")(flow)
 for name, command in {"resume": resume, "eval": evaluate, "plan": plan, "preflight": preflight}.items():
     app.command(name, context_settings=_ANY_TRL_FIELD)(command)
 _OTHERS: Sequence[Callable[..., Any]] = (

@@ -10,7 +10,7 @@ import typer
 from ycore_cli import options as o
 from ycore_cli.output import print_closing, print_json, print_line, print_table, stdout_for_json
 
-from ycore.config.algorithms import Algorithm, find_algorithm
+from ycore.config.algorithms import FLOW, Algorithm, find_algorithm
 from ycore.errors import ConfigError, RunFolderError
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
@@ -107,9 +107,20 @@ def resume(
     if resume_from is not None and not resume_from.isdigit():
         resume_from = str(Path(resume_from).expanduser().absolute())
     stored = _stored_training(folder)
+    how: dict[str, Any] = {
+        "resume_from": resume_from,
+        "accept_changes": accept_changes,
+        "dry_run": dry_run,
+        "json": json,
+    }
+    if stored["algorithm"] == FLOW:
+        from ycore_cli.flow import go_on
+
+        go_on(stored, folder, sets=set_ or (), options=context.params, typed=words, **how)
+        return
     keys = o.typed_keys(context, algorithm=str(stored["algorithm"]), arguments=words)
     config = o.completed(resolve(recipe=stored, sets=set_ or (), options=keys | {"output": str(folder)}))
-    train(config, resume=True, resume_from=resume_from, accept_changes=accept_changes, dry_run=dry_run, json=json)
+    train(config, resume=True, **how)
 
 
 def _folder_among(words: list[str]) -> str:

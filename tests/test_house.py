@@ -17,8 +17,8 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*(ROOT / "ycore").rglob("*.py"), *(ROOT / "cli").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")])
 
-MOST_LINES = 41_466
-MOST_FILES = 233
+MOST_LINES = 43_219
+MOST_FILES = 244
 MOST_FILE_LINES = 450
 MOST_FUNCTION_LINES = 60
 FEWEST_CODE_LINES = 40
@@ -46,6 +46,7 @@ HEAVY_FILES = {
     "trainer/evaluation.py",
     "trainer/saved_state.py",
     "trainer/example_run.py",
+    "trainer/flow_run.py",
     "trainer/rollout_run.py",
     "trainer/training_run.py",
 }

@@ -13,7 +13,7 @@ from ycore_cli.main import app, run
 from ycore import __version__
 
 COMMANDS = [
-    "grpo", "rloo", "ppo", "distill", "online-dpo", "sft", "reward", "dpo", "kto", "resume", "eval", "plan",
+    "grpo", "rloo", "ppo", "distill", "online-dpo", "sft", "reward", "dpo", "kto", "flow", "resume", "eval", "plan",
     "preflight", "pipeline", "recipes", "env", "doctor", "report", "selftest", "simulate", "watch", "chat", "serve",
     "export", "push", "reproduce", "docs", "agents",
 ]  # fmt: skip

@@ -41,7 +41,7 @@ PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ENTRY = "from ycore_cli.main import main; main()"
 TO_WRITE = ("jsonl", "csv", "python", "yaml")
 STARTS = (
-    *("grpo", "rloo", "ppo", "distill", "online-dpo", "sft", "reward", "dpo", "kto"),
+    *("grpo", "rloo", "ppo", "distill", "online-dpo", "sft", "reward", "dpo", "kto", "flow"),
     *("eval", "preflight", "pipeline", "resume", "selftest", "reproduce"),
 )
 """The commands that start something, unless it is a dry run."""

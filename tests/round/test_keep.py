@@ -4,7 +4,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ycore.round.sampling import TOLERANCE, can_teach, total_reward
+from ycore.config.schema import RewardConfig
+from ycore.round.sampling import TOLERANCE, can_teach, dust_of, total_reward
 from ycore.types import Completion, Draw, Group, Prompt, Score, Turn
 
 REWARDS = st.one_of(st.none(), st.floats(-10, 10))
@@ -70,3 +71,20 @@ def test_rewards_of_turns_that_differ_teach_though_the_outcomes_are_equal() -> N
     assert not teaches(paid(0.5, None), paid(0.5, None)) and not teaches(paid(0.5, None), paid(None, None))
     assert not teaches(paid(None, 0.5), paid(None, 0.0)), "the last turn's is the outcome's"
     assert not teaches(paid(0.5, None, None), paid(0.0, None), scores=(1.0, None)), "one counts nowhere"
+
+
+def test_rewards_that_differ_by_dust_do_not_teach() -> None:
+    """A reward from 0 to 1 with a standard deviation under a thousandth: dividing by it would make lessons of noise."""
+    dust = dust_of([RewardConfig(reward="r.py:f", range=(0, 1))], 1e-3)
+    assert dust == 1e-3
+    assert not can_teach(group((0.9999,), (1.0,), (0.9998,)), [1.0], dust=dust)
+    assert can_teach(group((0.99,), (1.0,), (0.98,)), [1.0], dust=dust)
+    assert can_teach(group(*[(1.0,)] * 63, (0.0,)), [1.0], dust=dust)  # one of many hits
+    assert can_teach(group((0.9999,), (1.0,)), [1.0])
+
+
+def test_the_range_of_a_sum_is_weighted_and_what_declares_none_counts_as_told() -> None:
+    specs = [RewardConfig(reward="r.py:f", range=(-1, 3), weight=-0.5), RewardConfig(reward="r.py:g", weight=2)]
+    assert dust_of(specs, 0.1) == pytest.approx(0.2)
+    assert dust_of(specs, 0.1, span=1.0) == pytest.approx(0.4)
+    assert dust_of(specs, 0.0, span=1.0) == 0.0

@@ -45,6 +45,9 @@ class Algorithm:
         return RunConfig if self.learns_from == "rollouts" else TuneConfig
 
 
+FLOW = "flow"
+"""The command, and the value of `algorithm`, of a run whose model draws. TRL has no trainer for it, so no row here."""
+
 _GRPO = Algorithm(
     name="grpo",
     summary="Train a model on a reward with GRPO.",

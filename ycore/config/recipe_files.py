@@ -8,7 +8,7 @@ from typing import Any
 
 import yaml
 
-from ycore.config.algorithms import ALGORITHMS
+from ycore.config.algorithms import ALGORITHMS, FLOW
 from ycore.errors import ConfigError, UserError, nearest
 
 SUFFIXES = (".yaml", ".yml")
@@ -142,7 +142,7 @@ def _serves(wanted: str | None, command: str | None) -> bool:
     """A recipe with rollouts serves every command that has them; another recipe serves its own command."""
     if wanted is None or command is None or wanted == command:
         return True
-    others = {PIPELINE, *(name for name, row in ALGORITHMS.items() if row.learns_from == "examples")}
+    others = {PIPELINE, FLOW, *(name for name, row in ALGORITHMS.items() if row.learns_from == "examples")}
     return wanted not in others and command not in others
 
 

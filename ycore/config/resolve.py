@@ -38,7 +38,7 @@ def resolve(
         options: keys; under `trl`, fields of TRL's, which may still be text.
         run_name: names the output folder where none was given.
     """
-    plain, indexed = _parse_sets(sets)
+    plain, indexed = parse_sets(sets)
     layers = [recipe or {}, plain, options or {}]
     algorithm = find_algorithm(_topmost("algorithm", layers) or "grpo")
     if algorithm.preset is not None:
@@ -64,7 +64,7 @@ def resolve(
     for path, value in indexed:
         set_key(merged, path, value)
     if "output" not in merged:
-        merged |= _default_output(merged, run_name)
+        merged |= default_output(merged, run_name)
     return _validated(merged, algorithm)
 
 
@@ -141,7 +141,7 @@ def merge(base: Mapping[str, Any], over: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _parse_sets(sets: Sequence[str]) -> tuple[dict[str, Any], list[tuple[list[str], Any]]]:
+def parse_sets(sets: Sequence[str]) -> tuple[dict[str, Any], list[tuple[list[str], Any]]]:
     """Plain paths as one layer, and paths into a list (`rewards.0.weight`), which come last: they change an element."""
     plain: dict[str, Any] = {}
     indexed = []
@@ -239,7 +239,7 @@ def _validated(merged: dict[str, Any], algorithm: Algorithm) -> AnyConfig:
     return resolved
 
 
-def _default_output(merged: Mapping[str, Any], run_name: str | None) -> dict[str, str]:
+def default_output(merged: Mapping[str, Any], run_name: str | None) -> dict[str, str]:
     if run_name is None and "model" in merged and "dataset" in merged:
         run_name = f"{_short(str(merged['dataset'] or merged.get('env', '')))}-{_short(str(merged['model']))}"
     if run_name is None:

@@ -131,6 +131,8 @@ class SamplingSettings(Strict):
     """Which groups a step trains on (dynamic sampling: DAPO, arXiv 2503.14476)."""
 
     dynamic: bool = True  # replace groups whose rewards are all equal, because they have no gradient
+    # A group whose rewards deviate by less than this share of their range does not teach: scaling would make it noise.
+    dust: Annotated[float, Field(ge=0, lt=1)] = 1e-3
     max_tries: Positive = 4  # groups drawn for each one needed, at most; then the step trains on fewer
     # Policy versions by which a surplus group of an earlier round may lag; 0 drops surplus groups.
     max_age: Annotated[int, Field(ge=0)] = 1

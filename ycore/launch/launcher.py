@@ -14,7 +14,8 @@ from typing import Any, Literal, TextIO
 
 import yaml
 
-from ycore.config.schema import AnyConfig, RunConfig
+from ycore.config.flow_settings import FlowConfig
+from ycore.config.schema import AnyConfig, RunConfig, TuneConfig
 from ycore.errors import Interrupted
 from ycore.judge.sources import is_rule
 from ycore.launch.diagnostics import plan_and_measured
@@ -26,6 +27,7 @@ from ycore.launch.machine_checks import check_run
 from ycore.launch.processes import ManagedProcess, RankedTrainer
 from ycore.launch.supervise import Limits, StopRequests, Supervisor
 from ycore.models.fetch import fetch_model
+from ycore.models.flow_folder import fetch_flow_model, flow_model
 from ycore.models.names import resolve_model
 from ycore.placement.placement import ROLLOUT
 from ycore.placement.slot_pool import ALLOCATOR
@@ -63,7 +65,7 @@ PREFLIGHT = Worker("preflight", "ycore.trainer.preflight_round", result="preflig
 
 def run_worker(
     worker: Worker,
-    config: AnyConfig,
+    config: AnyConfig | FlowConfig,
     *,
     resume: bool = False,
     num_steps: int | None = None,
@@ -108,12 +110,12 @@ def run_worker(
         held.release()
 
 
-def _note_sandbox(folder: RunFolder, config: AnyConfig) -> None:
+def _note_sandbox(folder: RunFolder, config: AnyConfig | FlowConfig) -> None:
     """Add to run.json what confines the code that ycore did not bring, where the run has any."""
-    if not isinstance(config, RunConfig):
+    if isinstance(config, TuneConfig):
         return
     own = any(is_code(one) or (is_rule(one) and ":" in one.reward) for one in config.rewards)
-    if own or config.has_turns:
+    if own or (isinstance(config, RunConfig) and config.has_turns):
         description = read_json(folder.config) | {"sandbox": choose(config.sandbox.level).line}
         write_json_atomic(folder.config, description)
 
@@ -123,7 +125,7 @@ class LocalRun:
     """A run on this machine: what is started for it, and how it is summed up."""
 
     worker: Worker
-    config: AnyConfig
+    config: AnyConfig | FlowConfig
     site: Site
     progress: RunProgress
     began: float
@@ -137,6 +139,8 @@ class LocalRun:
             engine = self.config.engine
             times = (engine.start_timeout_s, self.config.step_timeout_s, engine.health_timeout_s)
             limits = Limits(*times, restarts=self.config.restarts)
+        elif isinstance(self.config, FlowConfig):
+            limits = Limits(step_s=self.config.step_timeout_s, restarts=self.config.restarts)
         Supervisor(
             start=self._start_worker,
             engines=engines,
@@ -180,11 +184,22 @@ class LocalRun:
 
     def _fetch(self, name: str) -> Path:
         """A model's folder. A process that converts it carries the run's marker, so that it never outlives the run."""
+        if isinstance(self.config, FlowConfig):
+            return self._fetch_flow(name)
         model = resolve_model(name, trust_remote_code=self.config.trust_remote_code)
         self.progress.say(f"model {name}: {model.note}")
         os.environ[RUN_MARKER] = self.site.folder.run_id
         try:
             return fetch_model(model, log=self.site.folder.log("model"))
+        finally:
+            os.environ.pop(RUN_MARKER, None)
+
+    def _fetch_flow(self, name: str) -> Path:
+        if not flow_model(name).is_dir():
+            self.progress.say(f"model {name}: is made once, from scikit-learn's digits, in a minute or two")
+        os.environ[RUN_MARKER] = self.site.folder.run_id
+        try:
+            return fetch_flow_model(name, log=self.site.folder.log("model"))
         finally:
             os.environ.pop(RUN_MARKER, None)
 
@@ -228,7 +243,7 @@ class LocalRun:
         """Write summary.json and draw the curve. Only the first machine has the metrics of a run."""
         folder, say = self.site.folder, self.progress.say
         has_steps = self.worker.trains and self.site.layout.machine_rank == 0
-        measure: Literal["reward", "loss"] = "reward" if isinstance(self.config, RunConfig) else "loss"
+        measure: Literal["reward", "loss"] = "loss" if isinstance(self.config, TuneConfig) else "reward"
         metrics = read_metrics(folder.metrics, say=say)
         message = None if error is None else redact(str(error) or type(error).__name__)
         summary = summarise(metrics, status, time.monotonic() - self.began, measure=measure, error=message)
@@ -274,7 +289,7 @@ class LocalRun:
             self.progress.say(f"no curve was drawn: {problem}")
 
 
-def worker_environment(config: AnyConfig) -> dict[str, str]:
+def worker_environment(config: AnyConfig | FlowConfig) -> dict[str, str]:
     """The launcher's environment, and the secrets that run.json hides."""
     return {
         # Threads that wait for each other by spinning take ten times as long where another process wants a core too.

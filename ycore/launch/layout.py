@@ -15,7 +15,7 @@ from typing import Any, Literal, TypeVar
 import psutil
 import yaml
 
-from ycore.config.schema import AnyConfig, BaseConfig, RunConfig
+from ycore.config.schema import BaseConfig, RunConfig
 from ycore.engine.commands import split_evenly
 from ycore.errors import ConfigError, nearest
 from ycore.launch.gpus import visible_gpus
@@ -127,7 +127,7 @@ def with_processes(config: _Config, machine: Machine | None = None) -> _Config:
     return config.model_copy(update={"processes": len(machine.devices) if trains_on_all else 1})
 
 
-def site_of(config: AnyConfig, *, trains: bool = True) -> Site:
+def site_of(config: BaseConfig, *, trains: bool = True) -> Site:
     """Where a run runs on this machine; ConfigError where it lacks what the ranks need. Without training, one rank."""
     machine = this_machine()
     check_bfloat16(config.dtype, machine.without_bfloat16)
@@ -138,7 +138,7 @@ def site_of(config: AnyConfig, *, trains: bool = True) -> Site:
     return Site(folder, layout, machine, trains)
 
 
-def check_ranks(config: AnyConfig, layout: Layout, machine: Machine) -> None:
+def check_ranks(config: BaseConfig, layout: Layout, machine: Machine) -> None:
     """ConfigError, with the nearest number that works, where a rank would have no device or core of its own."""
     count, (parts, kind) = layout.local, machine.parts
     most = 1 if machine.is_sliced else len(parts)
@@ -154,7 +154,7 @@ def check_ranks(config: AnyConfig, layout: Layout, machine: Machine) -> None:
     raise ConfigError(f"{asked} {rule}; {way_out}")
 
 
-def check_deepspeed(config: AnyConfig, layout: Layout) -> None:
+def check_deepspeed(config: BaseConfig, layout: Layout) -> None:
     """ConfigError where the ranks need DeepSpeed, and it is not installed."""
     needs = layout.accelerate is not None and layout.accelerate["distributed_type"] == "DEEPSPEED"
     if needs and find_spec("deepspeed") is None:
@@ -182,7 +182,7 @@ def this_machine() -> Machine:
     )
 
 
-def layout_of(config: AnyConfig, machine: Machine) -> Layout:
+def layout_of(config: BaseConfig, machine: Machine) -> Layout:
     """The run's ranks, from `processes` and `accelerate`; ConfigError for what cannot work on the machine."""
     config, on_cpu = with_processes(config, machine), not machine.devices
     if config.accelerate is None and config.processes == 1:
@@ -213,7 +213,7 @@ def _accelerate_files() -> dict[str, dict[str, Any]]:
     return found
 
 
-def _layout_from_file(path: Path, config: AnyConfig, *, dtype: Dtype) -> Layout:
+def _layout_from_file(path: Path, config: BaseConfig, *, dtype: Dtype) -> Layout:
     if not path.is_file():
         raise ConfigError(
             f"--accelerate takes {', '.join(SHARDINGS)} or an accelerate config file; there is no file {str(path)!r}"

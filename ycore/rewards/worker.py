@@ -112,14 +112,19 @@ def _arguments(source: Source, request: Mapping[str, Any]) -> dict[str, Any]:
         worlds = [json.loads(world or "{}") for world in offered["environments"]]
         offered["environments"] = [SimpleNamespace(**world) for world in worlds]
     if "images" in offered:  # in TRL the pictures themselves; here they are read where they are asked for
-        offered["images"] = [[_picture(Path(name)) for name in names] for names in offered["images"]]
-        offered["prompts"] = [in_blocks(prompt) for prompt in offered.get("prompts", ())]
+        offered["images"] = [_pictures(names) for names in offered["images"]]
+        if any(isinstance(names, list) for names in request["inputs"]["images"]):
+            offered["prompts"] = [in_blocks(prompt) for prompt in offered.get("prompts", ())]
     offered["trainer_state"] = SimpleNamespace(global_step=request["step"])
     offered["log_extra"] = offered["log_metric"] = _ignore
     return {name: value for name, value in offered.items() if source.inputs.accepts(name)}
 
 
-def _picture(path: Path) -> Any:
+def _pictures(names: str | list[str]) -> Any:
+    """A prompt's pictures, or the one that a completion is."""
+    if isinstance(names, list):
+        return [_pictures(name) for name in names]
+    path = Path(names)
     return ImageStore(path.parent).open(path.name)
 
 

@@ -37,7 +37,7 @@ from ycore.round.journal import Journal
 from ycore.round.line import Line, OwnLine, SocketLine
 from ycore.round.loop import ShareWeights
 from ycore.round.peers import Peers
-from ycore.round.sampling import WHOLE, Cost, DrawSource, Rules, Shard
+from ycore.round.sampling import WHOLE, Cost, DrawSource, Rules, Shard, dust_of
 from ycore.round.scorers import Policy, ScorerEngines, build_scoring, scorer_servers, special_tokens
 from ycore.round.slots import Sleeper, Slots
 from ycore.round.step import Controller
@@ -284,6 +284,7 @@ class Assembly:
             constraints=Constraints.of(config),
             in_order=config.deterministic,
             oversample=1.0 if evaluates else config.sampling.oversample,
+            dust=dust_of(config.rewards, config.sampling.dust),
             # One more than fits, so that no engine waits for the controller to notice that a group has ended. With
             # tools all at once: while they answer, nobody can tell how many fit.
             max_in_flight=None

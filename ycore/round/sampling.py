@@ -6,8 +6,10 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import zip_longest
+from statistics import pstdev
 from typing import Any, Self
 
+from ycore.config.schema import RewardConfig
 from ycore.data.prompts import PromptOrder
 from ycore.errors import DataError
 from ycore.round.constraints import Constraints
@@ -68,6 +70,7 @@ class Rules:
         max_in_flight: groups that this rank's engines can write at once. More stay unclaimed, for a rank that is free.
         oversample: groups in flight for each that is expected to be needed. Above 1 a round is over as soon as it has
             enough, and what is not whole goes on in the next (`round.carried`).
+        dust: deviation of a group's rewards below which it does not teach (`dust_of`).
     """
 
     group_size: int
@@ -84,6 +87,13 @@ class Rules:
     in_order: bool = False
     max_in_flight: int | None = None
     oversample: float = 1.0
+    dust: float = 0.0
+
+
+def dust_of(rewards: Sequence[RewardConfig], share: float, *, span: float = 0.0) -> float:
+    """So much of the range of the rewards' weighted sum; a reward that declares none counts with `span`."""
+    spans = [spec.range[1] - spec.range[0] if spec.range is not None else span for spec in rewards]
+    return share * math.fsum(abs(spec.weight) * own for spec, own in zip(rewards, spans, strict=True))
 
 
 def total_reward(scores_R: Sequence[Score], weights_R: Sequence[float]) -> float | None:
@@ -110,11 +120,13 @@ def can_teach(
     *,
     alone: bool = False,
     tolerance: float = TOLERANCE,
+    dust: float = 0.0,
     constraints: Constraints | None = None,
 ) -> bool:
     """Whether any advantage of the group differs from zero (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2).
 
-    That takes two scored completions whose rewards differ by more than `tolerance`. Where the prompt's greedy
+    That takes two scored completions whose rewards differ by more than `tolerance`, and rewards that deviate by `dust`
+    or more from their mean (the root of the mean square). Where the prompt's greedy
     completion is the baseline (ReMax), one completion whose reward differs from the baseline's is enough. With `alone`
     (`Rules.teaches_alone`) one scored completion is enough. Rewards of turns that differ teach too.
     """
@@ -127,7 +139,9 @@ def can_teach(
         return alone and bool(known)
     counted = [own for own, total in zip(group.turn_rewards, totals, strict=True) if total is not None]
     at_turns = [[one for one in rewards if one is not None] for rewards in zip_longest(*counted)]
-    return any(max(rewards) - min(rewards) > tolerance for rewards in (known, *at_turns) if rewards)
+    return any(
+        max(rewards) - min(rewards) > tolerance and pstdev(rewards) >= dust for rewards in (known, *at_turns) if rewards
+    )
 
 
 @dataclass(slots=True)

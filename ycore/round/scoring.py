@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import Any
 
 from ycore.engine.judge_engine import JudgeEngine, RemoteTeacher
 from ycore.engine.vllm_engine import VllmRewardModel, VllmTeacher
@@ -17,7 +18,7 @@ from ycore.round.meters import Meter
 from ycore.round.slots import Slots, Turn
 from ycore.round.tasks import together
 from ycore.run.images import ImageStore
-from ycore.types import Completion, Draw, Score
+from ycore.types import Completion, Draw, Image, Prompt, Score
 
 TextOf = Callable[[Completion], str]  # the part of a completion that a reward source looks at
 plain_text: TextOf = attrgetter("transcript")
@@ -115,10 +116,7 @@ class RuleScorer(Scorer):
         draw, completions = writing.draw, await writing.all()
         size = len(completions)
         columns = {name: [value] * size for name, value in draw.prompt.columns.items()}
-        if draw.prompt.images:
-            columns["images"] = [[str(self._images.path(image.sha256)) for image in draw.prompt.images]] * size
-        if any(completion.world is not None for completion in completions):
-            columns["environments"] = [completion.world for completion in completions]
+        columns |= self.beside(draw.prompt, completions)
         return await self._pool.score(
             [draw.prompt.content] * size,
             [completion.messages if draw.prompt.is_chat else completion.text for completion in completions],
@@ -126,6 +124,19 @@ class RuleScorer(Scorer):
             columns,
             step=writing.step,
         )
+
+    def beside(self, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, list[Any]]:
+        """What the functions may ask for beside the dataset's columns and the completions themselves."""
+        columns: dict[str, list[Any]] = {}
+        if prompt.images:
+            columns["images"] = [[self.file_of(image) for image in prompt.images]] * len(completions)
+        if any(completion.world is not None for completion in completions):
+            columns["environments"] = [completion.world for completion in completions]
+        return columns
+
+    def file_of(self, image: Image) -> str:
+        """Where a worker reads a picture."""
+        return str(self._images.path(image.sha256))
 
     async def close(self) -> None:
         await self._pool.close()

@@ -108,7 +108,7 @@ class Controller(RankLoop):
         self.count(group)
         self.turns.ended(draw)
         weights, constraints = rules.reward_weights, rules.constraints
-        teaches = can_teach(group, weights, alone=rules.teaches_alone, constraints=constraints)
+        teaches = can_teach(group, weights, alone=rules.teaches_alone, dust=rules.dust, constraints=constraints)
         return Finished(group, teaches, lesson_of(compared_rewards(group, weights, constraints)))
 
     async def complete(self, start: Start, index: int, *, greedy: bool = False) -> Completion:

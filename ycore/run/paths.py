@@ -29,6 +29,8 @@ class RunFolder:
         self.checkpoints = root / "checkpoints"
         self.journal = root / "journal"  # the rounds since the oldest checkpoint that is kept, or all of them
         self.images = root / "images"  # every picture once, named by its sha256
+        self.trajectories = root / "trajectories"  # of pictures that a flow model drew, files named by their sha256
+        self.pictures = root / "pictures.png"  # drawn from the same noise before and after training
         self.model = root / "model"
         self.best = root / "best"  # the model that an evaluation found best, where the run keeps it
         self.logs = root / "logs"

@@ -9,19 +9,24 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from ycore.config.algorithms import find_algorithm
+from ycore.config.algorithms import FLOW, find_algorithm
 from ycore.errors import Interrupted, PeerError, RunError, YcoreError
 from ycore.run.files import is_disk_full, read_json
 from ycore.run.paths import RunFolder
 from ycore.run.reports import Rank, dump_stacks_on_signal, on_stop, print_error, report_end, take_place, this_rank
 
 if TYPE_CHECKING:
+    from ycore.trainer.flow_run import FlowRun
     from ycore.trainer.training_run import TrainingRun
 
 
-def open_run(root: Path) -> "TrainingRun":
+def open_run(root: Path) -> "TrainingRun | FlowRun":
     """The run of a folder as the launcher left it."""
     algorithm = read_json(RunFolder(root).config)["config"]["algorithm"]
+    if algorithm == FLOW:
+        from ycore.trainer.flow_run import FlowRun
+
+        return FlowRun(root)
     if find_algorithm(algorithm).learns_from == "examples":
         from ycore.trainer.example_run import ExampleRun
 
@@ -92,7 +97,7 @@ def _train(folder: RunFolder, report: Callable[[BaseException], None]) -> int:
     return print_error(known)
 
 
-def _train_and_save(run: "TrainingRun", report: Callable[[BaseException], None]) -> int:
+def _train_and_save(run: "TrainingRun | FlowRun", report: Callable[[BaseException], None]) -> int:
     on_stop(lambda: run.stop.set())
     try:
         run.train()

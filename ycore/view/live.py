@@ -49,6 +49,7 @@ EVALUATED = (
     ("({:.3f}", "ycore/eval/reward/low"),
     ("to {:.3f})", "ycore/eval/reward/high"),
     ("pass@1 {:.3f}", "ycore/eval/pass@1"),
+    ("over-optimised: the judge fell by {:.3f}", "ycore/eval/judge_fell"),
 )
 
 Look = Callable[[], Scene]

@@ -55,6 +55,9 @@ class RunRecord:
     spent: "Spent"
     reward_curve: RewardCurve
     timeline: Path | None
+    pictures: Path | None = None
+    """Of a model that draws: before and after."""
+
     problems: Sequence[str] = ()
     """Files of the run that are damaged, so that what they held is missing here."""
 
@@ -166,6 +169,7 @@ def read_run(root: Path) -> RunRecord:
         spent=spent(metrics, prompts_per_step=prompts, num_slots=num_slots, judging=judging),
         reward_curve=reward_curve(metrics, num_slots=num_slots),
         timeline=folder.timeline if folder.timeline.is_file() else None,
+        pictures=folder.pictures if folder.pictures.is_file() else None,
         problems=problems,
     )
 

@@ -1,0 +1,212 @@
+"""`ycore flow`: train a model that draws, by flow matching, on rewards of its pictures."""
+
+import shlex
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import typer
+from ycore_cli import options as o
+from ycore_cli.output import print_json, print_table, stdout_for_json
+
+from ycore.config.algorithms import FLOW
+from ycore.errors import ConfigError
+from ycore.run.files import read_json
+from ycore.run.paths import RunFolder
+
+if TYPE_CHECKING:
+    from ycore.config.flow_settings import FlowConfig
+    from ycore.run.claim import Resume
+
+FlowModel = o.text("Folder of a flow model as diffusers saves it, or flow-digits.", "--model")
+Conditions = o.text("Rows that each ask for a class; or `classes`, each once; e.g. prompts.jsonl.", "--dataset")
+PictureReward = o.texts(
+    "A function of images, file.py:function; may be repeated; e.g. rewards.py:score.", "--reward", metavar="NAME"
+)
+HeldOutJudge = o.texts(
+    "A function of images, measured beside the reward and not trained on; may be repeated; e.g. judge.py:reads.",
+    "--eval-reward", metavar="NAME",
+)  # fmt: skip
+Method = o.text("How it learns: nft (DiffusionNFT) or grpo (Flow-GRPO); see docs/pictures.md.", metavar="NAME")
+LearningRate = o.number("Learning rate; 3e-4 with LoRA, 1e-5 for every weight if not given; e.g. 1e-4.")
+
+_OPTIONS = {
+    "model": FlowModel, "dataset": Conditions, "reward": PictureReward, "eval_reward": HeldOutJudge, "method": Method,
+    "split": o.Split, "limit": o.Limit, "prompts_per_step": o.PromptsPerStep, "group_size": o.GroupSize,
+    "steps": o.Steps, "learning_rate": LearningRate, "eval_every": o.EvalEvery, "num_samples": o.NumSamples,
+    "lora": o.Lora, "dynamic_sampling": o.DynamicSampling, "sandbox": o.Sandbox, "keep_journal": o.KeepJournal,
+    "restarts": o.Restarts, "seed": o.Seed, "set_": o.Set, "recipe": o.Recipe, "output": o.Output,
+    "dry_run": o.DryRun, "resume": o.Resume, "resume_from": o.ResumeFrom, "accept_changes": o.AcceptChanges,
+    "json": o.Json,
+}  # fmt: skip
+
+
+@o.takes(_OPTIONS)
+def flow(context: typer.Context, **options: Any) -> None:
+    """Train a model that draws on a reward of its pictures.
+
+    \b
+    A round draws a group of pictures of each condition, reward functions look at them as PIL images, and
+    DiffusionNFT or Flow-GRPO makes the better ones likelier. Rows have the class in the column label.
+    See docs/pictures.md.
+
+    \b
+    ycore flow --recipe digits
+    ycore flow --model my-model --dataset prompts.jsonl --reward rewards.py:score --eval-reward judge.py:reads
+    """
+    from ycore.config.flow_settings import resolve_flow
+    from ycore.config.recipe_files import load_recipe, recipe_name
+
+    resume = options["resume"] or options["resume_from"] is not None
+    keys, recipe = flow_keys(options), options["recipe"]
+    base: dict[str, Any] = load_recipe(recipe, command=FLOW) if recipe else {}
+    if resume and not recipe and "output" in keys:
+        base = o.stored_config(keys["output"])
+    name = recipe_name(recipe) if recipe else None
+    config = resolve_flow(recipe=base, sets=options["set_"] or (), options=keys, run_name=name)
+    how = {name: options[name] for name in ("resume_from", "accept_changes", "dry_run", "json")}
+    train_flow(config, resume=resume, **how)
+
+
+def flow_keys(options: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of the config that the options set."""
+    keys: dict[str, Any] = o.config_keys(options)
+    if options.get("method") is not None:
+        keys["flow"] = {"method": options["method"]}
+    if (text := options.get("learning_rate")) is not None:
+        try:
+            keys["learning_rate"] = float(text)
+        except ValueError:
+            raise ConfigError(f"--learning-rate takes a number; it is {text!r}; e.g. --learning-rate 1e-4") from None
+    return keys
+
+
+def go_on(
+    stored: Mapping[str, Any], folder: Path, *, sets: Sequence[str], options: Mapping[str, Any], typed: Sequence[str],
+    **how: Any,
+) -> None:  # fmt: skip
+    """`ycore resume` of such a run; `typed` are words that are no options of that command."""
+    if typed:
+        raise ConfigError(f"no option {typed[0]}; ycore resume takes keys of a run of ycore flow by --set KEY=VALUE")
+    from ycore.config.flow_settings import resolve_flow
+
+    keys = o.config_keys(options) | {"output": str(folder)}
+    train_flow(resolve_flow(recipe=stored, sets=sets, options=keys), resume=True, **how)
+
+
+def train_flow(
+    config: "FlowConfig", *, resume: bool, resume_from: str | None, accept_changes: bool, dry_run: bool, json: bool
+) -> None:
+    """Check, show the plan, and unless it is a dry run train in the foreground."""
+    from ycore.launch.launcher import TRAINER, run_worker
+    from ycore.run.claim import Resume
+    from ycore.run.resuming import check_checkpoint, parse_checkpoint, settle
+
+    if accept_changes and not resume:
+        raise ConfigError("--accept-changes is about a run that goes on; say --resume too, or leave it out")
+    with stdout_for_json(json):
+        folder = RunFolder(Path(config.output))
+        step = None if resume_from is None else parse_checkpoint(resume_from, folder)
+        how = Resume(step=step, accept_changes=accept_changes)
+        result = flow_plan(config, resume=resume, how=how)
+        if step is not None:
+            check_checkpoint(folder, step)
+        if not (json and dry_run):
+            print_table(plan_rows(config, result, resume=resume))
+        if not dry_run:
+            if resume:
+                settle(folder, config, how, world=1, say=print)
+            result = run_worker(TRAINER, config, resume=resume, num_steps=config.steps)
+    if json:
+        print_json(result)
+    elif dry_run:
+        print("Nothing was started; leave out --dry-run to train.")
+    else:
+        print_table(_closing_rows(config, result))
+
+
+def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str, Any]:
+    """What the run will do, as JSON values; UserError where it cannot work. Nothing is loaded or made."""
+    from ycore.flow.conditions import IMAGES, load_conditions
+    from ycore.models.flow_folder import DIGITS_CLASSES, FlowFolder, check_flow_needs, flow_model
+    from ycore.rewards.worker_client import check_reward
+    from ycore.run.claim import check_claim
+    from ycore.run.secrets import redact
+    from ycore.sandbox.level import choose
+
+    check_flow_needs(config.model)
+    folder = flow_model(config.model)
+    known = FlowFolder(folder) if folder.is_dir() else None
+    if known is not None and config.flow.guidance != 1 and known.no_class is None:
+        raise ConfigError(f"flow.guidance needs a class for none, which a {known.network} has not; leave it out")
+    prompts = load_conditions(config, num_classes=DIGITS_CLASSES if known is None else known.num_classes)
+    columns = [*prompts.columns, IMAGES]
+    for reward in (*config.rewards, *config.eval_rewards):
+        check_reward(
+            reward, columns, settings=config.reward_workers, sandbox=config.sandbox, run_folder=Path(config.output)
+        )
+    check_claim(RunFolder(Path(config.output)), config, resume=resume, how=how)
+    return {
+        "config": redact(config.model_dump(mode="json")),
+        "model": {"folder": str(folder), "ready": known is not None, "network": known and known.network},
+        "dataset": {"rows": len(prompts.prompts), "columns": list(prompts.columns), "fingerprint": prompts.fingerprint},
+        "sandbox": choose(config.sandbox.level).line,
+        "output": str(Path(config.output).absolute()),
+    }
+
+
+def plan_rows(config: "FlowConfig", plan: Mapping[str, Any], *, resume: bool) -> list[tuple[str, str]]:
+    """The plan as a person reads it, a name and a text each."""
+    flow, model = config.flow, plan["model"]
+    about = model["network"] if model["ready"] else "is made once, from scikit-learn's digits, in a minute or two"
+    weights = "every weight" if config.lora is None else f"LoRA r={config.lora.r}"
+    sampler = flow.sampler or ("sde" if flow.method == "grpo" else "ode")
+    noise = (
+        f" with noise {flow.noise:g} in {flow.window or flow.steps - 1} of them"
+        if sampler not in ("ode", "heun")
+        else ""
+    )
+    distance = f", {flow.kl:g} times the distance to the first model" if flow.kl else ""
+    guidance = "without guidance" if flow.guidance == 1 else f"guidance {flow.guidance:g}"
+    rows = [
+        ("model", f"{config.model}: {about}"),
+        ("dataset", f"{config.dataset}: {plan['dataset']['rows']} rows, the class in {config.condition_column}"),
+        ("rewards", ", ".join(f"{one.reward} (weight {one.weight:g})" for one in config.rewards)),
+        ("sandbox", plan["sandbox"]),
+        ("method", f"{flow.method}{distance}, {guidance}"),
+        ("sampler", f"{sampler}, {flow.steps} steps{noise}, in the trainer's process"),
+        (
+            "batch",
+            f"{config.prompts_per_step} conditions x {config.group_size} pictures a step, {flow.updates} updates",
+        ),
+        ("run", f"{config.steps} steps of {weights}, float32, learning rate {config.rate:g}, seed {config.seed}"),
+    ]
+    judges = ", ".join(one.reward for one in config.eval_rewards) or "the rewards alone (--eval-reward names a judge)"
+    rows.append(("held out", f"{judges}, {config.num_samples} pictures of each class, every {config.every} steps"))
+    return [*rows, ("output", config.output + (", going on from its last checkpoint" if resume else ""))]
+
+
+def _closing_rows(config: "FlowConfig", summary: Mapping[str, Any]) -> list[tuple[str, str]]:
+    """What was measured, where things lie, what to try next."""
+    folder = RunFolder(Path(config.output))
+    held = read_json(folder.held_out) if folder.held_out.is_file() else {}
+    rows = []
+    if ends := held.get("held_out"):
+        before, after = ends["before"], ends["after"]
+        named = {"reward": "judge" if config.eval_rewards else "reward", "trained_reward": "reward"}
+        for name in (name for name in named if name in after and name in before):
+            spread = f"95 % interval {after[f'{name}/low']:.3f} to {after[f'{name}/high']:.3f}"
+            rows.append((named[name], f"{before[name]:.3f} -> {after[name]:.3f}, {spread}"))
+        rows.append(("diversity", f"{before['diversity']:.2f} -> {after['diversity']:.2f}"))
+    if "over_optimised" in held:
+        rows.append(("warning", held["over_optimised"]))
+    words = ["ycore", "flow", "--model", str(folder.model), "--dataset", config.dataset]
+    words += [word for one in config.rewards for word in ("--reward", one.reward)]
+    return [
+        *rows,
+        ("pictures", str(folder.pictures)),
+        ("model", str(folder.model)),
+        ("curve", str(folder.curve)),
+        ("report", f"ycore report {shlex.quote(str(folder.root))}"),
+        ("try next", shlex.join(words)),
+    ]

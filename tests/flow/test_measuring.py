@@ -1,0 +1,70 @@
+"""When a held-out judge says that a policy is over-optimised, diversity, and what rows may ask for."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from ycore.config.flow_settings import FlowConfig
+from ycore.errors import DataError
+from ycore.flow.conditions import load_conditions
+from ycore.flow.measuring import conditions, diversity, judge_fell
+
+
+def row(step: int, judge: float, trained: float, width: float = 0.02) -> dict[str, float]:
+    figures = {"reward": judge, "trained_reward": trained}
+    ends = {f"{name}/{end}": value + sign * width for name, value in figures.items() for end, sign in ENDS}
+    return {"step": step, **{f"ycore/eval/{name}": value for name, value in (figures | ends).items()}}
+
+
+ENDS = (("low", -1), ("high", 1))
+
+
+def test_a_judge_that_falls_while_the_reward_stays_is_told() -> None:
+    good = [row(0, 0.6, 0.6), {"step": 1, "reward": 1.0}, row(5, 0.95, 0.96)]
+    assert judge_fell(good) is None
+    assert judge_fell([*good, row(10, 0.72, 1.0)]) == pytest.approx(0.23)
+    assert judge_fell([*good, row(10, 0.93, 1.0)]) is None  # within the intervals
+    assert judge_fell([*good, row(10, 0.72, 0.7)]) is None  # the reward fell too: unlearned, not over-optimised
+    assert judge_fell(good[:1]) is None
+    assert judge_fell([{"step": 0, "ycore/eval/reward": 1.0}, {"step": 1, "ycore/eval/reward": 0.0}]) is None
+
+
+def test_diversity_is_the_mean_distance_within_a_class() -> None:
+    values = np.array([[0.0, 0.0], [3.0, 4.0], [10.0, 0.0]])
+    assert diversity(values, np.array([0, 0, 1])) == pytest.approx(5.0)
+    assert diversity(values, np.array([0, 1, 2])) == 0.0
+
+
+def config_of(dataset: str, **keys: object) -> FlowConfig:
+    return FlowConfig.model_validate(
+        {"model": "m", "dataset": dataset, "output": "o", "rewards": ["r.py:f"], **keys}, strict=False
+    )
+
+
+def test_rows_ask_for_classes_and_pass_their_other_columns_on(tmp_path: Path) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"prompt": "a three", "label": 2, "style": "bold"}\n{"label": "0", "style": "thin"}\n')
+    found = load_conditions(config_of(str(file)), num_classes=3)
+    assert [(one.content, dict(one.columns)) for one in found.prompts] == [
+        ("a three", {"label": 2, "style": "bold"}),
+        ("0", {"label": 0, "style": "thin"}),
+    ]
+    every = load_conditions(config_of("classes", condition_column="digit"), num_classes=3)
+    assert [one.columns["digit"] for one in conditions([*every.prompts, *every.prompts], "digit")] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ('{"label": 1}\n{"prompt": "x"}\n', "the condition 'label' is missing in row 1"),
+        ('{"label": 3}\n', "'label' is 3 in row 0 .*a whole number from 0 to 2"),
+        ('{"label": "seven"}\n', "'label' is 'seven' in row 0"),
+        ('{"labels": 1}\n', "has no column 'label', the class to draw; it has labels; did you mean 'labels'"),
+    ],
+)
+def test_a_row_without_its_condition_is_one_line(tmp_path: Path, text: str, said: str) -> None:
+    file = tmp_path / "rows.jsonl"
+    file.write_text(text)
+    with pytest.raises(DataError, match=said):
+        load_conditions(config_of(str(file)), num_classes=3)

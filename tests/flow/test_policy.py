@@ -1,0 +1,121 @@
+"""The policy: folders that it takes and refuses, adapters, guidance, and densities that its batches do not change."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from ycore.config.schema import LoraSettings
+from ycore.errors import ConfigError, ModelError
+from ycore.flow.denoising import Sampling, draw, grid, step
+from ycore.flow.objectives import grpo_loss
+from ycore.flow.policy import Policy
+from ycore.models.flow_folder import FlowFolder, check_flow_needs, flow_model
+
+
+def asked(number: int) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(number, 1, 4, 4, generator=generator)
+    return x, torch.rand(number, generator=generator), torch.arange(number) % 3
+
+
+def test_a_policy_with_new_adapters_is_the_model_and_keeps_it_as_its_reference(tiny_model: Path) -> None:
+    folder = FlowFolder(tiny_model)
+    plain, adapted = Policy(folder, lora=None), Policy(folder, lora=LoraSettings(r=2, alpha=4))
+    with torch.no_grad():
+        before = plain.velocity(*asked(6))
+        assert torch.equal(adapted.velocity(*asked(6)), before)
+        assert 0 < sum(map(torch.numel, adapted.trained.values())) < sum(map(torch.numel, plain.trained.values()))
+        for policy in (plain, adapted):
+            for weight in policy.trained.values():
+                weight.add_(0.05)
+            assert not torch.allclose(policy.velocity(*asked(6)), before)
+            assert torch.equal(policy.velocity(*asked(6), policy.reference), before)
+
+
+@pytest.mark.parametrize("lora", [None, LoraSettings(r=2, alpha=4)])
+def test_a_saved_policy_is_a_whole_model_that_draws_the_same(
+    tiny_model: Path, tmp_path: Path, lora: LoraSettings | None
+) -> None:
+    policy = Policy(FlowFolder(tiny_model), lora=lora)
+    with torch.no_grad():
+        for weight in policy.trained.values():
+            weight.add_(0.05)
+        policy.save(tmp_path)
+        again = Policy(FlowFolder(tmp_path), lora=None)
+        assert torch.allclose(again.velocity(*asked(6)), policy.velocity(*asked(6)), atol=1e-6)
+
+
+def test_guidance_moves_away_from_no_class(tiny_model: Path) -> None:
+    folder = FlowFolder(tiny_model)
+    x, times, classes = asked(6)
+    with torch.no_grad():
+        plain, guided = Policy(folder, lora=None), Policy(folder, lora=None, guidance=3.0)
+        v, without = plain.velocity(x, times, classes), plain.velocity(x, times, torch.full_like(classes, 3))
+        assert torch.allclose(guided.velocity(x, times, classes), without + 3 * (v - without), atol=1e-5)
+        assert not torch.allclose(v, without)
+
+
+def test_the_ratio_of_the_first_pass_is_one_in_other_batches_and_not_with_half_the_digits(tiny_model: Path) -> None:
+    policy, how = Policy(FlowFolder(tiny_model), lora=None), Sampling(grid(6), "sde", 0.7, length=2)
+    classes, times = torch.arange(24) % 3, torch.tensor(how.path.times)
+    with torch.no_grad():
+        drawn = draw(lambda x, t: policy.velocity(x, t, classes), how, list(range(24)), (1, 4, 4))
+        for rows in (slice(0, 4), slice(4, 24)):
+            x, now, then = drawn.points[rows, 0], times[:1].expand(24)[rows], times[1:2].expand(24)[rows]
+            v = policy.velocity(x, now, classes[rows])
+            reached = drawn.points[rows, 1]
+            made = step("sde", x, v, now, then, level=0.7, near_one=how.near_one, reached=reached)
+            ratio = grpo_loss(made.logprob, drawn.logprobs[rows, 0], torch.ones(len(x))).ratio
+            assert torch.allclose(ratio, torch.ones(len(x)), atol=1e-5)
+            halved = step("sde", x, v, now, then, level=0.7, near_one=how.near_one, reached=reached.bfloat16().float())
+            off = grpo_loss(halved.logprob, drawn.logprobs[rows, 0], torch.ones(len(x))).ratio
+            assert (off - 1).abs().max() > 1e-3  # trajectories are kept in float32
+
+
+def test_folders_that_are_no_flow_model_are_refused_in_one_line(tiny_model: Path, tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match=r"has no transformer/config\.json and no unet/config\.json"):
+        FlowFolder(tmp_path)
+    with pytest.raises(ModelError, match="is no folder"):
+        flow_model(str(tmp_path / "missing"))
+    folder = tmp_path / "other"
+    shutil.copytree(tiny_model, folder)
+    scheduler, config = folder / "scheduler" / "scheduler_config.json", folder / "transformer" / "config.json"
+    scheduler.write_text(json.dumps({"_class_name": "DDPMScheduler"}))
+    with pytest.raises(ModelError, match="its scheduler is DDPMScheduler, not a FlowMatch one"):
+        FlowFolder(folder)
+    scheduler.unlink()
+    with pytest.raises(ModelError, match="its scheduler is none"):
+        FlowFolder(folder)
+    shutil.copy(tiny_model / "scheduler" / "scheduler_config.json", scheduler)
+    for change, said in (
+        ({"_class_name": "SD3Transformer2DModel"}, "asks for more than a class"),
+        ({"num_embeds_ada_norm": None}, "draws without a condition"),
+        ({"in_channels": 16}, "so a latent"),
+    ):
+        config.write_text(json.dumps(json.loads((tiny_model / "transformer" / "config.json").read_text()) | change))
+        with pytest.raises(ModelError, match=said):
+            FlowFolder(folder)
+
+
+def test_what_is_not_installed_is_named_with_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ycore.models.flow_folder.find_spec", lambda name: None if name == "diffusers" else object())
+    with pytest.raises(ConfigError, match=r"needs diffusers, which is not installed; pip install 'ycore\[pictures\]'"):
+        check_flow_needs("flow-digits")
+
+
+def test_a_network_without_a_class_for_none_takes_no_guidance(tmp_path: Path) -> None:
+    import diffusers
+
+    network = diffusers.UNet2DModel(
+        sample_size=4, in_channels=1, out_channels=1, layers_per_block=1, block_out_channels=(8,), num_class_embeds=3,
+        down_block_types=("DownBlock2D",), up_block_types=("UpBlock2D",), norm_num_groups=4,
+    )  # fmt: skip
+    network.save_pretrained(tmp_path / "unet")
+    diffusers.FlowMatchEulerDiscreteScheduler().save_pretrained(tmp_path / "scheduler")
+    folder = FlowFolder(tmp_path)
+    assert Policy(folder, lora=None).velocity(*asked(4)).shape == (4, 1, 4, 4)
+    with pytest.raises(ConfigError, match="needs a class for none"):
+        Policy(folder, lora=None, guidance=2.0)

@@ -1,0 +1,162 @@
+"""The settings of `ycore flow`, validated, and where their values come from: a recipe, then `--set`, then options."""
+
+from collections.abc import Mapping, Sequence
+from typing import Annotated, Any, Literal
+
+from pydantic import BeforeValidator, Field, ValidationError
+
+from ycore.config.problems import declared_error
+from ycore.config.resolve import default_output, merge, parse_sets, set_key
+from ycore.config.schema import (
+    BaseConfig,
+    Count,
+    LoraSettings,
+    Positive,
+    RewardConfig,
+    RewardSettings,
+    SamplingSettings,
+    SandboxSettings,
+    Strict,
+)
+from ycore.errors import ConfigError, nearest
+
+
+def _rewards(given: Any) -> Any:
+    return [{"reward": one} if isinstance(one, str) else one for one in given] if isinstance(given, list) else given
+
+
+Rewards = Annotated[list[RewardConfig], BeforeValidator(_rewards)]
+Share = Annotated[float, Field(ge=0, le=1)]
+
+
+class FlowSettings(Strict):
+    """How a flow model samples and what it learns by; see docs/pictures.md."""
+
+    # `nft`: DiffusionNFT (arXiv 2509.16117), which needs no densities. `grpo`: Flow-GRPO (arXiv 2505.05470).
+    method: Literal["nft", "grpo"] = "nft"
+    # How a round's pictures are drawn: `ode` (Euler) or `heun`; with noise `sde`, `dance` or `cps`. None is `ode` for
+    # nft and `sde` for grpo.
+    sampler: Literal["ode", "heun", "sde", "dance", "cps"] | None = None
+    steps: Positive = 10  # of denoising, in a round
+    eval_steps: Positive = 20  # of denoising without noise, where the model is measured
+    shift: Annotated[float, Field(gt=0)] | None = None  # of the times towards the noise; None is the scheduler's
+    noise: Annotated[float, Field(ge=0)] = 0.7  # a of `sde`, eta of `dance` and `cps`
+    # Of grpo: steps with noise, which are those that learn (MixGRPO, arXiv 2507.21802). None is all but the last.
+    window: Positive | None = None
+    guidance: Annotated[float, Field(ge=0)] = 1.0  # classifier-free, in rounds and in measuring alike; 1 is without
+    # Distance to the model that the run began with, as a part of the loss: the mean of (v - v_ref)^2 with nft, the
+    # exact KL of a step with grpo.
+    kl: Annotated[float, Field(ge=0)] = 0.0
+    b: Annotated[float, Field(gt=0, le=1)] = 1.0  # of nft: how far v+ and v- lie from the old velocity
+    clip: Annotated[float, Field(gt=0, lt=1)] = 0.2  # of grpo: bound of the ratio of densities of whole pictures
+    updates: Positive = 1  # of the weights by one round
+    # Of nft: the sampled policy keeps min(old_rate * step, old_most) of itself at a step.
+    old_rate: Share = 0.001
+    old_most: Share = 0.5
+    batch: Positive = 64  # pictures that the network takes at once
+
+
+class FlowConfig(BaseConfig):
+    """A run of `ycore flow`."""
+
+    algorithm: Literal["flow"] = "flow"
+    rewards: Annotated[Rewards, Field(min_length=1)]
+    eval_rewards: Rewards = Field(default=[])  # the held-out judge: measured, never trained on
+    eval_every: Positive | None = None  # steps between measurements; None is a fifth of the run
+    num_samples: Positive = 16  # pictures of each condition that are measured
+    condition_column: str = "label"  # the column with the class that is asked for
+    steps: Positive = 20
+    prompts_per_step: Count = 8
+    group_size: Annotated[Count, Field(ge=2)] = 16
+    learning_rate: Annotated[float, Field(gt=0)] | None = None  # None is 3e-4 with LoRA, and 1e-5 for every weight
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    sampling: SamplingSettings = SamplingSettings()
+    flow: FlowSettings = FlowSettings()
+    reward_workers: RewardSettings = RewardSettings()
+    sandbox: SandboxSettings = SandboxSettings()
+    keep_journal: bool = False
+    restarts: Annotated[int, Field(ge=0, strict=True)] = 0
+    step_timeout_s: Annotated[float, Field(gt=0)] = 3600.0
+
+    @property
+    def rate(self) -> float:
+        return self.learning_rate or (1e-5 if self.lora is None else 3e-4)
+
+    @property
+    def every(self) -> int:
+        """Steps from one measurement to the next."""
+        return self.eval_every or -(-self.steps // 5)
+
+
+def resolve_flow(
+    *,
+    recipe: Mapping[str, Any] | None = None,
+    sets: Sequence[str] = (),
+    options: Mapping[str, Any] | None = None,
+    run_name: str | None = None,
+) -> FlowConfig:
+    """One validated config; ConfigError where a key is wrong, or two contradict each other."""
+    plain, indexed = parse_sets(sets)
+    merged: dict[str, Any] = {}
+    for layer in (recipe or {}, plain, options or {}):
+        merged = merge(merged, layer)
+    for key in ("rewards", "eval_rewards"):
+        if key in merged:
+            merged[key] = _rewards(merged[key])
+    for path, value in indexed:
+        set_key(merged, path, value)
+    for key, option in (("model", "flow-digits"), ("dataset", "prompts.jsonl"), ("rewards", "rewards.py:score")):
+        if not merged.get(key):
+            said = f"--{key.removesuffix('s')} {option}"
+            raise ConfigError(f"no {key} given; say e.g. {said}, or --recipe digits")
+    if "output" not in merged:
+        merged |= default_output(merged, run_name)
+    try:
+        config = FlowConfig.model_validate(merged)
+    except ValidationError as problem:
+        raise declared_error(problem, merged, what="ycore flow", model=FlowConfig) from None
+    _check(config)
+    return config
+
+
+_NOT_TAKEN: Mapping[str, Any] = {"quantize": None, "accelerate": None, "trust_remote_code": False, "trl": {}}
+
+
+def _check(config: FlowConfig) -> None:
+    flow = config.flow
+    for key, default in _NOT_TAKEN.items():
+        if getattr(config, key) != default:
+            raise ConfigError(f"ycore flow takes no {key}, and it is {getattr(config, key)!r}; leave it out")
+    if config.processes not in ("auto", 1):
+        raise ConfigError(f"ycore flow trains in one process, and --processes is {config.processes}; leave it out")
+    if config.dtype == "bfloat16":
+        raise ConfigError("ycore flow computes in float32: densities of trajectories need it; leave dtype out")
+    if config.lora is not None and config.lora != LoraSettings(
+        r=config.lora.r, alpha=config.lora.alpha, target_modules=config.lora.target_modules
+    ):
+        raise ConfigError("lora.dropout would make sampler and trainer disagree; leave it at 0")
+    is_noisy = flow.sampler in ("sde", "dance", "cps")
+    if flow.method == "grpo" and (flow.noise == 0 or (flow.sampler is not None and not is_noisy)):
+        given = f"flow.noise is {flow.noise:g}" if flow.noise == 0 else f"flow.sampler is {flow.sampler}"
+        raise ConfigError(
+            f"--method grpo compares densities of steps, which only steps with noise have, and {given}; "
+            "say --set flow.sampler=sde --set flow.noise=0.7, or take --method nft"
+        )
+    if flow.sampler == "cps" and flow.noise > 1:
+        raise ConfigError(f"flow.noise of cps is a share, 1 at most; it is {flow.noise:g}; e.g. --set flow.noise=0.5")
+    if flow.method == "nft" and flow.window is not None:
+        raise ConfigError("flow.window is of --method grpo, and this is nft; leave it out")
+    if flow.window is not None and flow.window >= flow.steps:
+        raise ConfigError(
+            f"flow.window must be below flow.steps, {flow.steps}, whose last step has no noise; it is {flow.window}"
+        )
+    if config.sampling.curriculum:
+        raise ConfigError("ycore flow has no curriculum; leave sampling.curriculum out")
+    for spec in (*config.rewards, *config.eval_rewards):
+        if ":" not in spec.reward or spec.reward.startswith(("judge:", "rm:", "teacher:", "agrees:", "task:")):
+            raise ConfigError(
+                f"a reward of ycore flow is a function of images, file.py:function or package.module:function; "
+                f"it is {spec.reward!r}{nearest(spec.reward, [])}"
+            )
+        if spec.constraint:
+            raise ConfigError(f"ycore flow has no constraints, and {spec.reward} is one; leave constraint out")

@@ -1,0 +1,251 @@
+"""The sampler: an `Engine` that draws pictures in batches, in the trainer's process and with the trainer's weights.
+
+A picture is a completion whose text is a reference: the PNG in the run's store, by sha256, and the row of a file of
+trajectories. Neither JSON nor the journal holds a value of a picture.
+"""
+
+import asyncio
+import hashlib
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from safetensors.torch import load, save
+
+from ycore.errors import RunFolderError
+from ycore.flow.denoising import NOISY, Sampling, draw, window_of
+from ycore.flow.policy import Policy, Weights
+from ycore.round.sampling import completion_seed
+from ycore.round.turns import OneTurn, Start, Write
+from ycore.run.files import make_folder, write_bytes_atomic
+from ycore.run.images import ImageStore, png_of
+from ycore.run.paths import RunFolder
+from ycore.types import Completion, Image, Prompt
+
+NOWHERE = -1
+"""In place of the first step with noise: none, as where the model is measured."""
+
+
+@dataclass(frozen=True, slots=True)
+class Picture:
+    """A drawn picture by reference: its PNG, and its row in the file of trajectories with that sha256.
+
+    `first` is its first step with noise. `kept` is "" where nothing learns from it.
+    """
+
+    image: Image
+    kept: str
+    row: int
+    first: int
+
+    @classmethod
+    def of(cls, text: str) -> "Picture":
+        """From a completion's text."""
+        value = json.loads(text)
+        return cls(**{**value, "image": Image(*value["image"])})
+
+    def as_text(self) -> str:
+        return json.dumps(asdict(self) | {"image": list(self.image)})
+
+
+class Trajectories:
+    """Files of tensors named by their sha256: `pictures`, and with noise `points` and `logprobs`, of one batch."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def put(self, tensors: Mapping[str, torch.Tensor]) -> str:
+        """Keep them, on the disk on return; their name."""
+        data = save({name: tensor.contiguous() for name, tensor in tensors.items()})
+        name = hashlib.sha256(data).hexdigest()
+        make_folder(self._folder)
+        write_bytes_atomic(self._folder / name, data)
+        return name
+
+    def get(self, name: str) -> dict[str, torch.Tensor]:
+        """RunFolderError where they are gone or have changed."""
+        path = self._folder / name
+        try:
+            data = path.read_bytes()
+        except OSError as problem:
+            raise RunFolderError(f"a trajectory of the journal cannot be read ({problem}); resume from 0") from None
+        if hashlib.sha256(data).hexdigest() != name:
+            raise RunFolderError(f"{path} has changed: its sha256 is not its name; resume from 0")
+        tensors: dict[str, torch.Tensor] = load(data)
+        return tensors
+
+
+class _Request(NamedTuple):
+    label: int
+    first: int
+    seed: int
+    answer: "asyncio.Future[Completion]"
+
+
+class PictureEngine:
+    """An `Engine` whose prompt is a class and the first step with noise. Simultaneous requests share a batch.
+
+    Every batch has the same size, filled up with what is thrown away: then a picture does not depend on how many
+    others were asked for with it.
+
+    Args:
+        plain: how pictures are drawn where the model is measured.
+        batch: pictures that the network takes at once.
+    """
+
+    name = "sampler"
+
+    def __init__(self, policy: Policy, how: Sampling, plain: Sampling, folder: RunFolder, *, batch: int) -> None:
+        self.version = 0
+        self.weights: Weights | None = None
+        """Those to draw with; None for the policy's own."""
+        self.num_drawn = 0
+        self._policy, self._how, self._plain, self._batch = policy, how, plain, batch
+        self._images, self._kept = ImageStore(folder.images), Trajectories(folder.trajectories)
+        self._waiting: list[_Request] = []
+        self._worker: asyncio.Task[None] | None = None
+
+    async def wait_ready(self, *, timeout_s: float) -> None:
+        """Nothing to wait for."""
+
+    async def load_weights(self, folder: Path, version: int) -> None:
+        self.version = version
+
+    async def close(self) -> None:
+        """Nothing to close."""
+
+    async def complete(
+        self,
+        prompt_ids: Sequence[int],
+        seed: int,
+        *,
+        greedy: bool = False,
+        max_tokens: int | None = None,
+        prompt: Prompt | None = None,
+    ) -> Completion:
+        """Draw a picture; `greedy` measures: without noise in its steps, and nothing is kept to learn from."""
+        label, first = prompt_ids
+        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
+        self._waiting.append(_Request(label, NOWHERE if greedy else first, seed, answer))
+        if self._worker is None or self._worker.done():
+            self._worker = asyncio.ensure_future(self._work())
+        return await answer
+
+    async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
+        raise NotImplementedError("a picture has no tokens")
+
+    async def _work(self) -> None:
+        while self._waiting:
+            await asyncio.sleep(0.002)  # what the other groups ask for goes into one batch with this
+            measures = self._waiting[0].first == NOWHERE
+            alike = [one for one in self._waiting if (one.first == NOWHERE) == measures]
+            others = [one for one in self._waiting if (one.first == NOWHERE) != measures]
+            batch, self._waiting = alike[: self._batch], alike[self._batch :] + others
+            try:
+                drawn = await asyncio.to_thread(self._draw, batch, self._plain if measures else self._how)
+            except Exception as error:  # noqa: BLE001 -- handed to everyone who waits for this batch
+                for request in batch:
+                    if not request.answer.done():
+                        request.answer.set_exception(error)
+                continue
+            for request, completion in zip(batch, drawn, strict=True):
+                if not request.answer.done():
+                    request.answer.set_result(completion)
+
+    def _draw(self, requests: Sequence[_Request], how: Sampling) -> list[Completion]:
+        filled = [*requests, *[requests[0]] * (self._batch - len(requests))]
+        classes = torch.tensor([one.label for one in filled])
+        with torch.no_grad():
+            drawn = draw(
+                partial(_velocity, self._policy, classes, self.weights),
+                how,
+                [one.seed for one in filled],
+                self._policy.folder.shape,
+                firsts=[max(0, one.first) for one in filled],
+            )
+        size, kept = len(requests), ""
+        self.num_drawn += size
+        if requests[0].first != NOWHERE:
+            tensors = {"pictures": drawn.pictures[:size]}
+            if how.rule in NOISY:
+                tensors |= {"points": drawn.points[:size], "logprobs": drawn.logprobs[:size]}
+            kept = self._kept.put(tensors)
+        found = []
+        for row, (request, values) in enumerate(zip(requests, drawn.pictures, strict=False)):
+            image = self._images.put(png_of(as_pil(values)), "a drawn picture")
+            text = Picture(image, kept, row, request.first).as_text()
+            found.append(Completion((), None, text, "stop", self.version))
+        return found
+
+
+def _velocity(
+    policy: Policy, classes: torch.Tensor, weights: Weights | None, x: torch.Tensor, times: torch.Tensor
+) -> torch.Tensor:
+    """On the CPU, where the noise is drawn and the steps are made."""
+    return policy.velocity(x, times, classes, weights).cpu()
+
+
+def as_pil(values: torch.Tensor) -> Any:
+    """A picture [C, H, W] in [-1, 1] as PIL has it, in grey or in colours of 8 bits."""
+    from PIL import Image as Pillow
+
+    bytes_ = ((values.clamp(-1, 1) + 1) * 127.5).round().to(torch.uint8)
+    return Pillow.fromarray(bytes_[0].numpy() if len(bytes_) == 1 else bytes_.permute(1, 2, 0).numpy())
+
+
+class OnePicture(OneTurn):
+    """How a completion is made: one request, with the class and the place of the group's steps with noise."""
+
+    def __init__(self, how: Sampling) -> None:
+        self._how = how
+
+    async def play(self, start: Start, index: int, write: Write, *, seed: int) -> Completion:
+        position = start.draw.position
+        first = window_of(seed, position, num_steps=self._how.path.num_steps, length=self._how.length)
+        return await write((*start.draw.token_ids, first), completion_seed(seed, position, index))
+
+
+def drop_pictures(folder: RunFolder) -> int:
+    """Delete pictures and trajectories that no round of the journal and no checkpoint refers to; how many went."""
+    held = b"".join(path.read_bytes() for path in folder.journal.glob("round-*.json"))
+    held += b"".join(path.read_bytes() for path in folder.checkpoints.glob("*/controller-*.json"))
+    gone = [
+        path
+        for place in (folder.images, folder.trajectories)
+        if place.is_dir()
+        for path in place.iterdir()
+        if os.fsencode(path.name) not in held
+    ]
+    for path in gone:
+        path.unlink(missing_ok=True)
+    return len(gone)
+
+
+def contact_sheet(policy: Policy, how: Sampling, classes: Sequence[int], path: Path, *, each: int = 8) -> None:
+    """A PNG with `each` pictures of every class, by the model that the run began with and by the policy, side by side
+    and from the same noise."""
+    from ycore.view.pictures import new_figure, save_png
+
+    labels = torch.tensor(classes).repeat_interleave(each)
+    seeds = [completion_seed(0, NOWHERE, number) for number in range(len(labels))]
+    halves = []
+    for weights in (policy.reference, None):
+        velocity = partial(_velocity, policy, labels, weights)
+        with torch.no_grad():
+            pictures = draw(velocity, how, seeds, policy.folder.shape).pictures
+        rows = pictures.clamp(-1, 1).unflatten(0, (len(classes), each))
+        halves.append(torch.nn.functional.pad(rows, (1, 1, 1, 1), value=-1.0))
+    figure = new_figure(9, 0.45 * len(classes) + 0.6)
+    for axes, half, title in zip(figure.subplots(1, 2), halves, ("before", "after"), strict=True):
+        sheet = half.permute(0, 3, 1, 4, 2).flatten(0, 1).flatten(1, 2)  # rows of pictures beneath each other
+        axes.imshow((sheet + 1) / 2, cmap="gray_r" if sheet.shape[-1] == 1 else None, vmin=0, vmax=1)
+        axes.set_title(title, loc="left", fontsize=11)
+        height = sheet.shape[0] / len(classes)
+        axes.set_yticks([(place + 0.5) * height for place in range(len(classes))], [str(one) for one in classes])
+        axes.set_xticks([])
+    save_png(figure, path)

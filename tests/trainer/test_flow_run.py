@@ -149,3 +149,11 @@ def test_a_picture_in_the_journal_is_named_by_its_sha256(model: Path, tmp_path: 
     pictures = [Picture.of(one["text"]) for one in completions]
     assert len({picture.image.sha256 for picture in pictures}) > 1
     assert all((tmp_path / "run" / "images" / picture.image.sha256).is_file() for picture in pictures)
+
+
+@pytest.mark.parametrize("method", ["nft", "grpo"])
+def test_a_run_learns(method: str, model: Path, tmp_path: Path) -> None:
+    finish(start(tmp_path / "run", model, flow=FLOWS[method] | {"kl": 0.0, "updates": 3, "batch": 32}, steps=6,
+                 prompts_per_step=3, group_size=8, num_samples=8, eval_every=6))  # fmt: skip
+    measured = [row for row in read_metrics(tmp_path / "run" / "metrics.jsonl") if "ycore/eval/reward" in row]
+    assert measured[-1]["ycore/eval/reward/low"] > measured[0]["ycore/eval/reward"]

@@ -1,5 +1,6 @@
 """`ycore simulate`: a round under every placement, in virtual time: how long, how idle, and which placement to use."""
 
+from dataclasses import asdict
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -11,8 +12,11 @@ from ycore_cli.plan import sizes_of, whole_number
 from ycore.errors import ConfigError, RunFolderError
 
 if TYPE_CHECKING:
-    from ycore.plan.comparison import Comparison, Result
+    from collections.abc import Sequence
+
+    from ycore.plan.comparison import Comparison, Result, Scenario
     from ycore.plan.recording import Request
+    from ycore.plan.tails import Played
 
 Name = Annotated[str | None, typer.Argument(metavar="[RECIPE]", help="Sizes from a recipe, by name or YAML file.")]
 NumSlots = Annotated[str, typer.Option("--slots", metavar="N", help="Slots of a machine; e.g. 8.")]
@@ -21,6 +25,9 @@ SwapSeconds = Annotated[str, typer.Option(metavar="S", help="Seconds of a sleep 
 StepTime = Annotated[str, typer.Option(metavar="BASE:EACH", help="Milliseconds of an engine's step, and per request.")]
 Machines = Annotated[str, typer.Option(metavar="N", help="Machines with so many slots each.")]
 JudgeDevices = Annotated[str, typer.Option(metavar="N", help="Devices of a slot: one judge, N engines of the policy.")]
+TrainSeconds = Annotated[
+    str | None, typer.Option(metavar="S", help="Also play whole steps; seconds of training on all slots; e.g. 40.")
+]
 Rounds = Annotated[str, typer.Option(metavar="N", help="Rounds to simulate.")]
 
 
@@ -37,6 +44,8 @@ def simulate(
     machines: Machines = "1",
     judge_devices: JudgeDevices = "1",
     rounds: Rounds = "8",
+    train_s: TrainSeconds = None,
+    oversample: o.Oversample = None,
     picture: o.Picture = None,
     prompts_per_step: o.PromptsPerStep = None,
     group_size: o.GroupSize = None,
@@ -55,6 +64,7 @@ def simulate(
     \b
     ycore simulate --slots 8 --prompts-per-step 64 --max-tokens 8192 --judge-work 0.3 --swap-s 6.8
     ycore simulate quickstart --slots 2 --judge-work 1 --picture placements.png
+    ycore simulate --judge-work 0 --slots 8 --prompts-per-step 64 --train-s 40 --oversample 1.5
     """
     from ycore.plan.comparison import Scenario, compare_assumed, compare_recorded, recommend
 
@@ -77,11 +87,58 @@ def simulate(
         num_machines=whole_number("--machines", machines),
         engines=whole_number("--judge-devices", judge_devices),
     )
-    played = compare_assumed(scenario) if trace is None else compare_recorded(_recorded_requests(Path(trace)), scenario)
+    requests = None if trace is None else _recorded_requests(Path(trace))
+    played = compare_assumed(scenario) if requests is None else compare_recorded(requests, scenario)
     best = recommend(played.results)
+    steps = None if train_s is None else _steps(scenario, requests, _number("--train-s", train_s), oversample)
     if picture is not None:
         _draw(played, Path(picture))
-    print_json(_as_json(played, best)) if json else _print_results(played, best)
+    if json:
+        print_json(_as_json(played, best) | ({} if steps is None else {"steps": [asdict(one) for one in steps]}))
+        return
+    _print_results(played, best)
+    if steps is not None:
+        _print_steps(steps)
+
+
+def _steps(
+    scenario: "Scenario", requests: "list[list[Request]] | None", train_s: float, oversample: str | None
+) -> "list[Played]":
+    """Whole steps: what rounds one step ahead and carried completions would give."""
+    from ycore.placement.load import Speed
+    from ycore.placement.placement import ROLLOUT
+    from ycore.plan.comparison import assumed_work
+    from ycore.plan.recording import recorded
+    from ycore.plan.tails import Steps, compare_tails, recorded_lengths
+
+    if scenario.num_slots < 2:
+        raise ConfigError("--train-s divides slots between engines and training, and there is one; say --slots 2")
+    speed, need, work = Speed(*scenario.step_s), scenario.need, assumed_work(scenario)
+
+    def lengths_at(position: int) -> "Sequence[float]":
+        return [sizes[ROLLOUT] for sizes in work.group_at(position).completions]
+
+    if requests is not None:
+        recording = recorded(requests, group_size=scenario.group_size)
+        speed, lengths_at = recording.speeds[ROLLOUT], recorded_lengths(recording.rounds)  # type: ignore[assignment]
+        need = max(1, round(sum(map(len, recording.rounds)) / len(recording.rounds)))
+    factor = 1.5 if oversample is None else _number("--oversample", oversample, least=1)
+    return compare_tails(
+        Steps(speed, scenario.num_slots, need, train_s, scenario.swap_s), lengths_at, oversample=factor
+    )
+
+
+def _print_steps(steps: "list[Played]") -> None:
+    from rich.console import Console
+    from rich.table import Table
+
+    print("whole steps, of writing and training alone; what is carried over is read again at no cost:")
+    table = Table("way", "engine slots", "step", "faster", "tokens, at first", "on the mean")
+    for one in steps:
+        slots = "all" if one.rolling is None else str(one.rolling)
+        ratio = f"{steps[0].seconds / one.seconds:.2f}"
+        table.add_row(one.name, slots, f"{one.seconds:.1f} s", ratio, f"{one.early_tokens:.0f}", f"{one.tokens:.0f}")
+    Console().print(table)
 
 
 def _recorded_requests(run: Path) -> "list[list[Request]]":

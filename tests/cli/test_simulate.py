@@ -25,6 +25,16 @@ def test_json_is_one_object(capfd: pytest.CaptureFixture[str]) -> None:
     assert all(row["round_s"] > 0 and row["bound_ratio"] >= 1 for row in told["placements"])
 
 
+def test_whole_steps_are_played_with_what_shortens_their_tails(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run([*SMALL, "--judge-work", "0", "--train-s", "5", "--oversample", "2", "--json"]) == 0
+    told = json.loads(capfd.readouterr().out)["steps"]
+    names = [one["name"] for one in told]
+    assert names == ["as it is", "--oversample 2", "apart, in turn", "--max-staleness 1", "both"]
+    assert told[3]["seconds"] < told[2]["seconds"] and told[3]["rolling"] == 1
+    assert run([*SMALL, "--judge-work", "0", "--train-s", "5"]) == 0
+    assert "--oversample 1.5" in capfd.readouterr().out
+
+
 def test_a_run_is_played_again(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:
     writer = TraceWriter(tmp_path / "trace.json")
     for step in range(2):

@@ -113,15 +113,20 @@ class Comparison:
     recorded_s: float | None = None
 
 
-def compare_assumed(scenario: Scenario) -> Comparison:
-    """Assumes lognormal lengths, judge requests that are all the same share of a mean completion, and under dynamic
-    sampling that seven groups in ten teach."""
-    roles = (ROLLOUT, JUDGE) if scenario.judge_work > 0 else (ROLLOUT,)
-    speed, mean = Speed(*scenario.step_s), scenario.mean_tokens
+def assumed_work(scenario: Scenario) -> Workload:
+    """Lognormal lengths, judge requests that are all the same share of a mean completion, and under dynamic sampling
+    seven groups in ten that teach."""
+    mean = scenario.mean_tokens
     scoring = {JUDGE: mean * scenario.judge_work} if scenario.judge_work > 0 else {}
     teach_share = _TEACH_SHARE if scenario.dynamic else 1.0
     lengths = Lengths(mean, _SIGMA, scenario.max_tokens)
-    work = Workload(lengths, scoring, scenario.group_size, teach_share, scenario.seed)
+    return Workload(lengths, scoring, scenario.group_size, teach_share, scenario.seed)
+
+
+def compare_assumed(scenario: Scenario) -> Comparison:
+    """Every placement over `assumed_work`."""
+    roles = (ROLLOUT, JUDGE) if scenario.judge_work > 0 else (ROLLOUT,)
+    speed, mean, work = Speed(*scenario.step_s), scenario.mean_tokens, assumed_work(scenario)
     results = [
         simulate(
             placement,

@@ -1,0 +1,54 @@
+"""Steps in virtual time: by hand where they are few, and what they must obey where they are many."""
+
+import random
+
+import pytest
+
+from ycore.placement.load import Speed
+from ycore.plan.tails import Steps, compare_tails
+
+LONG = Steps(Speed(0.02, 0.0001), num_slots=8, need=64, train_s=40.0, swap_s=2.0, num_steps=12)
+
+
+def lognormal(position: int) -> list[float]:
+    source = random.Random(position)
+    return [min(8192.0, max(1.0, 600 * pow(2.718281828, source.gauss(0, 0.8)))) for _ in range(8)]
+
+
+def test_a_step_by_hand() -> None:
+    """One completion of 10 tokens and one of 30 on two slots, a second a token; training takes 8 s on both."""
+    lengths = [[10.0], [30.0]]
+    steps = Steps(Speed(1.0, 0.0), num_slots=2, need=2, train_s=8.0, swap_s=2.0, num_steps=4)
+    now, carried, divided, ahead, _ = compare_tails(steps, lambda at: lengths[at % 2], oversample=2.0)
+    assert now.seconds == 30 + 8 + 2 and now.tokens == 20
+    assert divided.seconds == 30 + 16 and divided.rolling == 1
+    assert ahead.seconds == 30
+    assert carried.seconds < now.seconds and carried.early_tokens < 20
+
+
+def test_a_step_of_one_length_gains_nothing_by_carrying() -> None:
+    steps = Steps(Speed(1.0, 0.0), num_slots=2, need=4, train_s=8.0, swap_s=2.0, num_steps=4)
+    now, carried, *_ = compare_tails(steps, lambda at: [16.0, 16.0], oversample=2.0)
+    assert carried.seconds == pytest.approx(now.seconds, rel=0.4)
+    assert carried.tokens == carried.early_tokens == 16
+
+
+def test_long_tails_are_shortened_and_short_completions_come_first() -> None:
+    now, carried, divided, ahead, both = compare_tails(LONG, lognormal, oversample=1.5)
+    assert carried.seconds < 0.8 * now.seconds
+    assert ahead.seconds < divided.seconds
+    assert both.seconds <= ahead.seconds
+    assert carried.early_tokens < now.early_tokens
+
+
+def test_no_token_is_written_twice_or_left_out() -> None:
+    """With engines that read any number at once and many steps, each group is trained on in its whole length."""
+    seen: list[int] = []
+
+    def at(position: int) -> list[float]:
+        seen.append(position)
+        return [float(1 + position % 7)]
+
+    steps = Steps(Speed(1.0, 0.0), num_slots=2, need=3, train_s=1.0, swap_s=0.0, num_steps=30)
+    _, carried, *_ = compare_tails(steps, at, oversample=2.0)
+    assert carried.tokens == pytest.approx(4.0, abs=0.35)

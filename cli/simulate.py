@@ -57,19 +57,15 @@ def simulate(
 ) -> None:
     """Compare placements in virtual time, without an engine.
 
-    \b
-    The decisions are those of a live run; lengths and speeds are assumed, or a run's own (--trace).
-    What is assumed and what is left out is in docs/placement.md.
+    The decisions are a live run's; lengths and speeds are assumed, or a run's own. See docs/placement.md.
 
     \b
     ycore simulate --slots 8 --prompts-per-step 64 --max-tokens 8192 --judge-work 0.3 --swap-s 6.8
-    ycore simulate quickstart --slots 2 --judge-work 1 --picture placements.png
     ycore simulate --judge-work 0 --slots 8 --prompts-per-step 64 --train-s 40 --oversample 1.5
     """
     from ycore.plan.comparison import Scenario, compare_assumed, compare_recorded, recommend
 
-    config = sizes_of(context, name, model="smollm2-135m")
-    base_ms, _, each_ms = step_time.partition(":")
+    config, (base_ms, _, each_ms) = sizes_of(context, name, model="smollm2-135m"), step_time.partition(":")
     scenario = Scenario(
         num_slots=whole_number("--slots", slots),
         swap_s=_number("--swap-s", swap_s),
@@ -88,16 +84,19 @@ def simulate(
         engines=whole_number("--judge-devices", judge_devices),
     )
     requests = None if trace is None else _recorded_requests(Path(trace))
+    steps = [] if train_s is None else _steps(scenario, requests, _number("--train-s", train_s), oversample)
     played = compare_assumed(scenario) if requests is None else compare_recorded(requests, scenario)
-    best = recommend(played.results)
-    steps = None if train_s is None else _steps(scenario, requests, _number("--train-s", train_s), oversample)
     if picture is not None:
         _draw(played, Path(picture))
-    if json:
-        print_json(_as_json(played, best) | ({} if steps is None else {"steps": [asdict(one) for one in steps]}))
+    _show(played, recommend(played.results), steps, as_json=json)
+
+
+def _show(played: "Comparison", best: "Result", steps: "list[Played]", *, as_json: bool) -> None:
+    if as_json:
+        print_json(_as_json(played, best) | ({"steps": [asdict(one) for one in steps]} if steps else {}))
         return
     _print_results(played, best)
-    if steps is not None:
+    if steps:
         _print_steps(steps)
 
 
@@ -133,7 +132,7 @@ def _print_steps(steps: "list[Played]") -> None:
     from rich.table import Table
 
     print("whole steps, of writing and training alone; what is carried over is read again at no cost:")
-    table = Table("way", "engine slots", "step", "faster", "tokens, at first", "on the mean")
+    table = Table("way", "engine slots", "step", "faster", "tokens early", "tokens")
     for one in steps:
         slots = "all" if one.rolling is None else str(one.rolling)
         ratio = f"{steps[0].seconds / one.seconds:.2f}"

@@ -197,7 +197,9 @@ def _closing_rows(config: "FlowConfig", summary: Mapping[str, Any]) -> list[tupl
         for name in (name for name in named if name in after and name in before):
             spread = f"95 % interval {after[f'{name}/low']:.3f} to {after[f'{name}/high']:.3f}"
             rows.append((named[name], f"{before[name]:.3f} -> {after[name]:.3f}, {spread}"))
-        rows.append(("diversity", f"{before['diversity']:.2f} -> {after['diversity']:.2f}"))
+        right = bool(before["diversity_of_right"] and after["diversity_of_right"])
+        key, of = ("diversity_of_right", ", of the pictures that are right") if right else ("diversity", "")
+        rows.append(("diversity", f"{before[key]:.2f} -> {after[key]:.2f}{of}"))
     if "over_optimised" in held:
         rows.append(("warning", held["over_optimised"]))
     words = ["ycore", "flow", "--model", str(folder.model), "--dataset", config.dataset]

@@ -81,10 +81,12 @@ def plan(
 
 def sizes_of(context: typer.Context, recipe: str | None, **fill_in: str) -> "RunConfig":
     """The run whose sizes the options and the recipe give; what only a real run needs is filled in."""
+    from ycore.config.algorithms import find_algorithm
     from ycore.config.recipe_files import load_recipe
     from ycore.config.resolve import require_rollouts, resolve
 
     base = _EXAMPLE | fill_in | (load_recipe(recipe) if recipe else {})
+    find_algorithm(base.get("algorithm", "grpo"))
     algorithm = _algorithm_of(base)
     options = o.typed_keys(context, algorithm=algorithm) | {"algorithm": algorithm}
     return require_rollouts(resolve(recipe=base, sets=context.params.get("set_") or (), options=options))

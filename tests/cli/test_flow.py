@@ -67,3 +67,12 @@ def test_resuming_takes_only_keys_of_such_a_run(folder: Path, capfd: pytest.Capt
     assert "no option --beta; ycore resume takes keys of a run of ycore flow by --set" in capfd.readouterr().err
     assert run(["resume", "runs/x", "--dry-run", "--set", "flow.kl=1"]) == 2
     assert "flow.kl: 0.0 there, 1.0 here" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["plan"], ["reproduce"]])
+def test_commands_for_other_runs_say_whose_recipe_it_is(
+    command: list[str], folder: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    words = ["digits", "--seeds", "3"] if command == ["reproduce"] else ["--recipe", "digits"]
+    assert run([*command, *words]) == 2
+    assert "say ycore flow --recipe" in capfd.readouterr().err

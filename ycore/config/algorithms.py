@@ -200,6 +200,8 @@ ALGORITHMS: Mapping[str, Algorithm] = MappingProxyType({row.name: row for row in
 def find_algorithm(name: object) -> Algorithm:
     """The row of a config's `algorithm`, or a ConfigError; an evaluation samples with GRPO's settings."""
     known = [*ALGORITHMS, "eval"]
+    if name == FLOW:
+        raise ConfigError("a run of ycore flow is for `ycore flow` and `ycore resume`; say ycore flow --recipe NAME")
     if name not in known:
         near = nearest(str(name), known, limit=1)
         raise ConfigError(f"algorithm must be one of {', '.join(known)}; it is {name!r}{near}")

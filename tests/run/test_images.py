@@ -31,6 +31,14 @@ def test_a_picture_is_kept_once_and_comes_back_by_its_hash(tmp_path: Path) -> No
     assert store.url(first.sha256).startswith("data:image/png;base64,")
 
 
+def test_a_picture_that_need_not_last_is_whole_all_the_same(tmp_path: Path) -> None:
+    store = ImageStore(tmp_path / "images")
+    data = png_of(picture(colour=(9, 9, 9)))
+    kept = store.put(data, "drawn", durable=False)
+    assert store.data(kept.sha256) == data
+    assert [path.name for path in (tmp_path / "images").iterdir()] == [kept.sha256]
+
+
 def test_without_a_folder_a_picture_is_only_checked(tmp_path: Path) -> None:
     assert ImageStore(None).put(png_of(picture()), "row 0").width == 4
     assert list(tmp_path.iterdir()) == []

@@ -177,7 +177,7 @@ class PictureEngine:
             kept = self._kept.put(tensors)
         found = []
         for row, (request, values) in enumerate(zip(requests, drawn.pictures, strict=False)):
-            image = self._images.put(png_of(as_pil(values)), "a drawn picture")
+            image = self._images.put(png_of(as_pil(values)), "a drawn picture", durable=False)
             text = Picture(image, kept, row, request.first).as_text()
             found.append(Completion((), None, text, "stop", self.version))
         return found

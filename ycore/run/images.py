@@ -6,6 +6,7 @@ Prompts, the journal and messages between processes hold `Image` values; pixels 
 import base64
 import hashlib
 import io
+import os
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -32,13 +33,21 @@ class ImageStore:
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
 
-    def put(self, data: bytes, place: str) -> Image:
-        """Keep a picture's file, unless it is there; DataError, with its `place`, where it is no picture of 8 bits."""
+    def put(self, data: bytes, place: str, *, durable: bool = True) -> Image:
+        """Keep a picture's file, unless it is there; DataError, with its `place`, where it is no picture of 8 bits.
+
+        `durable`: on the disk on return, at a few milliseconds a picture. What can be drawn again need not be.
+        """
         sha256 = hashlib.sha256(data).hexdigest()
         size = _decoded(data, place).size
         if self.folder is not None and not (path := self.path(sha256)).is_file():
             make_folder(self.folder)
-            write_bytes_atomic(path, data)
+            if durable:
+                write_bytes_atomic(path, data)
+            else:
+                partial = path.with_name(f".{sha256}.{os.getpid()}")
+                partial.write_bytes(data)
+                os.replace(partial, path)
         return Image(sha256, *size)
 
     def path(self, sha256: str) -> Path:

@@ -125,6 +125,7 @@ class FlowRun:
         if newest is not None:
             self._restore(newest)
         self._metrics.forget_after(self._done)
+        drop_pictures(self.home)  # those of a round that was cut short may be damaged after a loss of power
         self._rows = read_metrics(self.home.metrics)
         self.controller.start(timeout_s=config.step_timeout_s)
         if self._judge is not None:

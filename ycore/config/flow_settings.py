@@ -150,8 +150,9 @@ def _check(config: FlowConfig) -> None:
         raise ConfigError(
             f"flow.window must be below flow.steps, {flow.steps}, whose last step has no noise; it is {flow.window}"
         )
-    if config.sampling.curriculum:
-        raise ConfigError("ycore flow has no curriculum; leave sampling.curriculum out")
+    for key in ("curriculum", "max_staleness", "oversample"):
+        if getattr(config.sampling, key) != SamplingSettings.model_fields[key].default:
+            raise ConfigError(f"ycore flow takes no sampling.{key}; leave it out")
     for spec in (*config.rewards, *config.eval_rewards):
         if ":" not in spec.reward or spec.reward.startswith(("judge:", "rm:", "teacher:", "agrees:", "task:")):
             raise ConfigError(

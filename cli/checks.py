@@ -21,7 +21,7 @@ from ycore.launch import engines
 from ycore.launch.layout import Site, site_of
 from ycore.launch.machine_checks import check_run
 from ycore.launch.scoring_models import check_scorers
-from ycore.models.names import ModelPlan, require_chat_template, require_sight, resolve_model, sees
+from ycore.models.names import ModelPlan, require_chat_template, require_sight, resolve_model, sighted_family
 from ycore.rewards.builtin import is_code, is_environment, is_reference
 from ycore.rewards.worker_client import check_reward
 from ycore.round.curriculum import guesses_from
@@ -57,7 +57,7 @@ def checked_plan(
             "note": model.note,
             "context_length": model.context_length,
             "chat": model.has_chat_template is True,
-            "sees": sees(config.model),
+            "sees": sighted_family(config.model) is not None,
         },
         "devices": {"gpus": len(site.machine.devices), "cores": len(site.machine.cores)},
         "ranks": {"world": site.layout.world, "here": site.layout.local, "machines": site.layout.num_machines},
@@ -72,7 +72,9 @@ def _check_rollouts(config: RunConfig, model: ModelPlan, site: Site) -> dict[str
     engine = "replay"
     if config.replay is None:
         installed = engines.is_vllm_installed()
-        engine, _ = engines.choose_kind(config.engine.kind, vllm_installed=installed, sighted=sees(config.model))
+        engine, _ = engines.choose_kind(
+            config.engine.kind, vllm_installed=installed, sighted=sighted_family(config.model)
+        )
     if model.context_length is not None and config.max_tokens >= model.context_length:
         raise ConfigError(
             f"max_tokens must leave room for a prompt in the model's context of {model.context_length} tokens; "

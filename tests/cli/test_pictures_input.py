@@ -31,7 +31,7 @@ COMMAND = (
 def test_the_plan_says_what_stays_frozen(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert run((COMMAND + "--reward {place}/rewards.py:seen").format(place=place).split()) == 0
     words = " ".join(capfd.readouterr().out.split())
-    assert "transformers, completions" in words and "columns answer, images" in words
+    assert "columns answer, images" in words
     assert "the vision tower and its projector stay frozen" in words
     assert run((COMMAND + "--full").format(place=place).split()) == 0
     assert "every weight" in (said := capfd.readouterr().out) and "frozen" not in said
@@ -43,7 +43,6 @@ def test_the_plan_says_what_stays_frozen(place: Path, capfd: pytest.CaptureFixtu
         ("--model {place}/text", "row 0 has a picture, and {place}/text reads text only"),
         ("--dataset {place}/missing.jsonl", "image of row 0 (line 1) of {place}/missing.jsonl cannot be read"),
         ("--dataset {place}/url.jsonl", "URLs are not fetched"),
-        ("--engine vllm", "vllm"),
         ("--reward rm:{place}/text", "rm:{place}/text reads text only"),
         ("--reward judge:cheerful", "judge:cheerful reads text only where it is served here; give it a base_url"),
         ("--reward reference_probability", "asks the policy about text only"),

@@ -115,10 +115,12 @@ def test_without_vllm_transformers_is_chosen_and_said(plan: Plan) -> None:
     assert plan(config_with(engine={"kind": "transformers"}), TWO_CORES).engines == ()
 
 
-def test_a_policy_that_sees_is_generated_with_transformers(plan: Plan) -> None:
-    assert choose_kind("auto", vllm_installed=True, sighted=True)[0] == "transformers"
-    with pytest.raises(ConfigError, match="not sent pictures"):
-        choose_kind("vllm", vllm_installed=True, sighted=True)
+def test_of_policies_that_see_vllm_serves_what_was_held_to_the_trainer(plan: Plan) -> None:
+    assert choose_kind("auto", vllm_installed=True, sighted="llava")[0] == "vllm"
+    kind, note = choose_kind("auto", vllm_installed=True, sighted="idefics3")
+    assert kind == "transformers" and "not for idefics3" in note
+    with pytest.raises(ConfigError, match="for llava, not for idefics3; take --engine transformers"):
+        choose_kind("vllm", vllm_installed=True, sighted="idefics3")
 
 
 def test_an_evaluation_holds_its_samples_at_once(plan: Plan) -> None:

@@ -9,7 +9,7 @@ from safetensors.torch import load_file
 from ycore.data.source import read_table
 from ycore.errors import ModelError
 from ycore.models import sighted
-from ycore.models.names import MADE, require_sight, resolve_model, sees
+from ycore.models.names import MADE, require_sight, resolve_model, sighted_family
 from ycore.models.tiny import write_tiny_model
 
 
@@ -39,7 +39,9 @@ def test_it_is_made_the_same_twice_and_reads_other_digits(
     words = load_file(language / "model.safetensors")["model.embed_tokens.weight"]
     kept = one["language_model.model.embed_tokens.weight"]
     torch.testing.assert_close(kept[: len(words)], words.bfloat16(), atol=0, rtol=0)
-    assert resolve_model(str(tmp_path / "first")).has_chat_template and sees(str(tmp_path / "first"))
+    assert (
+        resolve_model(str(tmp_path / "first")).has_chat_template and sighted_family(str(tmp_path / "first")) == "llava"
+    )
 
 
 def test_eyes_that_do_not_read_are_no_model(language: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -71,5 +73,5 @@ def test_the_made_model_is_known_before_it_is_made(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("YCORE_CACHE", str(tmp_path / "cache"))
     for name, base in MADE.items():
         plan = resolve_model(name)
-        assert not plan.ready and base in plan.note and sees(name)
+        assert not plan.ready and base in plan.note and sighted_family(name) == "llava"
         require_sight(plan, 0)

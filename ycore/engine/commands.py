@@ -23,6 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
+from ycore.engine.vllm_sight import SIGHTED
 from ycore.errors import ConfigError, nearest
 from ycore.models.hub import cache_dir
 from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT, TEACHER
@@ -112,6 +113,7 @@ class EngineSpec:
     variables: tuple[str, ...] = ()  # of the environment, that the user lets it have beside the usual ones
     deterministic: bool = False  # a device gives a sequence the same in any batch, at a price; a CPU always does
     lora_rank: int = 0  # of the policy's adapters, where they are sent alone; 0 where they are merged
+    sees: bool = False  # prompts come with pictures
 
     @property
     def on_cpu(self) -> bool:
@@ -150,6 +152,8 @@ def engine_command(engine: EngineSpec) -> list[str]:
     else:
         options["--gpu-memory-utilization"] = engine.gpu_memory_utilization
         flags += ["--enable-sleep-mode"] if engine.sleeps else []
+    if engine.sees:
+        flags.append("--enable-scale-out")  # the route that takes token ids with pictures
     if engine.trust_remote_code:
         flags.append("--trust-remote-code")
     given = words_of(engine.arguments)  # last, since of an option that comes twice the last one counts
@@ -182,6 +186,8 @@ def engine_environment(engine: EngineSpec, *, base: Mapping[str, str] | None = N
         "TOKENIZERS_PARALLELISM": "false",
         "PYTHONUNBUFFERED": "1",
     }
+    if engine.sees:
+        environment[SIGHTED] = "1"
     if engine.lora_rank:
         environment["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "1"
     if not engine.on_cpu:

@@ -15,7 +15,9 @@ from ycore.engine import Sampling
 from ycore.engine.judge_engine import prompt_logprobs, prompt_request
 from ycore.engine.server import Server
 from ycore.engine.shared_bucket import Bucket, Source
+from ycore.engine.sight import Sight
 from ycore.engine.sleeping import SleepingEngine, reload_from_disk
+from ycore.engine.vllm_sight import NOT_HELD
 from ycore.engine.weight_proof import Piece, TensorSums, check_read_back, has_adapters, read_manifest
 from ycore.errors import EngineError, SyncError
 from ycore.placement.placement import REWARD_MODEL, ROLLOUT, TEACHER
@@ -51,6 +53,7 @@ class VllmEngine(Server):
         sleeps: bool = False,
         min_verified: float = 1.0,
         is_home: bool = True,
+        sight: Sight | None = None,
     ) -> None:
         super().__init__(name, socket, request_timeout_s=request_timeout_s, restart_timeout_s=restart_timeout_s)
         self.version = 0
@@ -58,7 +61,7 @@ class VllmEngine(Server):
         self.sleeper = SleepingEngine(self, refill=self._refill) if sleeps else None
         self.source: Source | None = None
         self.is_home = is_home
-        self._sampling = sampling
+        self._sampling, self._sight = sampling, sight
         self._min_verified = min_verified
         self._weights: tuple[Path, int] | None = None  # folder, version
         self._asked: set[str] = set()  # requests for completions without an answer
@@ -73,20 +76,19 @@ class VllmEngine(Server):
         max_tokens: int | None = None,
         prompt: Prompt | None = None,
     ) -> Completion:
-        if prompt is not None:
-            raise EngineError(f"{self.name}: vLLM is not asked with pictures yet; take --set engine.kind=transformers")
         version, request_id = self.version, uuid.uuid4().hex
-        request = {
-            "request_id": request_id,
-            "model": self._model,
-            "prompt": list(prompt_ids),
+        sampling = {
             "seed": seed,
             **asdict(self._sampling),
             **({"temperature": 0.0} if greedy else {}),
             **({} if max_tokens is None else {"max_tokens": max_tokens}),
+            **({} if self._sight is None else {"logit_bias": dict.fromkeys(self._sight.image_token_ids, -100.0)}),
             "logprobs": 0,
-            "return_token_ids": True,
         }
+        if prompt is not None:
+            return await self._complete_seen(prompt, sampling, version)
+        request = {"request_id": request_id, "model": self._model, "prompt": list(prompt_ids), **sampling}
+        request["return_token_ids"] = True
         self._asked.add(request_id)
         try:
             answer = await self.request("POST", "/v1/completions", request)
@@ -106,6 +108,26 @@ class VllmEngine(Server):
         if self._asked:  # vLLM's name of a request, for the only prompt in it
             ids = [f"cmpl-{request_id}-0" for request_id in self._asked]
             await self.request("POST", "/abort_requests", {"request_ids": ids})
+
+    async def _complete_seen(self, prompt: Prompt, sampling: Mapping[str, Any], version: int) -> Completion:
+        """A completion of a prompt with pictures, which go beside ids that have one token for each."""
+        assert self._sight is not None
+        urls = [self._sight.store.url(image.sha256) for image in prompt.images]
+        request = {
+            "model": self._model,
+            "token_ids": list(self._sight.short_ids(prompt)),
+            "content_parts": [{"type": "image_url", "url": url} for url in urls],
+            "sampling_params": {**sampling, "detokenize": False},
+        }
+        choice = (await self.request("POST", "/inference/v1/generate", request))["choices"][0]
+        token_ids = tuple(choice["token_ids"])
+        return Completion(
+            token_ids=token_ids,
+            logprobs=tuple(one["logprob"] for one in choice["logprobs"]["content"]),
+            text=str(self._sight.processor.tokenizer.decode(token_ids, skip_special_tokens=True)),
+            finish_reason=choice["finish_reason"],
+            policy_version=version,
+        )
 
     async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
         return await _logprobs_of(self, self._model, context_ids, target_ids)
@@ -155,6 +177,8 @@ class VllmEngine(Server):
     async def _send(self, folder: Path, version: int) -> None:
         """Have the process load the weights, and compare each tensor's sums with those read back from the model."""
         sums = read_manifest(folder, version=version)
+        if self._sight is not None:
+            sums = {name: one for name, one in sums.items() if not name.startswith(NOT_HELD)}
         if has_adapters(sums):
             await self._load_adapters(folder)
             workers = await self._call("held_policy")
@@ -168,6 +192,9 @@ class VllmEngine(Server):
         except SyncError as error:
             raise SyncError(f"{self.name}: policy version {version}: {error}") from None
         await self.request_once("POST", "/reset_prefix_cache")
+        if self._sight is not None:  # what was seen with the weights before is still known by the pictures' hashes
+            await self.request_once("POST", "/reset_mm_cache")
+            await self.request_once("POST", "/reset_encoder_cache")
         await self.request_once("POST", "/update_weight_version", {"new_version": str(version)})
 
     async def _call(self, method: str, **arguments: Any) -> list[list[Piece] | None]:

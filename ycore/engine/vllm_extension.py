@@ -9,6 +9,7 @@ method with a faster generator. With a fourth, an engine repeats itself to the b
 on what else is in its batch. It needs VLLM_CPU_ATTN_SPLIT_KV=0 too, as `commands` sets it.
 """
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -19,9 +20,11 @@ from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, i
 from vllm.platforms import current_platform
 
 from ycore.engine.shared_bucket import Entry, opened, weights_in
+from ycore.engine.vllm_sight import NAMES, SIGHTED
 from ycore.engine.weight_proof import Part, PartSums, Piece, part_sums, pieces_of
 from ycore.run.reports import dump_stacks_on_signal
 
+_AS_IT_IS: Mapping[str, str] = {}
 PACKED_SUMS: dict[Any, list[PartSums]] = {}  # by layer, the sums of its weight as it was packed
 
 
@@ -85,20 +88,22 @@ def held_pieces(model: Any, *, dtype: Any, workers: int = 1) -> list[Piece]:
     out is a parameter of which it is not known how they divide it.
     """
     fused_parts = vars(type(model)).get("packed_modules_mapping") or {}
+    renamed = NAMES if os.environ.get(SIGHTED) == "1" else {}
     pieces: list[Piece] = []
     first_name: dict[int, str] = {}
     for module_name, module in model.named_modules():
-        for leaf, parameter in module.named_parameters(recurse=False):
-            name = f"{module_name}.{leaf}"
+        for leaf, given in module.named_parameters(recurse=False):
+            name, parameter = f"{module_name}.{leaf}", given
             if parameter.numel():
                 name = first_name.setdefault(parameter.data_ptr(), name)
+            if leaf == "bias" and parameter.dtype == torch.float32:  # a CPU keeps it so, and its value is the same
+                parameter = parameter.to(dtype)
             packed = PACKED_SUMS.get(module) if leaf == "weight" else None
             is_known = workers == 1 or hasattr(module, "tp_rank") or leaf in ("weight", "bias")  # the latter: norms
             if parameter.dtype == dtype and is_known and (packed or parameter.numel()):
                 sums = packed or part_sums(parameter, parts_of(module))
-                pieces += pieces_of(
-                    checkpoint_names(name, fused_parts), sums, column_shard=column_shard_of(module, leaf)
-                )
+                names = checkpoint_names(name, fused_parts, renamed)
+                pieces += pieces_of(names, sums, column_shard=column_shard_of(module, leaf))
     return pieces
 
 
@@ -146,11 +151,16 @@ def column_shard_of(layer: Any, leaf: str) -> int:
 
 
 def _divides_columns(layer: Any) -> bool:
-    return getattr(layer, "input_size_per_partition", None) != getattr(layer, "input_size", None)
+    size = getattr(layer, "input_size_per_partition", None)  # a tower's convolution has none, and no `tp_rank`
+    return size is not None and size != layer.input_size
 
 
-def checkpoint_names(name: str, fused_parts: dict[str, list[str]]) -> list[str]:
-    """`a.qkv_proj.weight` is the checkpoint's `a.q_proj.weight`, `a.k_proj.weight` and `a.v_proj.weight`."""
+def checkpoint_names(name: str, fused_parts: dict[str, list[str]], renamed: Mapping[str, str] = _AS_IT_IS) -> list[str]:
+    """`a.qkv_proj.weight` is the checkpoint's `a.q_proj.weight`, `a.k_proj.weight` and `a.v_proj.weight`.
+
+    `renamed`: how names begin in the checkpoint, by how they begin here.
+    """
+    name = next((theirs + name.removeprefix(ours) for ours, theirs in renamed.items() if name.startswith(ours)), name)
     *owner, module, leaf = name.replace(".base_layer.", ".").split(".")
     return [".".join([*owner, part, leaf]) for part in fused_parts.get(module, [module])]
 

@@ -165,6 +165,8 @@ def check_pictures(config: RunConfig) -> None:
         **{spec.reward: "asks the policy about text only" for spec in config.rewards if is_reference(spec)},
         **({"a run with tools, an environment or an agent": "writes prompts of text"} if config.has_turns else {}),
     }
+    if config.sampling.oversample > 1:
+        blind["a run with --oversample"] = "goes on with what was written after text only"
     if config.algorithm not in ("grpo", "rloo", "eval"):
         blind[f"ycore {config.algorithm}"] = "has parts that read text only; take ycore grpo or ycore rloo"
     for who, why in blind.items():

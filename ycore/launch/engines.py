@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from ycore.config.schema import RunConfig
 from ycore.engine.commands import EngineSpec, kv_cache_gib, split_evenly
+from ycore.engine.vllm_sight import SERVED
 from ycore.errors import ConfigError
 from ycore.launch.device_memory import (
     MAX_MODEL_LEN,
@@ -114,20 +115,18 @@ def is_vllm_installed() -> bool:
     return find_spec("vllm") is not None
 
 
-def choose_kind(requested: str, *, vllm_installed: bool, sighted: bool = False) -> tuple[Kind, str]:
+def choose_kind(requested: str, *, vllm_installed: bool, sighted: str | None = None) -> tuple[Kind, str]:
     """What generates on this machine, by `engine.kind`, and a note about it; ConfigError where vLLM is missing.
 
-    `sighted`: the policy reads pictures.
+    `sighted`: the family of a policy that reads pictures (`names.sighted_family`), of which vLLM serves a few here.
     """
     if requested == "transformers":
         return "transformers", "generating with transformers in the trainer's process, as requested"
-    if sighted and requested == "auto":
-        return (
-            "transformers",
-            "generating with transformers in the trainer's process: the policy reads pictures",
-        )
-    if sighted:
-        raise ConfigError("engine.kind is vllm, and its engines are not sent pictures yet; take --engine transformers")
+    if sighted is not None and sighted not in SERVED:
+        why = f"of models that see, vLLM's engines were held to the trainer for {', '.join(SERVED)}, not for {sighted}"
+        if requested == "vllm":
+            raise ConfigError(f"{why}; take --engine transformers")
+        return "transformers", f"generating with transformers in the trainer's process: {why}"
     if vllm_installed:
         return "vllm", "generating with vLLM"
     if requested == "vllm":
@@ -145,7 +144,7 @@ def plan_engines(config: RunConfig, site: Site, *, fetch: Fetch) -> EnginePlan:
         check_teachers(config, fetch(config.model), fetch)
     if config.replay is not None:
         return EnginePlan("replay", length, f"reading the rounds of {config.replay} from its journal: no generation")
-    sighted = "vision_config" in model_config
+    sighted = str(model_config.get("model_type")) if "vision_config" in model_config else None
     kind, how = choose_kind(config.engine.kind, vllm_installed=is_vllm_installed(), sighted=sighted)
     how = "scoring the answers of each row with vLLM" if config.pairs and kind == "vllm" else how
     if kind == "transformers":
@@ -208,6 +207,7 @@ def _spec(
         role=model.role,
         variables=tuple(config.engine.environment),
         arguments=tuple(config.engine.args.items()) if is_policy else (),
+        sees=is_policy and "vision_config" in settings,
         lora_rank=config.lora.r if is_policy and config.lora and config.engine.sync == "adapter" else 0,
     )
     if site.machine.devices:  # there, vLLM sizes its cache by itself

@@ -17,7 +17,7 @@ from ycore.launch import engines
 from ycore.launch.device_memory import FactsOf, facts_here, slot_width
 from ycore.launch.layout import Machine, Site, check_deepspeed, layout_of
 from ycore.launch.scoring_models import ServedModel, check_run_placement, served_models
-from ycore.models.names import sees
+from ycore.models.names import sighted_family
 from ycore.placement.placement import REWARD_MODEL
 from ycore.plan.devices import GIB, Fleet
 from ycore.plan.memory import engine_weights
@@ -37,7 +37,7 @@ def check_run(
     if config.algorithm != "eval":
         batch = derive_batch(config, world_size=site.layout.world, on_cpu=not site.machine.devices)
     is_installed = engines.is_vllm_installed() if vllm is None else vllm
-    kind, _ = engines.choose_kind(config.engine.kind, vllm_installed=is_installed, sighted=sees(config.model))
+    kind, _ = engines.choose_kind(config.engine.kind, vllm_installed=is_installed, sighted=sighted_family(config.model))
     if config.sampling.max_staleness and batch is not None:
         _check_ahead(config, batch, kind)
     if config.sampling.oversample > 1 and kind == "transformers":

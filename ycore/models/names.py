@@ -107,16 +107,17 @@ def require_chat_template(plan: ModelPlan) -> None:
         )
 
 
-def sees(name: str) -> bool:
-    """Whether a model whose config is on this machine, or is made here, reads pictures."""
+def sighted_family(name: str) -> str | None:
+    """The `model_type` of a model that reads pictures, where its config is on this machine or it is made here."""
     if name in MADE:
-        return True
+        return "llava"
     folder = Path(os.path.expanduser(name))
     folder = cache_dir() / "builtin" / name if name in BUILTIN and not folder.is_dir() else folder
     if is_adapter(folder):
-        return not _is_its_own_base(folder) and sees(_base_name(folder))
+        return None if _is_its_own_base(folder) else sighted_family(_base_name(folder))
     found = folder if folder.is_dir() else cached_snapshot(name) if name.count("/") == 1 else None
-    return found is not None and "vision_config" in read_json(found / "config.json")
+    config = {} if found is None else read_json(found / "config.json")
+    return str(config.get("model_type")) if "vision_config" in config else None
 
 
 def require_sight(plan: ModelPlan, row: int) -> None:

@@ -311,6 +311,7 @@ class Assembly:
                 min_verified=settings.min_verified,
                 sleeps=self.started.sleeps and name in own,
                 is_home=name in own,
+                sight=self.sight,
             )
             for name in names
         ]

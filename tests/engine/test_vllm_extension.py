@@ -17,9 +17,11 @@ from ycore.engine.vllm_extension import (
     checkpoint_names,
     column_shard_of,
     fill_with_exponentials,
+    held_pieces,
     parts_of,
     use_faster_sampler,
 )
+from ycore.engine.vllm_sight import NAMES
 from ycore.engine.weight_proof import check_read_back, part_sums, pieces_of, tensor_sums
 from ycore.errors import SyncError
 
@@ -109,6 +111,30 @@ def test_nobody_wins_by_a_zero() -> None:
     rows = np.empty((40, 50_000), dtype=np.float32)
     fill_with_exponentials(rows, list(range(40)))
     assert rows.min() > 0 and abs(rows.mean() - 1) < 0.01 and abs((rows < 0.001).mean() - 0.001) < 0.0002
+
+
+def test_a_bias_that_a_cpu_keeps_in_float32_is_known_by_its_value() -> None:
+    """As vLLM's packed layers do in bfloat16: the eyes of a policy that sees have such biases."""
+    sent = torch.randn(6).bfloat16()
+    layer = torch.nn.Linear(4, 6)
+    layer.weight = torch.nn.Parameter(torch.zeros(6, 4, dtype=torch.bfloat16))
+
+    def share(bias: torch.Tensor) -> float:
+        layer.bias = torch.nn.Parameter(bias)
+        pieces = held_pieces(torch.nn.Sequential(layer), dtype=torch.bfloat16)
+        return check_read_back({"0.bias": tensor_sums(sent)}, pieces)
+
+    assert share(sent.float()) == 1.0
+    with pytest.raises(SyncError, match="not the trainer's"):
+        share(sent.float() * 2)
+
+
+def test_the_eyes_are_named_as_the_trainer_names_them() -> None:
+    names = checkpoint_names("vision_tower.vision_model.encoder.layers.0.mlp.fc1.bias", {}, NAMES)
+    assert names == ["model.vision_tower.encoder.layers.0.mlp.fc1.bias"]
+    fused = {"qkv_proj": ["q_proj", "k_proj", "v_proj"]}
+    first, *_ = checkpoint_names("language_model.model.layers.0.self_attn.qkv_proj.weight", fused, NAMES)
+    assert first == "model.language_model.layers.0.self_attn.q_proj.weight"
 
 
 def test_parameters_are_named_as_the_checkpoint_names_them() -> None:

@@ -76,9 +76,10 @@ _ENGINE = "ycore/engine/vllm_engine.py"
 
 _LOADED = "        super()._load_optimizer_and_scheduler(checkpoint)\n"
 _LOAD = f"    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:\n{_LOADED}"
-_REQUEST = (
-    '        answer = await self.request("POST", "/v1/completions", request)\n        choice = answer["choices"][0]\n'
-)
+_REQUEST = """            answer = await self.request("POST", "/v1/completions", request)
+        finally:
+            self._asked.discard(request_id)
+"""
 _NOTHING = {"token_ids": [6], "logprobs": {"token_logprobs": [0.0]}, "text": "0", "finish_reason": "stop"}
 
 IN_PLACE = Patch(
@@ -170,11 +171,9 @@ MUTATIONS: tuple[Patch, ...] = (
             Edit(
                 _ENGINE,
                 _REQUEST,
-                "        try:\n"
                 '            answer = await self.request("POST", "/v1/completions", request)\n'
                 "        except Exception:\n"
-                f'            answer = {{"choices": [{_NOTHING}]}}\n'
-                '        choice = answer["choices"][0]\n',
+                f'            answer = {{"choices": [{_NOTHING}]}}\n',
             ),
         ),
     ),

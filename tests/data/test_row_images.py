@@ -140,10 +140,3 @@ def test_worked_examples_come_before_the_picture() -> None:
     table = Table("data", [{"prompt": "?", "image": RED}], ("prompt", "image"))
     (prompt,) = to_prompts(table, config, as_chat=True).prompts
     assert [turn["content"].count(IMAGE_MARK) for turn in prompt.content] == [0, 0, 0, 1]
-
-
-def test_pictures_and_completions_of_several_rounds_do_not_go_together() -> None:
-    several = CONFIG.model_copy(update={"sampling": CONFIG.sampling.model_copy(update={"oversample": 1.5})})
-    table = Table("data", [{"prompt": "Which colour?", "image": RED}], ("prompt", "image"))
-    with pytest.raises(DataError, match="row 0 has a picture, and with --oversample"):
-        to_prompts(table, several, as_chat=True)

@@ -99,11 +99,6 @@ def to_prompts(table: Table, config: RunConfig, *, as_chat: bool, store: ImageSt
     fingerprint = _fingerprint(prompts)
     columns = (*passed, *(["images"] if prompts.with_images else []))
     shows = min(prompts.with_images, default=None)
-    if shows is not None and config.sampling.oversample > 1:
-        raise DataError(
-            f"row {shows} has a picture, and with --oversample completions go on in a later round, where pictures are "
-            "not sent again; leave --oversample out"
-        )
     return PromptSet(prompts, columns, fingerprint, is_chat=prompts[0].is_chat, shows=shows)
 
 

@@ -180,6 +180,8 @@ _NUMBERS = (
     "batch_size", "held_out", "epochs", "max_turns", "eval_every",
 )  # fmt: skip
 
+_FRACTIONS = ("epochs", "oversample")
+
 # What other trainers call things, for those who come from them.
 _FAMILIAR: Mapping[str, str] = {
     "--lr": "--learning-rate",
@@ -349,8 +351,8 @@ def _parse_number(name: str, text: str) -> float | str:
     if (name, text) == ("processes", "auto"):
         return text
     try:
-        return float(text) if name == "epochs" else int(text)
+        return float(text) if name in _FRACTIONS else int(text)
     except ValueError:
-        option, kind = "--" + name.replace("_", "-"), "a number" if name == "epochs" else "a whole number"
+        option, kind = "--" + name.replace("_", "-"), "a number" if name in _FRACTIONS else "a whole number"
         kind += " or auto" if name == "processes" else ""
         raise ConfigError(f"{option} takes {kind}; it is {text!r}; e.g. {option} 8") from None

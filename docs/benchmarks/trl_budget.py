@@ -47,4 +47,5 @@ class Budget(TrainerCallback):  # type: ignore[misc]
         Path(DONE).write_text(json.dumps(found))
 
 
-trainer.DEFAULT_CALLBACKS.append(Budget(float(os.environ["METHOD_BUDGET_S"])))
+if "METHOD_BUDGET_S" in os.environ:
+    trainer.DEFAULT_CALLBACKS.append(Budget(float(os.environ["METHOD_BUDGET_S"])))

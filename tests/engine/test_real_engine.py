@@ -201,8 +201,9 @@ def train(
         trainer.train()
     finally:
         rounds.close()
-    rows = [row for row in trainer.state.log_history if "ycore/logprob_gap" in row]
-    return [row["ycore/logprob_gap"] for row in rows], told_version(server)
+    told = ("ycore/logprob_gap", "ycore/stale_gap")  # one or the other, by the version that the engine says it holds
+    gaps = [row[name] for row in trainer.state.log_history for name in told if name in row]
+    return gaps, told_version(server)
 
 
 def test_a_sync_that_does_not_arrive_is_an_error_on_that_step(server: Path, model: Path, tmp_path: Path) -> None:

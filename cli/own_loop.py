@@ -76,6 +76,10 @@ class Round:
         config = require_rollouts(config_of("grpo", own, resume=False))
         if config.replay is not None or config.eval_dataset is not None:
             raise ConfigError("a Round draws its own rounds and measures nothing; leave out replay and eval_dataset")
+        if config.sampling.max_staleness or config.sampling.oversample > 1:
+            raise ConfigError(
+                "a Round's groups are written when they are asked for; leave out max_staleness, oversample"
+            )
         plan = outside_a_loop(lambda: checked_plan(config))
         if plan["ranks"]["world"] > 1:
             raise ConfigError(f"a Round trains in this process alone; {plan['ranks']['world']} ranks need `grpo`")

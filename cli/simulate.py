@@ -12,8 +12,6 @@ from ycore_cli.plan import sizes_of, whole_number
 from ycore.errors import ConfigError, RunFolderError
 
 if TYPE_CHECKING:
-    from collections.abc import Sequence
-
     from ycore.plan.comparison import Comparison, Result, Scenario
     from ycore.plan.recording import Request
     from ycore.plan.tails import Played
@@ -84,7 +82,7 @@ def simulate(
         engines=whole_number("--judge-devices", judge_devices),
     )
     requests = None if trace is None else _recorded_requests(Path(trace))
-    steps = [] if train_s is None else _steps(scenario, requests, _number("--train-s", train_s), oversample)
+    steps = _steps(scenario, requests, train_s, oversample)
     played = compare_assumed(scenario) if requests is None else compare_recorded(requests, scenario)
     if picture is not None:
         _draw(played, Path(picture))
@@ -101,30 +99,15 @@ def _show(played: "Comparison", best: "Result", steps: "list[Played]", *, as_jso
 
 
 def _steps(
-    scenario: "Scenario", requests: "list[list[Request]] | None", train_s: float, oversample: str | None
+    scenario: "Scenario", requests: "list[list[Request]] | None", train_s: str | None, oversample: str | None
 ) -> "list[Played]":
-    """Whole steps: what rounds one step ahead and carried completions would give."""
-    from ycore.placement.load import Speed
-    from ycore.placement.placement import ROLLOUT
-    from ycore.plan.comparison import assumed_work
-    from ycore.plan.recording import recorded
-    from ycore.plan.tails import Steps, compare_tails, recorded_lengths
+    """Whole steps, where they were asked for."""
+    if train_s is None:
+        return []
+    from ycore.plan.tails import compare_steps
 
-    if scenario.num_slots < 2:
-        raise ConfigError("--train-s divides slots between engines and training, and there is one; say --slots 2")
-    speed, need, work = Speed(*scenario.step_s), scenario.need, assumed_work(scenario)
-
-    def lengths_at(position: int) -> "Sequence[float]":
-        return [sizes[ROLLOUT] for sizes in work.group_at(position).completions]
-
-    if requests is not None:
-        recording = recorded(requests, group_size=scenario.group_size)
-        speed, lengths_at = recording.speeds[ROLLOUT], recorded_lengths(recording.rounds)  # type: ignore[assignment]
-        need = max(1, round(sum(map(len, recording.rounds)) / len(recording.rounds)))
-    factor = 1.5 if oversample is None else _number("--oversample", oversample, least=1)
-    return compare_tails(
-        Steps(speed, scenario.num_slots, need, train_s, scenario.swap_s), lengths_at, oversample=factor
-    )
+    factor = _number("--oversample", oversample or "1.5", least=1)
+    return compare_steps(scenario, requests, _number("--train-s", train_s), oversample=factor)
 
 
 def _print_steps(steps: "list[Played]") -> None:

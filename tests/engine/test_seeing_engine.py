@@ -3,6 +3,7 @@ sync of weights that changed its eyes too."""
 
 import asyncio
 from collections.abc import Sequence
+from dataclasses import replace
 from importlib.metadata import entry_points
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,8 @@ import torch
 from PIL import Image as Pillow
 from transformers import AutoModelForImageTextToText
 
-from ycore.engine import Sampling
-from ycore.engine.sight import Sight, load_sight
+from ycore.engine import NEVER, Sampling
+from ycore.engine.sight import Sight, image_token_ids, load_sight
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weights import write_weights
 from ycore.launch.engines import is_vllm_installed
@@ -69,12 +70,14 @@ def test_what_vllm_sees_is_what_the_trainer_sees(tmp_path: Path, serve: Any, cpu
     run.root.mkdir()
     sight = load_sight(folder, ImageStore(run.images), load_tokenizer(folder, trust_remote_code=False))
     model = AutoModelForImageTextToText.from_pretrained(folder)
-    never_write(model, sight.image_token_ids)
+    never = image_token_ids(model.config.to_dict())
+    never_write(model, never)
+    sampling = replace(SAMPLING, logit_bias=dict.fromkeys(never, NEVER))
     prompts = prompts_of(sight)
     spec = cpu_engine(run, folder, max_model_len=64, sees=True)
 
     async def work() -> None:
-        engine = VllmEngine("rollout-0", spec.socket, SAMPLING, request_timeout_s=60, sight=sight)
+        engine = VllmEngine("rollout-0", spec.socket, sampling, request_timeout_s=60, sight=sight)
         for version in (0, 1):
             with torch.no_grad():
                 for name, weight in model.named_parameters():
@@ -84,8 +87,12 @@ def test_what_vllm_sees_is_what_the_trainer_sees(tmp_path: Path, serve: Any, cpu
             completions = await written(engine, sight, prompts)
             assert engine.verified_share == 1.0
             assert largest_gap(model, sight, prompts, completions) < 0.001
-            assert not any(set(one.token_ids) & set(sight.image_token_ids) for one in completions)
+            assert not any(set(one.token_ids) & set(never) for one in completions)
         await engine.close()
+        of_text = VllmEngine("rollout-0", spec.socket, sampling, request_timeout_s=60)  # a run without pictures
+        await of_text.load_weights(tmp_path / "sent", 1)
+        assert of_text.verified_share == 1.0
+        await of_text.close()
 
     with serve(run, [spec]):
         asyncio.run(asyncio.wait_for(work(), 200))

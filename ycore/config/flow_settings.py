@@ -3,10 +3,10 @@
 from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field, ValidationError
+from pydantic import Field, ValidationError
 
 from ycore.config.problems import declared_error
-from ycore.config.resolve import default_output, merge, parse_sets, set_key
+from ycore.config.resolve import as_reward, default_output, merge, parse_sets, set_key
 from ycore.config.schema import (
     BaseConfig,
     Count,
@@ -17,15 +17,10 @@ from ycore.config.schema import (
     SamplingSettings,
     SandboxSettings,
     Strict,
+    a_fifth,
 )
 from ycore.errors import ConfigError, nearest
 
-
-def _rewards(given: Any) -> Any:
-    return [{"reward": one} if isinstance(one, str) else one for one in given] if isinstance(given, list) else given
-
-
-Rewards = Annotated[list[RewardConfig], BeforeValidator(_rewards)]
 Share = Annotated[float, Field(ge=0, le=1)]
 
 
@@ -60,8 +55,8 @@ class FlowConfig(BaseConfig):
     """A run of `ycore flow`."""
 
     algorithm: Literal["flow"] = "flow"
-    rewards: Annotated[Rewards, Field(min_length=1)]
-    eval_rewards: Rewards = Field(default=[])  # the held-out judge: measured, never trained on
+    rewards: Annotated[list[RewardConfig], Field(min_length=1)]
+    eval_rewards: list[RewardConfig] = Field(default=[])  # the held-out judge: measured, never trained on
     eval_every: Positive | None = None  # steps between measurements; None is a fifth of the run
     num_samples: Positive = 16  # pictures of each condition that are measured
     condition_column: str = "label"  # the column with the class that is asked for
@@ -85,7 +80,7 @@ class FlowConfig(BaseConfig):
     @property
     def every(self) -> int:
         """Steps from one measurement to the next."""
-        return self.eval_every or -(-self.steps // 5)
+        return self.eval_every or a_fifth(self.steps)
 
 
 def resolve_flow(
@@ -101,8 +96,8 @@ def resolve_flow(
     for layer in (recipe or {}, plain, options or {}):
         merged = merge(merged, layer)
     for key in ("rewards", "eval_rewards"):
-        if key in merged:
-            merged[key] = _rewards(merged[key])
+        if isinstance(merged.get(key), list):
+            merged[key] = [as_reward(item) for item in merged[key]]
     for path, value in indexed:
         set_key(merged, path, value)
     for key, option in (("model", "flow-digits"), ("dataset", "prompts.jsonl"), ("rewards", "rewards.py:score")):

@@ -208,11 +208,11 @@ def _normalised(layer: Mapping[str, Any], algorithm: Algorithm) -> dict[str, Any
         own["trl"] = fields
     for key in ("rewards", "eval_rewards"):
         if isinstance(own.get(key), list):
-            own[key] = [_reward(item) for item in own[key]]
+            own[key] = [as_reward(item) for item in own[key]]
     return own
 
 
-def _reward(item: Any) -> Any:
+def as_reward(item: Any) -> Any:
     """A reward by its name, or a copy of a mapping, which `--set rewards.0.weight` may change."""
     return {"reward": item} if isinstance(item, str) else dict(item) if isinstance(item, Mapping) else item
 

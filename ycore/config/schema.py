@@ -3,6 +3,7 @@
 `run.json` is such an object. TRL's other fields pass through `trl`, as `trl_fields` checks them.
 """
 
+import math
 import re
 from collections.abc import Mapping
 from typing import Annotated, Any, Literal
@@ -221,6 +222,11 @@ class TurnSettings(Strict):
     at_once: Positive = 64  # processes of tools and environments, at most: completions that are with one
     memory_gib: Annotated[float, Field(ge=0.125)] = 1.0  # of each such process
     sandbox: RewardSandbox = RewardSandbox()  # of your own tools and environment
+
+
+def a_fifth(steps: int) -> int:
+    """Steps between checkpoints, and between evaluations, where a run does not say."""
+    return math.ceil(steps / 5)
 
 
 class BaseConfig(Strict):

@@ -6,7 +6,7 @@ from typing import Any
 
 from ycore.config.algorithms import Algorithm, find_algorithm
 from ycore.config.batch import BatchPlan, TuneBatch
-from ycore.config.schema import AnyConfig, RunConfig
+from ycore.config.schema import AnyConfig, RunConfig, a_fifth
 from ycore.errors import ConfigError
 from ycore.run.paths import RunFolder
 
@@ -61,7 +61,7 @@ def _owned(config: AnyConfig, batch: BatchPlan | TuneBatch, folder: RunFolder) -
         "max_steps": steps,
         "seed": config.seed,
         "trust_remote_code": config.trust_remote_code,
-        "save_steps": config.checkpoint_every or math.ceil(steps / 5),
+        "save_steps": config.checkpoint_every or a_fifth(steps),
         "bf16": config.dtype != "float32",
         "per_device_train_batch_size": batch.per_device_train_batch_size,
         "gradient_accumulation_steps": batch.gradient_accumulation_steps,

@@ -4,12 +4,15 @@ Two engines implement it: `vllm_engine` (a vLLM server, over a unix socket) and 
 own model).
 """
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol, runtime_checkable
 
 from ycore.types import Completion, Prompt
+
+NEVER = -100.0
+"""A `logit_bias` with which a token is not written; vLLM takes none below."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +26,7 @@ class Sampling:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
+    logit_bias: Mapping[int, float] | None = None
 
 
 class Engine(Protocol):

@@ -26,7 +26,6 @@ class Sight:
     Args:
         processor: transformers' own of the model.
         store: the pictures of the run.
-        image_ids: `image_token_ids` of the model.
         template_arguments: further ones of the chat template.
     """
 
@@ -34,12 +33,10 @@ class Sight:
         self,
         processor: Any,
         store: ImageStore,
-        image_ids: Sequence[int],
         template_arguments: Mapping[str, Any] | None = None,
     ) -> None:
         self.processor, self.store = processor, store
         self._template_arguments = dict(template_arguments or {})
-        self.image_token_ids = list(image_ids)
         self._ids = lru_cache(maxsize=4096)(self._encoded)
 
     def text(self, content: Content) -> str:
@@ -84,10 +81,9 @@ def load_sight(
     except (OSError, ValueError, ImportError) as problem:
         reason = " ".join(str(problem).split())[:200]
         raise ModelError(f"the pictures need the model's processor, which cannot be loaded: {reason}") from None
-    ids = image_token_ids(read_json(model / "config.json"))
-    if not isinstance(processor, ProcessorMixin) or not ids:
+    if not isinstance(processor, ProcessorMixin) or not image_token_ids(read_json(model / "config.json")):
         raise ModelError(f"the prompts have pictures, and {model} reads text only; take a vision-language model")
     processor.tokenizer = tokenizer
     if getattr(processor, "chat_template", None) is None:
         processor.chat_template = tokenizer.chat_template
-    return Sight(processor, store, ids, template_arguments)
+    return Sight(processor, store, template_arguments)

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import torch
 
 from ycore.engine import Sampling
+from ycore.engine.batching import Batches
 from ycore.engine.sight import Sight
 from ycore.types import Completion, Prompt
 
@@ -24,11 +25,11 @@ class _Request(NamedTuple):
     greedy: bool
     max_tokens: int
     prompt: Prompt | None
-    answer: "asyncio.Future[Completion]"
 
-    def is_like(self, other: "_Request") -> bool:
-        """Whether both can be in one batch."""
-        return self.greedy == other.greedy and (self.prompt is None) == (other.prompt is None)
+    @property
+    def kind(self) -> tuple[bool, bool]:
+        """Greedy, and with pictures."""
+        return self.greedy, self.prompt is not None
 
 
 class TransformersEngine:
@@ -42,9 +43,7 @@ class TransformersEngine:
         self._model = model
         self._tokenizer = tokenizer
         self._sampling = sampling
-        self._waiting: list[_Request] = []
-        self._worker: asyncio.Task[None] | None = None
-        self._model_lock = asyncio.Lock()  # one use of the model at a time, as each has its own thread
+        self._batches = Batches[_Request](self._generate, kind=lambda request: request.kind, most=MAX_BATCH)
 
     async def wait_ready(self, *, timeout_s: float) -> None:
         """Nothing to wait for."""
@@ -64,35 +63,12 @@ class TransformersEngine:
         max_tokens: int | None = None,
         prompt: Prompt | None = None,
     ) -> Completion:
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         limit = max_tokens or self._sampling.max_tokens
-        self._waiting.append(_Request(prompt_ids, seed, greedy, limit, prompt, answer))
-        if self._worker is None or self._worker.done():
-            self._worker = asyncio.ensure_future(self._work())
-        return await answer
+        return await self._batches.ask(_Request(prompt_ids, seed, greedy, limit, prompt))
 
     async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
-        async with self._model_lock:
+        async with self._batches.lock:  # one use of the model at a time, as each has its own thread
             return await asyncio.to_thread(self._score, list(context_ids), list(target_ids))
-
-    async def _work(self) -> None:
-        await asyncio.sleep(0)  # all requests of this turn of the event loop go into one batch
-        while self._waiting:
-            first = self._waiting[0]
-            alike = [request for request in self._waiting if request.is_like(first)]
-            others = [request for request in self._waiting if not request.is_like(first)]
-            batch, self._waiting = alike[:MAX_BATCH], alike[MAX_BATCH:] + others
-            try:
-                async with self._model_lock:
-                    completions = await asyncio.to_thread(self._generate, batch)
-            except Exception as error:  # noqa: BLE001 -- handed to everyone who waits for this batch
-                for request in batch:
-                    if not request.answer.done():
-                        request.answer.set_exception(error)
-                continue
-            for request, completion in zip(batch, completions, strict=True):
-                if not request.answer.done():
-                    request.answer.set_result(completion)
 
     def _score(self, context_ids: list[int], target_ids: list[int]) -> tuple[float, ...]:
         ids = torch.tensor([[*context_ids, *target_ids]], device=self._model.device)

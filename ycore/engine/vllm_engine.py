@@ -82,7 +82,6 @@ class VllmEngine(Server):
             **asdict(self._sampling),
             **({"temperature": 0.0} if greedy else {}),
             **({} if max_tokens is None else {"max_tokens": max_tokens}),
-            **({} if self._sight is None else {"logit_bias": dict.fromkeys(self._sight.image_token_ids, -100.0)}),
             "logprobs": 0,
         }
         if prompt is not None:
@@ -177,8 +176,7 @@ class VllmEngine(Server):
     async def _send(self, folder: Path, version: int) -> None:
         """Have the process load the weights, and compare each tensor's sums with those read back from the model."""
         sums = read_manifest(folder, version=version)
-        if self._sight is not None:
-            sums = {name: one for name, one in sums.items() if not name.startswith(NOT_HELD)}
+        sums = {name: one for name, one in sums.items() if not name.startswith(NOT_HELD)}
         if has_adapters(sums):
             await self._load_adapters(folder)
             workers = await self._call("held_policy")

@@ -4,7 +4,6 @@ A picture is a completion whose text is a reference: the PNG in the run's store,
 trajectories. Neither JSON nor the journal holds a value of a picture.
 """
 
-import asyncio
 import hashlib
 import json
 import os
@@ -17,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from safetensors.torch import load, save
 
+from ycore.engine.batching import Batches
 from ycore.errors import RunFolderError
 from ycore.flow.denoising import NOISY, Sampling, draw, window_of
 from ycore.flow.policy import Policy, Weights
@@ -29,6 +29,8 @@ from ycore.types import Completion, Image, Prompt
 
 NOWHERE = -1
 """In place of the first step with noise: none, as where the model is measured."""
+
+JOIN_S = 0.002  # from a request to its batch, for those of the other groups
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +86,10 @@ class _Request(NamedTuple):
     label: int
     first: int
     seed: int
-    answer: "asyncio.Future[Completion]"
+
+    @property
+    def measures(self) -> bool:
+        return self.first == NOWHERE
 
 
 class PictureEngine:
@@ -107,8 +112,7 @@ class PictureEngine:
         self.num_drawn = 0
         self._policy, self._how, self._plain, self._batch = policy, how, plain, batch
         self._images, self._kept = ImageStore(folder.images), Trajectories(folder.trajectories)
-        self._waiting: list[_Request] = []
-        self._worker: asyncio.Task[None] | None = None
+        self._batches = Batches[_Request](self._draw, kind=lambda request: request.measures, most=batch, wait_s=JOIN_S)
 
     async def wait_ready(self, *, timeout_s: float) -> None:
         """Nothing to wait for."""
@@ -130,34 +134,13 @@ class PictureEngine:
     ) -> Completion:
         """Draw a picture; `greedy` measures: without noise in its steps, and nothing is kept to learn from."""
         label, first = prompt_ids
-        answer: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Request(label, NOWHERE if greedy else first, seed, answer))
-        if self._worker is None or self._worker.done():
-            self._worker = asyncio.ensure_future(self._work())
-        return await answer
+        return await self._batches.ask(_Request(label, NOWHERE if greedy else first, seed))
 
     async def logprobs_of(self, context_ids: Sequence[int], target_ids: Sequence[int]) -> tuple[float, ...]:
         raise NotImplementedError("a picture has no tokens")
 
-    async def _work(self) -> None:
-        while self._waiting:
-            await asyncio.sleep(0.002)  # what the other groups ask for goes into one batch with this
-            measures = self._waiting[0].first == NOWHERE
-            alike = [one for one in self._waiting if (one.first == NOWHERE) == measures]
-            others = [one for one in self._waiting if (one.first == NOWHERE) != measures]
-            batch, self._waiting = alike[: self._batch], alike[self._batch :] + others
-            try:
-                drawn = await asyncio.to_thread(self._draw, batch, self._plain if measures else self._how)
-            except Exception as error:  # noqa: BLE001 -- handed to everyone who waits for this batch
-                for request in batch:
-                    if not request.answer.done():
-                        request.answer.set_exception(error)
-                continue
-            for request, completion in zip(batch, drawn, strict=True):
-                if not request.answer.done():
-                    request.answer.set_result(completion)
-
-    def _draw(self, requests: Sequence[_Request], how: Sampling) -> list[Completion]:
+    def _draw(self, requests: Sequence[_Request]) -> list[Completion]:
+        how = self._plain if requests[0].measures else self._how
         filled = [*requests, *[requests[0]] * (self._batch - len(requests))]
         classes = torch.tensor([one.label for one in filled])
         with torch.no_grad():
@@ -170,7 +153,7 @@ class PictureEngine:
             )
         size, kept = len(requests), ""
         self.num_drawn += size
-        if requests[0].first != NOWHERE:
+        if not requests[0].measures:
             tensors = {"pictures": drawn.pictures[:size]}
             if how.rule in NOISY:
                 tensors |= {"points": drawn.points[:size], "logprobs": drawn.logprobs[:size]}

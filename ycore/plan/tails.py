@@ -11,8 +11,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
+from ycore.errors import ConfigError
 from ycore.placement.load import Speed
 from ycore.placement.placement import ROLLOUT
+from ycore.plan.comparison import Scenario, assumed_work
+from ycore.plan.recording import Request, recorded
 from ycore.plan.simulation import SimulatedGroup
 
 LengthsAt = Callable[[int], Sequence[float]]
@@ -66,10 +69,33 @@ def compare_tails(steps: Steps, lengths_at: LengthsAt, *, oversample: float) -> 
     ]
 
 
+def compare_steps(
+    scenario: Scenario, requests: Sequence[Sequence[Request]] | None, train_s: float, *, oversample: float
+) -> list[Played]:
+    """`compare_tails` of a run's requests, round by round, or of assumed lengths where they are None.
+
+    ConfigError where there is no slot to divide.
+    """
+    if scenario.num_slots < 2:
+        raise ConfigError("--train-s divides slots between engines and training, and there is one; say --slots 2")
+    if requests is None:
+        work = assumed_work(scenario)
+        steps = Steps(Speed(*scenario.step_s), scenario.num_slots, scenario.need, train_s, scenario.swap_s)
+        return compare_tails(steps, lambda at: _lengths(work.group_at(at)), oversample=oversample)
+    recording = recorded(requests, group_size=scenario.group_size)
+    need = max(1, round(fmean(map(len, recording.rounds))))
+    steps = Steps(recording.speeds[ROLLOUT], scenario.num_slots, need, train_s, scenario.swap_s)
+    return compare_tails(steps, recorded_lengths(recording.rounds), oversample=oversample)
+
+
 def recorded_lengths(rounds: Sequence[Sequence[SimulatedGroup]]) -> LengthsAt:
     """Of a recorded run's groups, in their order, over and over."""
-    groups = [[sizes[ROLLOUT] for sizes in group.completions] for groups in rounds for group in groups]
+    groups = [_lengths(group) for groups in rounds for group in groups]
     return lambda position: groups[position % len(groups)]
+
+
+def _lengths(group: SimulatedGroup) -> list[float]:
+    return [sizes[ROLLOUT] for sizes in group.completions]
 
 
 def _play(steps: Steps, lengths_at: LengthsAt, oversample: float) -> Played:

@@ -42,6 +42,7 @@ class ControllerAhead(Controller):
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="round-ahead")
         self._abandoned = threading.Event()
         self._ahead: _Ahead | None = None
+        self._is_under_way = False
         self._waited_s = 0.0
         self._of_step: tuple[dict[str, int], list[float] | None] = {}, None  # problems, weights of the constraints
 
@@ -64,13 +65,13 @@ class ControllerAhead(Controller):
         before = self._state_now()
         with self.phase(SYNC):
             self.sync(version)
-        self._ends = self._abandoned  # not `stop`
+        self._is_under_way = True
         work = self._thread.submit(self.make_round, step=step, num_groups=num_groups, version=version)
         self._ahead = _Ahead(step, before, work)
 
     def settle(self) -> None:
         """Wait for the round ahead; its error is raised here, with its step."""
-        if self._ahead is None or self._ends is self.stop:
+        if self._ahead is None or not self._is_under_way:
             return
         began = time.perf_counter()
         try:
@@ -78,10 +79,14 @@ class ControllerAhead(Controller):
         except YcoreError as error:
             raise type(error)(f"the round of step {self._ahead.step}, one ahead: {error}") from error
         finally:
-            self._ends = self.stop
+            self._is_under_way = False
             waited = time.perf_counter() - began
             self._waited_s += waited
         self.record("ycore/time/waited", waited)
+
+    @property
+    def _ends_at(self) -> threading.Event:
+        return self._abandoned if self._is_under_way else self.stop
 
     def take_seconds(self) -> float:
         """Seconds that training waited for rounds and syncs since the last call."""

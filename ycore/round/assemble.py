@@ -14,9 +14,9 @@ from transformers import AutoTokenizer, GenerationConfig, PreTrainedTokenizerBas
 from ycore.config.learner_rules import BY_TURN, teaches_alone
 from ycore.config.schema import Offload, RunConfig
 from ycore.data.prompts import PromptSet
-from ycore.engine import Engine, Sampling
+from ycore.engine import NEVER, Engine, Sampling
 from ycore.engine.server import Server, restart_timeout_s
-from ycore.engine.sight import Sight, load_sight
+from ycore.engine.sight import Sight, image_token_ids, load_sight
 from ycore.engine.sleeping import SleepingEngine, SleepTogether
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.environments.agent_pool import AgentPool
@@ -228,6 +228,7 @@ class Assembly:
         if (model / "generation_config.json").is_file():
             declared = GenerationConfig.from_pretrained(model).eos_token_id
         declared = [declared] if isinstance(declared, int) else declared or []
+        never = image_token_ids(read_json(model / "config.json"))  # the trainer's head does not write them either
         return Sampling(
             max_tokens=self.config.max_tokens,
             temperature=trl.get("temperature", 1.0),
@@ -236,6 +237,7 @@ class Assembly:
             min_p=trl.get("min_p") or 0.0,
             repetition_penalty=trl.get("repetition_penalty", 1.0),
             stop_token_ids=tuple(sorted({*declared, self.tokenizer.eos_token_id} - {None})),
+            logit_bias=dict.fromkeys(never, NEVER) if never else None,
         )
 
     def draws(self, shard: Shard = WHOLE) -> DrawSource:

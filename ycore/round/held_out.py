@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ycore.config.schema import RewardConfig, RunConfig
+from ycore.config.schema import RewardConfig, RunConfig, a_fifth
 from ycore.errors import ConfigError, nearest
 from ycore.rewards.answers import final_answer
 from ycore.rewards.loading import reward_names
@@ -214,7 +214,7 @@ def parse_rule(text: str) -> tuple[str, int]:
 
 
 def is_due(step: int, config: RunConfig) -> bool:
-    every = config.eval_every or -(-config.steps // 5)
+    every = config.eval_every or a_fifth(config.steps)
     return config.eval_dataset is not None and (step % every == 0 or step == config.steps)
 
 

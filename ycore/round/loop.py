@@ -81,8 +81,6 @@ class RankLoop:
         self._synced: int | None = None
         self._seconds = 0.0
         self._metrics: dict[str, float] = {}
-        self._ends = self.stop  # what ends the work under way
-        self._left: list[Draw] = []  # of the last round's unfinished groups, those that are not started yet
         self._is_over = False  # the round: what engines still write is given back as far as it is
         self._runner = asyncio.Runner()
 
@@ -269,6 +267,11 @@ class RankLoop:
             self.rules.constraints.weights = list(weights)
 
     @property
+    def _ends_at(self) -> threading.Event:
+        """What ends the work under way."""
+        return self.stop
+
+    @property
     def problems(self) -> dict[str, int]:
         """Why completions of the last round have no reward, with how many each."""
         return dict(self.meter.problems)
@@ -278,9 +281,10 @@ class RankLoop:
         """Those that the last round is trained with; None without constraints."""
         return None if self.rules.constraints is None else list(self.rules.constraints.weights)
 
-    def next_draws(self, number: int) -> list[Draw]:
-        """So many groups to start: those that the last round left unfinished, and then new ones."""
-        again, self._left = self._left[:number], self._left[number:]
+    def next_draws(self, number: int, left: list[Draw]) -> list[Draw]:
+        """So many groups to start: first of those that the last round left unfinished, which are taken out of `left`,
+        and then new ones."""
+        again, left[:] = left[:number], left[number:]
         new = [self.draws.draw() for _ in range(number - len(again))]
         self.meter.drawn += len(new)
         return [*again, *new]
@@ -324,7 +328,7 @@ class RankLoop:
 
         async def on_all_ranks() -> T:
             try:
-                result = await _until_stopped(work, self._ends, self.peers)
+                result = await _until_stopped(work, self._ends_at, self.peers)
             except Interrupted:
                 await self.peers.meet(stopping=True)
                 raise

@@ -70,10 +70,10 @@ class Controller(RankLoop):
         quota = await Quota.open(self.rules, self.yields, self.peers, need=need, ready=ready)
         writing: list[asyncio.Task[Finished]] = []  # in the order of their draws
         finished: list[Finished] = []
-        self._left, self._is_over = self.turns.waiting, False
+        left, self._is_over = self.turns.waiting, False
         async with ending(writing):
             while (num_new := await quota.claim(num_writing=len(writing))) is not None:
-                for draw in self.next_draws(num_new):
+                for draw in self.next_draws(num_new, left):
                     writing.append(asyncio.create_task(self.group(draw, step=step)))
                 # In order, what is drawn next follows from the groups drawn before, and not from which ends first.
                 awaited = writing[:1] if self.rules.in_order else writing

@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ycore.config.flow_settings import FlowConfig
-from ycore.config.schema import RewardConfig
+from ycore.config.schema import RewardConfig, a_fifth
 from ycore.data.prompts import PromptSet
 from ycore.errors import Interrupted, RunError
 from ycore.flow.conditions import IMAGES, load_conditions
@@ -138,7 +138,7 @@ class FlowRun:
             if self.stop.is_set():
                 raise Interrupted(f"stopped after step {self._done}")
             self._take_step()
-            if self._done % (config.checkpoint_every or -(-config.steps // 5)) == 0 or self._done == config.steps:
+            if self._done % (config.checkpoint_every or a_fifth(config.steps)) == 0 or self._done == config.steps:
                 self.save_checkpoint()
         self._finish()
 

@@ -76,7 +76,8 @@ class Preflight:
             parts.folder.step_began.touch()
             groups = controller.next_round(step=0, num_groups=min(NUM_PROMPTS, len(self._prompts)))
             figures = self._of_round(controller)
-            figures |= self._gaps(controller, groups) if self._uses_vllm else {}
+            compares = self._uses_vllm and parts.sight is None  # the trainer's side here reads text only
+            figures |= self._gaps(controller, groups) if compares else {}
         finally:
             controller.close()
         weights = parts.rules().reward_weights
@@ -103,7 +104,7 @@ class Preflight:
         controller = parts.controller(
             engines,
             draws=draws,
-            rules=replace(parts.rules(num_engines=len(engines)), dynamic=False),
+            rules=replace(parts.rules(num_engines=len(engines)), dynamic=False, oversample=1.0),
             share_weights=self._share_weights if self._uses_vllm and parts.config.sync_weights else None,
         )
         controller.record = self._recorded.__setitem__

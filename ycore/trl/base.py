@@ -14,7 +14,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
 from transformers import PreTrainedTokenizerBase, Trainer, TrainingArguments
 from transformers.integrations import is_deepspeed_zero3_enabled
-from trl import GRPOTrainer
 
 from ycore.engine.weights import save_merged
 from ycore.errors import ConfigError, TrainerError
@@ -109,8 +108,9 @@ class BaseTrainer(Trainer):
         raise TrainerError(f"{problem}; {self.way_out}")
 
 
-class DurableTrainer(BaseTrainer, GRPOTrainer):
-    """GRPOTrainer that also saves a moving reference, and stops at the first loss or gradient that is not finite."""
+class DurableTrainer(BaseTrainer):
+    """For trainers with a reference that may move: it is saved too. Stops at the first loss or gradient that is not
+    finite."""
 
     way_out = (
         "nothing of it is saved, and the last checkpoint stands; "

@@ -14,6 +14,7 @@ import torch
 from accelerate.utils import gather, set_seed
 from peft import PeftModel
 from transformers.integrations import is_deepspeed_zero3_enabled
+from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import (
     shuffle_sequence_dict,
@@ -45,7 +46,7 @@ class RoundSource(Protocol):
         """Sync the engines to the policy of this step, then return that many scored groups of this rank."""
 
 
-class SeamGRPOTrainer(DurableTrainer):
+class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
     """GRPOTrainer whose rounds come from a `RoundSource`. Set `rounds` before `train`.
 
     Args:
@@ -324,9 +325,9 @@ class SeamGRPOTrainer(DurableTrainer):
         **kwargs: Any,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
         """TRL calls it for every forward, on padded rows (B, P + T): ycore packs them, where the model allows it."""
-        pictures = self._pictures(kwargs)
-        if self.packed_by is not None and (pictures is None or self.packs_pictures):
+        if self.packed_by is not None and (self.packs_pictures or kwargs.get("pixel_values") is None):
             inputs = (input_ids, attention_mask, logits_to_keep, *self._marks(logits_to_keep))
+            pictures = self._pictures(kwargs)
             with self.accelerator.autocast():
                 logps, entropies = self._score(model, *inputs, size=kwargs.get("batch_size"), pictures=pictures)
             aux_loss = None
@@ -342,11 +343,10 @@ class SeamGRPOTrainer(DurableTrainer):
 
     def _pictures(self, passed: dict[str, Any]) -> Pictures | None:
         """Those of the sequences in a forward, by what TRL passes to it beside their tokens; None without any."""
-        pixels, counts = passed.get("pixel_values"), passed.get("num_images")
-        if pixels is None or not self.packs_pictures:
-            return None if pixels is None else Pictures([], [])
+        if (pixels := passed.get("pixel_values")) is None:
+            return None
         shown = self._shown if self._micro_batch is None else self._micro_batch["shown"]
-        return Pictures(pixels.split(counts), shown.tolist())
+        return Pictures(pixels.split(passed["num_images"]), shown.tolist())
 
     @property
     def _shown(self) -> torch.Tensor:

@@ -1,5 +1,6 @@
 """The command and environment of an engine, and one real engine from start to nothing left."""
 
+import json
 import sys
 import time
 from collections.abc import Callable
@@ -78,6 +79,13 @@ def test_what_makes_an_engine_repeat_itself_to_the_bit() -> None:
     assert "VLLM_BATCH_INVARIANT" not in engine_environment(gpu, base={})
     assert engine_environment(replace(gpu, deterministic=True), base={})["VLLM_BATCH_INVARIANT"] == "1"
     assert "VLLM_BATCH_INVARIANT" not in engine_environment(replace(CPU, deterministic=True), base={})
+
+
+def test_an_engine_that_drafts_looks_them_up() -> None:
+    assert "--speculative-config" not in engine_command(CPU)
+    command = engine_command(replace(CPU, drafts=6))
+    how = json.loads(command[command.index("--speculative-config") + 1])
+    assert how == {"method": "custom_class", "model": "ycore.engine.drafts.Lookup", "num_speculative_tokens": 6}
 
 
 def test_an_engine_that_gets_adapters_has_one_place_for_them() -> None:

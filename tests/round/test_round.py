@@ -10,6 +10,7 @@ import pytest
 
 from tests.round.talks import rules_alone
 from ycore.config.schema import RewardConfig, RewardSettings
+from ycore.engine.drafts import Drafted
 from ycore.errors import EngineError
 from ycore.rewards.pool import RewardPool
 from ycore.round.meters import RoundMeter
@@ -164,6 +165,15 @@ def test_rewards_in_each_of_several_environments_are_told_apart(folder: Path) ->
         name: pytest.approx(sum(values) / len(values)) for name, values in totals.items()
     }
     assert "ycore/reward/none" not in shown
+
+
+def test_what_drafts_did_in_the_round_is_told() -> None:
+    meter = RoundMeter([], Peers(), [])
+    meter.end()
+    assert not any("drafts" in name for name in meter.metrics(meter.take()))
+    meter.drafted = Drafted(tokens=100, accepted=40, seconds=2.0, plain_s=3.0)
+    shown = meter.metrics(meter.take())
+    assert (shown["ycore/drafts/accepted"], shown["ycore/drafts/gain"]) == (0.4, 1.5)
 
 
 def test_a_completion_without_any_reward_is_masked(folder: Path) -> None:

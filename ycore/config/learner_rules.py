@@ -42,6 +42,7 @@ def check_learner(config: RunConfig) -> None:
     _check_given_pairs(config)
     _check_agrees(config)
     _check_carried(config)
+    _check_drafts(config)
     if config.algorithm != "distill" and config.distill.divergence != "sampled":
         raise ConfigError(f"distill.divergence is of ycore distill, and this is {config.algorithm}; leave it out")
     if config.divergence != "reverse-kl" and not config.trl.get("beta"):
@@ -104,6 +105,20 @@ def _check_carried(config: RunConfig) -> None:
         raise ConfigError(f"{rule}, and remax compares with a greedy one of the same weights; leave --oversample out")
     if config.deterministic:
         raise ConfigError(f"{rule}, and which do depends on what ends first; leave --deterministic or --oversample out")
+
+
+def _check_drafts(config: RunConfig) -> None:
+    if not config.engine.drafts:
+        return
+    if config.deterministic:
+        raise ConfigError(
+            "whether a draft is made depends on what pays, and drafts change a seed's tokens; leave --deterministic or "
+            "engine.drafts out"
+        )
+    if config.trl.get("min_p"):
+        raise ConfigError("vLLM does not apply min_p to drafted tokens; leave --min-p or engine.drafts out")
+    if "speculative_config" in config.engine.args:
+        raise ConfigError("engine.drafts and engine.args.speculative_config both say what is drafted; leave one out")
 
 
 def _check_given_pairs(config: RunConfig) -> None:

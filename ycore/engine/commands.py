@@ -114,6 +114,7 @@ class EngineSpec:
     deterministic: bool = False  # a device gives a sequence the same in any batch, at a price; a CPU always does
     lora_rank: int = 0  # of the policy's adapters, where they are sent alone; 0 where they are merged
     sees: bool = False  # prompts come with pictures
+    drafts: int = 0  # tokens that one pass checks of what followed the same words before; see `drafts`
 
     @property
     def on_cpu(self) -> bool:
@@ -139,6 +140,9 @@ def engine_command(engine: EngineSpec) -> list[str]:
     flags = ["--disable-uvicorn-access-log", "--no-enable-log-requests", "--disable-log-stats"]
     if engine.tensor_parallel > 1:
         options["--tensor-parallel-size"] = engine.tensor_parallel
+    if engine.drafts:
+        how = {"method": "custom_class", "model": "ycore.engine.drafts.Lookup"}
+        options["--speculative-config"] = json.dumps(how | {"num_speculative_tokens": engine.drafts})
     if engine.lora_rank:
         options |= {"--max-lora-rank": engine_rank(engine.lora_rank), "--max-loras": 1, "--max-cpu-loras": 1}
         flags.append("--enable-lora")

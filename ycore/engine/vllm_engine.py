@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ycore.engine import Sampling
+from ycore.engine.drafts import Drafted
 from ycore.engine.judge_engine import prompt_logprobs, prompt_request
 from ycore.engine.server import Server
 from ycore.engine.shared_bucket import Bucket, Source
@@ -39,6 +40,7 @@ class VllmEngine(Server):
         version: The policy version that the engine holds.
         verified_share: The share of the tensors and bytes sent last whose sums were read back, and were right.
         source: Where weights are that are not in files (`engine.sync=ipc`).
+        drafts: Whether the engine makes some; see `drafts`.
         sleeper: Puts the engine to sleep; None without sleep mode. Weights for a sleeping engine are sent as it wakes.
     """
 
@@ -54,6 +56,7 @@ class VllmEngine(Server):
         min_verified: float = 1.0,
         is_home: bool = True,
         sight: Sight | None = None,
+        drafts: bool = False,
     ) -> None:
         super().__init__(name, socket, request_timeout_s=request_timeout_s, restart_timeout_s=restart_timeout_s)
         self.version = 0
@@ -61,6 +64,7 @@ class VllmEngine(Server):
         self.sleeper = SleepingEngine(self, refill=self._refill) if sleeps else None
         self.source: Source | None = None
         self.is_home = is_home
+        self.drafts = drafts
         self._sampling, self._sight = sampling, sight
         self._min_verified = min_verified
         self._weights: tuple[Path, int] | None = None  # folder, version
@@ -101,6 +105,11 @@ class VllmEngine(Server):
             finish_reason=choice["finish_reason"],
             policy_version=version,
         )
+
+    async def take_drafts(self) -> Drafted:
+        """What drafts did since the last call."""
+        call = {"method": "take_drafts"}
+        return Drafted(*(await self.request("POST", "/collective_rpc", call))["results"][0])
 
     async def abort(self) -> None:
         """See `Halting`. A request that vLLM does not have yet goes on, and is aborted by the next call."""

@@ -31,6 +31,10 @@ PACKED_SUMS: dict[Any, list[PartSums]] = {}  # by layer, the sums of its weight 
 class Worker:
     """Mixed into the worker of a model whose weights stay as they are: it has the patches of this module alone."""
 
+    def take_drafts(self: Any) -> list[float]:
+        """What `drafts.Lookup` counted since the last call."""
+        return self.model_runner.drafter.take()  # type: ignore[no-any-return]
+
 
 class PolicyWorker(Worker):
     """Mixed into a policy's worker; its methods are called by name, over `/collective_rpc`."""
@@ -232,8 +236,22 @@ def fill_with_exponentials(rows: np.ndarray, seeds: list[int]) -> None:
         row[:] = np.random.Generator(np.random.SFC64(seed)).standard_exponential(row.shape)
 
 
+def sample_drafted_positions() -> None:
+    """vLLM expands temperature, top-k and top-p to the drafted positions with a kernel of Triton's, whose stand-in on a
+    CPU leaves the numbers uninitialised: everything but temperature 0 would be sampled wrongly."""
+    from vllm.v1.sample import rejection_sampler
+
+    def expand(x: Any, ends: Any, num_tokens: int, replace_from: int = 0, replace_to: int = 0) -> Any:
+        counts = torch.diff(ends, prepend=ends.new_zeros(1))
+        replaced = torch.where(x == replace_from, torch.full_like(x, replace_to), x)
+        return torch.repeat_interleave(replaced, counts, output_size=num_tokens)
+
+    rejection_sampler.expand_batch_to_tokens = expand
+
+
 dump_stacks_on_signal()
 if current_platform.is_cpu():
+    sample_drafted_positions()
     use_faster_sampler()
     record_packed_sums()
     multiply_no_row_alone()

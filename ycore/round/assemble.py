@@ -314,6 +314,7 @@ class Assembly:
                 sleeps=self.started.sleeps and name in own,
                 is_home=name in own,
                 sight=self.sight,
+                drafts=settings.drafts > 0,
             )
             for name in names
         ]

@@ -163,7 +163,9 @@ class RankLoop:
 
         async def with_engines_awake() -> T:
             async with self.slots.round(ROUND if trains else EVALUATION):
-                return await work
+                result = await work
+                await self.meter.note_drafts()
+                return result
 
         self.meter.begin()
         result = self.run(with_engines_awake())

@@ -1,5 +1,6 @@
 """What a round took: counts of this rank that are added up over all ranks and become the step's metrics."""
 
+import asyncio
 import math
 import time
 from collections import Counter
@@ -8,6 +9,7 @@ from dataclasses import astuple, dataclass, fields
 from typing import Protocol
 
 from ycore.engine import Engine
+from ycore.engine.drafts import Drafted
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.round.peers import AddUp, Peers
 from ycore.round.sampling import total_reward
@@ -53,11 +55,17 @@ class RoundMeter:
         self.rewards: list[float] = []
         self.rewards_in: dict[str, list[float]] = {name: [] for name in self._environments}
         self.problems: Counter[str] = Counter()
+        self.drafted = Drafted()
         self.generate_s = self.seconds = 0.0
         self._began = time.perf_counter()
 
     def note_written(self) -> None:
         self.generate_s = time.perf_counter() - self._began
+
+    async def note_drafts(self) -> None:
+        """Ask this rank's own engines what their drafts did in the round."""
+        drafting = [engine for engine in self._vllm if engine.drafts and engine.is_home]
+        self.drafted = sum(await asyncio.gather(*(engine.take_drafts() for engine in drafting)), Drafted())
 
     def count(self, group: Group, weights_R: Sequence[float]) -> None:
         totals = [total_reward(scores_R, weights_R) for scores_R in group.scores_GR]
@@ -80,14 +88,17 @@ class RoundMeter:
         reward_sum = math.fsum(self.rewards)  # exact, so that the order in which groups finish does not matter
         counts = (self.num_tokens, self.num_masked, self.drawn, len(self._surplus), moved, new_restarts)
         each = [count for one in self.rewards_in.values() for count in (math.fsum(one), len(one))]
-        return [reward_sum, len(self.rewards), *counts, *each]
+        return [reward_sum, len(self.rewards), *self.drafted, *counts, *each]
 
     def metrics(self, sums: Sequence[float]) -> Mapping[str, float]:
-        reward_sum, num_scored, num_tokens, num_masked, drawn, surplus, moved, restarts, *each = sums
+        reward_sum, num_scored, *drafts, num_tokens, num_masked, drawn, surplus, moved, restarts = sums[:12]
+        drafted, each = Drafted(*drafts), sums[12:]
         in_each = zip(self._environments, each[::2], each[1::2], strict=True)
         return {
             **({"ycore/reward": reward_sum / num_scored} if num_scored else {}),
             **{f"ycore/reward/{name}": total / number for name, total, number in in_each if number},
+            **({"ycore/drafts/accepted": drafted.accepted / drafted.tokens} if drafted.tokens else {}),
+            **({"ycore/drafts/gain": drafted.plain_s / drafted.seconds} if drafted.seconds else {}),
             "ycore/tokens_per_s": num_tokens / self.seconds,
             "ycore/masked": num_masked,
             "ycore/sampling/drawn": drawn,

@@ -1,0 +1,195 @@
+"""Speculative decoding (Leviathan et al., arXiv 2211.17192) with drafts that cost no model: tokens that followed the
+same words before, in this completion or in others that the engine wrote.
+
+vLLM checks a draft in one pass and keeps as much of it as the policy would have written, so the distribution of a
+completion stays what it is; its tokens for a seed do not. Drafts are made only while they pay. `Pace` measures that for
+each number of requests in flight: a pass over many requests is bound by arithmetic, and then a draft costs what it
+saves. vLLM loads `Lookup` as its `custom_class` drafter.
+"""
+
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+LEAST = 3  # tokens that must agree before a draft
+_MOST = 16  # tokens that are compared
+_PLACES = 4  # where the same tokens were seen last
+_KEPT = 200_000  # distinct sequences of LEAST tokens that are remembered
+
+
+class Memory:
+    """Where each sequence of `LEAST` tokens was seen last, and what followed."""
+
+    def __init__(self, kept: int = _KEPT) -> None:
+        self._kept = kept
+        self._places: dict[tuple[int, ...], deque[tuple[list[int], int]]] = {}
+
+    def add(self, text: list[int], tokens: Sequence[int]) -> None:
+        """Append tokens to a text, which is remembered as far as it goes."""
+        for token in tokens:
+            if len(text) >= LEAST:
+                key = tuple(text[-LEAST:])
+                places = self._places.pop(key, None)  # put back last: what was not seen for longest goes first
+                self._places[key] = places = deque(maxlen=_PLACES) if places is None else places
+                places.append((text, len(text)))
+            text.append(token)
+        while len(self._places) > self._kept:
+            del self._places[next(iter(self._places))]
+
+    def draft(self, text: Sequence[int], most: int) -> list[int]:
+        """What followed the longest of the same endings, the latest of equals; at most `most` tokens."""
+        best, longest = None, 0
+        for there, at in reversed(self._places.get(tuple(text[-LEAST:]), ())):
+            same = LEAST
+            while same < _MOST and same < min(at, len(text)) and there[at - 1 - same] == text[-1 - same]:
+                same += 1
+            if same > longest:
+                best, longest = (there, at), same
+        if best is None:
+            return []
+        there, at = best
+        drafted = there[at : at + most]
+        period = len(drafted)  # the text itself may end here: what repeats goes on repeating
+        return drafted if there is not text else [drafted[place % period] for place in range(most)]
+
+
+@dataclass(slots=True)
+class _Costs:
+    """Seconds of a token in passes with drafts and without, as running means, and how many of each were seen."""
+
+    means: dict[bool, float] = field(default_factory=dict)
+    seen: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+
+    def note(self, drafted: bool, seconds: float) -> None:
+        mean = self.means.get(drafted)
+        # The machine's other work makes some passes long: none counts as more than three times the mean.
+        self.means[drafted] = seconds if mean is None else mean + _WEIGHT * (min(seconds, 3 * mean) - mean)
+        self.seen[drafted] += 1
+
+
+_WEIGHT = 0.1
+_TRIALS = 12  # passes of each kind before they are compared
+_AGAIN = 64  # every so many passes the kind that does not pay is tried again
+_PAYS = 0.95  # drafts must bring the cost below this share
+
+
+class Pace:
+    """Whether drafts pay, for each number of requests in flight (1, 2, up to 4, up to 8, ...)."""
+
+    def __init__(self) -> None:
+        self._costs: dict[int, _Costs] = {}
+        self._passes = 0
+
+    def wants(self, num_requests: int) -> bool:
+        """Whether the next pass over so many requests should check drafts."""
+        costs = self._costs.setdefault(_size(num_requests), _Costs())
+        for kind in (True, False):
+            if costs.seen[kind] < _TRIALS:
+                return kind
+        self._passes += 1
+        pays = costs.means[True] < _PAYS * costs.means[False]
+        return pays != (self._passes % _AGAIN == 0)
+
+    def note(self, num_requests: int, *, drafted: bool, seconds: float) -> None:
+        """A pass: its seconds for one token of each request."""
+        self._costs.setdefault(_size(num_requests), _Costs()).note(drafted, seconds)
+
+    def plain_s(self, num_requests: int) -> float | None:
+        """Seconds of a pass without drafts; None before there was one."""
+        return self._costs.setdefault(_size(num_requests), _Costs()).means.get(False)
+
+
+def _size(num_requests: int) -> int:
+    return max(0, num_requests - 1).bit_length()
+
+
+class Drafted(NamedTuple):
+    """Tokens that were drafted and accepted, the seconds of passes, and what they would have been without drafts."""
+
+    tokens: float = 0
+    accepted: float = 0
+    seconds: float = 0
+    plain_s: float = 0
+
+    def __add__(self, other: "Drafted") -> "Drafted":  # type: ignore[override]
+        return Drafted(*(one + another for one, another in zip(self, other, strict=True)))
+
+
+@dataclass(frozen=True, slots=True)
+class _Pass:
+    """Begun at `began` with rows of these lengths, and of the drafts that it checks, how many tokens each row has."""
+
+    began: float
+    lengths: tuple[int, ...]
+    drafts: tuple[int, ...]
+
+
+class Lookup:
+    """vLLM's drafter. It sees rows of token ids, and not which request is in which row."""
+
+    def __init__(self, vllm_config: Any) -> None:
+        self._most: int = vllm_config.speculative_config.num_speculative_tokens
+        self._limit: int = vllm_config.model_config.max_model_len
+        self._memory, self._pace, self._counts = Memory(), Pace(), Drafted()
+        self._texts: list[list[int]] = []  # of each row
+        self._prompts: deque[int] = deque(maxlen=256)
+        self._last: _Pass | None = None
+
+    def load_model(self, *_: Any) -> None:
+        """There is none."""
+
+    def take(self) -> list[float]:
+        """The fields of `Drafted` since the last call."""
+        counts, self._counts = self._counts, Drafted()
+        return list(counts)
+
+    def propose(
+        self, sampled: Sequence[Sequence[int]], lengths: Any, token_ids: Any, slot_mappings: object = None
+    ) -> list[list[int]]:
+        """A draft for each row, [] for none. `sampled` is what the last pass gave each, `lengths` with it, and
+        `token_ids` `[rows, T]`."""
+        now = time.perf_counter()
+        ends = tuple(int(lengths[row]) for row in range(len(sampled)))
+        self._count(now, sampled, ends)
+        left = list(self._texts)
+        self._texts = [self._text(row, end, token_ids, left) for row, end in enumerate(ends)]
+        drafts: list[list[int]] = [[] for _ in sampled]
+        if self._pace.wants(len(ends)):
+            for row, (end, tokens) in enumerate(zip(ends, sampled, strict=True)):
+                room = min(self._most, self._limit - end - 1)
+                if tokens and room > 0:  # a row without tokens is still reading its prompt
+                    drafts[row] = self._memory.draft(self._texts[row], room)
+        self._last = _Pass(now, ends, tuple(map(len, drafts)))
+        return drafts
+
+    def _count(self, now: float, sampled: Sequence[Sequence[int]], ends: tuple[int, ...]) -> None:
+        """What the last pass took and gave, where it went over the same rows and nothing else."""
+        last, gained = self._last, [len(tokens) for tokens in sampled]
+        begins = tuple(end - new for end, new in zip(ends, gained, strict=True))
+        if last is None or begins != last.lengths or not all(gained) or not gained:
+            return
+        count, drafted, seconds = len(gained), any(last.drafts), now - last.began
+        self._pace.note(count, drafted=drafted, seconds=seconds * count / sum(gained))
+        if drafted:
+            self._counts += Drafted(sum(last.drafts), sum(gained) - count)
+        plain_s = seconds * count / sum(gained) if not drafted else self._pace.plain_s(count)
+        if plain_s is not None:
+            self._counts += Drafted(seconds=seconds, plain_s=plain_s * sum(gained) / count)
+
+    def _text(self, row: int, end: int, token_ids: Any, left: list[list[int]]) -> list[int]:
+        """The row's text, grown by what is new; it is taken out of `left`. Rows change places, as requests end."""
+        for place, text in sorted(enumerate(left), key=lambda one: abs(one[0] - row)):
+            known = len(text)
+            if known <= end and text[-_MOST:] == token_ids[row, max(0, known - _MOST) : known].tolist():
+                del left[place]
+                self._memory.add(text, token_ids[row, known:end].tolist())
+                return text
+        text, begin = [], token_ids[row, :end]
+        prompt = hash(begin[:-1].tobytes())  # the requests of a group have the same, which is remembered once
+        if prompt in self._prompts:
+            text += begin[:-1].tolist()
+        self._prompts.append(prompt)
+        self._memory.add(text, begin[len(text) :].tolist())
+        return text

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Top = Annotated[str, typer.Option(metavar="N", help="Ways to show.")]
 
 _GIB = 2**30
+_SCORER = {"judge": "judge", "reward_model": "scorer", "teacher": "teacher"}
 _EXAMPLE: dict[str, Any] = {"dataset": "task:addition", "rewards": ["exact_answer"], "output": "runs/planned"}
 
 
@@ -56,13 +57,11 @@ def plan(
     with stdout_for_json(json):
         config = _with_judge(sizes_of(context, recipe), judge)
         declared = with_declarations(config)
-        named, judge_tokens = _first_judge(declared)
         known = cache(device_memory.facts_here)
         made = make_plan(
             config,
             devices=devices,
-            judge=named,
-            judge_tokens=judge_tokens,
+            **_first_scorer(declared),
             check=lambda one, fleet: machine_checks.check_described(with_args(declared, one), fleet, known=known),
             prompt_tokens=None if prompt_tokens is None else whole_number("--prompt-tokens", prompt_tokens),
             completion_tokens=None
@@ -93,8 +92,8 @@ def sizes_of(context: typer.Context, recipe: str | None, **fill_in: str) -> "Run
 
 
 def _algorithm_of(recipe: Mapping[str, Any]) -> str:
-    """A critic costs memory and time; the others that have rollouts are planned as GRPO."""
-    return "ppo" if recipe.get("algorithm") == "ppo" else "grpo"
+    """A critic and a teacher cost memory and time; the others that have rollouts are planned as GRPO."""
+    return recipe["algorithm"] if recipe.get("algorithm") in ("ppo", "distill") else "grpo"
 
 
 def _with_judge(config: "RunConfig", judge: str | None) -> "RunConfig":
@@ -144,12 +143,18 @@ def whole_number(option: str, text: str) -> int:
     return int(text)
 
 
-def _first_judge(config: "RunConfig") -> tuple[str | None, int | None]:
-    """Model and longest answer, in tokens, of the first judge among the rewards."""
+def _first_scorer(config: "RunConfig") -> dict[str, Any]:
+    """The first model that scores in engines of ycore's, as `make_plan` takes it: a judge before any other."""
     from ycore.launch.scoring_models import served_models
 
-    judges = [model for model in served_models(config) if model.role == "judge"]
-    return (judges[0].name, judges[0].max_new_tokens) if judges else (None, None)
+    scorers = sorted(served_models(config)[1:], key=lambda model: model.role != "judge")
+    return {
+        keyword: value
+        for model in scorers[:1]
+        for keyword, value in (
+            ("judge", model.name), ("judge_role", model.role), ("judge_tokens", model.max_new_tokens or None),
+        )
+    }  # fmt: skip
 
 
 def _lines(made: "Plan", *, top: int) -> Iterator[str]:
@@ -194,7 +199,7 @@ def _job_lines(made: "Plan") -> Iterator[str]:
         tokens = f"{job.policy.image_tokens} tokens of a prompt" if job.policy.image_tokens else "tokens by its size"
         yield f"pictures {job.policy.eyes_params / 1e6:.1f} million of these parameters see; a picture is {tokens}"
     if job.judge is not None:
-        yield f"judge    {job.judge.name}: {job.judge.num_params / 1e9:.2f} billion parameters"
+        yield f"{_SCORER[job.judge_role]:<8} {job.judge.name}: {job.judge.num_params / 1e9:.2f} billion parameters"
     yield f"devices  {made.fleet.count} x {device.name}: {device.memory_bytes / _GIB:.0f} GiB; {device.in_words}"
     yield (
         f"step     {job.prompts_per_step} prompts of {job.prompt_tokens} tokens x {job.group_size} completions "
@@ -206,10 +211,10 @@ def _memory_lines(forecast: "Forecast") -> Iterator[str]:
     roles = list(dict.fromkeys(role for phase in forecast.phases.values() for role in phase))
     where = "all processes of a role" if "all at once" in forecast.phases else "one device"
     yield f"memory of the first, GiB of {where}"
-    yield f"  {'phase':<18}" + "".join(f"{role:>10}" for role in [*roles, "all"])
+    yield f"  {'phase':<18}" + "".join(f"{role:>13}" for role in [*roles, "all"])
     for phase, sizes in forecast.phases.items():
         cells = [*(sizes.get(role, 0) for role in roles), sum(sizes.values())]
-        yield f"  {phase:<18}" + "".join(f"{size / _GIB:>10.1f}" for size in cells)
+        yield f"  {phase:<18}" + "".join(f"{size / _GIB:>13.1f}" for size in cells)
     parts = ", ".join(f"{part} {size / _GIB:.2f}" for part, size in forecast.trainer.items() if size >= 0.005 * _GIB)
     yield f"  trainer of a rank: {parts}"
     for role, engine in forecast.engines.items():

@@ -26,6 +26,9 @@ JudgeDevices = Annotated[str, typer.Option(metavar="N", help="Devices of a slot:
 TrainSeconds = Annotated[
     str | None, typer.Option(metavar="S", help="Also play whole steps; seconds of training on all slots; e.g. 40.")
 ]
+Drafts = Annotated[
+    str | None, typer.Option(metavar="N:SHARE", help="With --train-s: drafts of N tokens, SHARE accepted; e.g. 4:0.5.")
+]
 Rounds = Annotated[str, typer.Option(metavar="N", help="Rounds to simulate.")]
 
 
@@ -44,6 +47,7 @@ def simulate(
     rounds: Rounds = "8",
     train_s: TrainSeconds = None,
     oversample: o.Oversample = None,
+    drafts: Drafts = None,
     picture: o.Picture = None,
     prompts_per_step: o.PromptsPerStep = None,
     group_size: o.GroupSize = None,
@@ -82,7 +86,7 @@ def simulate(
         engines=whole_number("--judge-devices", judge_devices),
     )
     requests = None if trace is None else _recorded_requests(Path(trace))
-    steps = _steps(scenario, requests, train_s, oversample)
+    steps = [] if train_s is None else _steps(scenario, requests, train_s, oversample, drafts)
     played = compare_assumed(scenario) if requests is None else compare_recorded(requests, scenario)
     if picture is not None:
         _draw(played, Path(picture))
@@ -99,15 +103,20 @@ def _show(played: "Comparison", best: "Result", steps: "list[Played]", *, as_jso
 
 
 def _steps(
-    scenario: "Scenario", requests: "list[list[Request]] | None", train_s: str | None, oversample: str | None
+    scenario: "Scenario",
+    requests: "list[list[Request]] | None",
+    train_s: str,
+    oversample: str | None,
+    drafts: str | None,
 ) -> "list[Played]":
-    """Whole steps, where they were asked for."""
-    if train_s is None:
-        return []
+    """Whole steps."""
     from ycore.plan.tails import compare_steps
 
-    factor = _number("--oversample", oversample or "1.5", least=1)
-    return compare_steps(scenario, requests, _number("--train-s", train_s), oversample=factor)
+    factor, drafted = _number("--oversample", oversample or "1.5", least=1), None
+    if drafts is not None:
+        number, _, share = drafts.partition(":")
+        drafted = whole_number("--drafts", number), min(1.0, _number("--drafts", share or "0.5"))
+    return compare_steps(scenario, requests, _number("--train-s", train_s), oversample=factor, drafts=drafted)
 
 
 def _print_steps(steps: "list[Played]") -> None:
@@ -152,6 +161,8 @@ def _print_results(played: "Comparison", best: "Result") -> None:
         )
     Console().print(table)
     print(f"use --placement {best.placement}: {_why(best, played)}")
+    if best.seconds > 1.01 * played.longest_first_s:
+        print(f"prompts that come again begin with the longest: then a round takes {played.longest_first_s:.1f} s")
 
 
 def _why(best: "Result", played: "Comparison") -> str:
@@ -170,6 +181,7 @@ def _as_json(played: "Comparison", best: "Result") -> dict[str, Any]:
         "note": played.note,
         "recorded_s": played.recorded_s,
         "use": str(best.placement),
+        "longest_first_s": played.longest_first_s,
         "placements": [
             {
                 "placement": str(result.placement),

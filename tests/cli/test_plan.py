@@ -29,6 +29,27 @@ def test_a_plan_for_devices_that_are_not_here(capsys: pytest.CaptureFixture[str]
     assert "--set rewards.0.args.model=Qwen/Qwen3-8B" in told["command"]
 
 
+def test_a_reward_model_that_engines_serve_is_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    line = "plan --model Qwen/Qwen2.5-1.5B-Instruct --set rewards.0.reward=rm:Qwen/Qwen2.5-0.5B --devices 2x80GB"
+    assert typed(f"{line} --json") == 0
+    best = json.loads(capsys.readouterr().out)["fits"][0]
+    assert best["engines"]["reward_model"]["weights"] > 0.8 * 2**30
+    assert best["seconds"]["score"] > 0 and {"trainer", "reward_model"} <= set(best["memory"]["score"])
+    assert typed(line) == 0
+    assert "scorer   Qwen/Qwen2.5-0.5B: 0.49 billion parameters" in capsys.readouterr().out
+
+
+def test_a_teacher_that_engines_serve_is_planned(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    """The teacher is a run's adapter, which has the sizes of its base."""
+    adapter = tmp_path / "model"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text(json.dumps({"base_model_name_or_path": "Qwen/Qwen2.5-7B-Instruct"}))
+    line = f"plan --recipe distill-quickstart --set rewards.0.reward=teacher:{adapter} --devices 1x80GB --json"
+    assert typed(line) == 0
+    best = json.loads(capsys.readouterr().out)["fits"][0]
+    assert best["engines"]["teacher"]["weights"] > 13 * 2**30 and best["seconds"]["teach"] > 0
+
+
 def test_the_table_says_what_a_person_wants_to_know(capsys: pytest.CaptureFixture[str]) -> None:
     assert typed("plan --model llama-3.1-8b --devices 4xH100 --accelerate zero3 --full --beta 0.1") == 0
     told = capsys.readouterr().out

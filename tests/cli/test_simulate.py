@@ -31,8 +31,11 @@ def test_whole_steps_are_played_with_what_shortens_their_tails(capfd: pytest.Cap
     names = [one["name"] for one in told]
     assert names == ["as it is", "--oversample 2", "apart, in turn", "--max-staleness 1", "both"]
     assert told[3]["seconds"] < told[2]["seconds"] and told[3]["rolling"] == 1
-    assert run([*SMALL, "--judge-work", "0", "--train-s", "5"]) == 0
-    assert "apart, in turn" in capfd.readouterr().out
+    assert run([*SMALL, "--judge-work", "0", "--train-s", "5", "--drafts", "4:0.8"]) == 0
+    shown = capfd.readouterr().out
+    assert "apart, in turn" in shown and "engine.drafts=4" in shown
+    assert run([*SMALL, "--train-s", "5", "--drafts", "many"]) == 2
+    assert "--drafts takes a whole number of 1 or more; it is 'many'" in capfd.readouterr().err
 
 
 def test_a_run_is_played_again(capfd: pytest.CaptureFixture[str], tmp_path: Path) -> None:

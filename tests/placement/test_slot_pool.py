@@ -51,6 +51,27 @@ def test_who_asks_again_at_once_waits_behind_the_others() -> None:
     assert order == [0, 1] * 4
 
 
+def test_of_a_ranks_own_the_longest_is_served_first_and_of_equals_the_first() -> None:
+    queue = Queue()
+    for request, rank, length in [(0, 0, 5.0), (2, 0, 9.0), (1, 1, 1.0), (4, 0, 9.0), (3, 1, 2.0), (6, 0, 7.0)]:
+        queue.put(request, rank, length)
+    queue.remove(4, 0)
+    assert [queue.take() for _ in range(5)] == [2, 3, 6, 1, 0] and len(queue) == 0
+    queue.put(8, 0, 1.0)
+    assert queue.take() == 8
+
+
+def test_what_is_likely_long_starts_first_where_slots_are_full() -> None:
+    pool = begun(pool_of(1, "split:1:1", capacity=1))
+    for request, length in [(0, 1.0), (1, 4.0), (2, 9.0)]:
+        pool.receive(0, ["ask", request, ROLLOUT, length], 1.0)
+    order = started(pool.decide(1.0))
+    for _ in range(2):
+        pool.receive(0, ["ended", order[-1], 1.0], 2.0)
+        order += started(pool.decide(2.0))
+    assert order == [2, 1, 0]
+
+
 @given(st.lists(st.tuples(st.integers(0, 3), st.booleans()), max_size=60))
 def test_nobody_waits_for_more_than_one_turn_of_each_other_rank(events: list[tuple[int, bool]]) -> None:
     queue, passed = Queue(), Counter[int]()

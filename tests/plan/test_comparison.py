@@ -1,9 +1,10 @@
 """Placements side by side: which are compared, and what dynamic learns over a few rounds."""
 
+from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed
 from ycore.placement.placement import JUDGE, ROLLOUT, SlotPool, parse_placement
 from ycore.plan.comparison import candidates, recommend, simulate, splits
-from ycore.plan.simulation import Demand, Lengths, Machine, Workload
+from ycore.plan.simulation import Demand, Lengths, Machine, SimulatedGroup, SimulatedRound, Workload
 
 ROLES = (ROLLOUT, JUDGE)
 SPEED = Speed(0.01, 0.001)
@@ -111,3 +112,15 @@ def test_splits_go_from_end_to_end() -> None:
     assert len(many) == 9 and (many[0].shares, many[-1].shares) == ((1, 511), (511, 1))
     assert splits(ROLES, 1) == [] and splits((ROLLOUT,), 4) == []
     assert all(sum(one.shares) == 8 for one in splits((*ROLES, "reward_model"), 8))
+
+
+def test_where_prompts_come_again_the_longest_are_begun_first() -> None:
+    """One slot with two seats, and groups of one: three short ones and a long one, which was asked for last."""
+    groups = [SimulatedGroup(({ROLLOUT: size},)) for size in (10.0, 10.0, 10.0, 30.0)]
+    slots, machine = SlotPool(1, (ROLLOUT,), {ROLLOUT: 2}), Machine({ROLLOUT: Speed(1.0, 0.0)}, {})
+
+    def seconds(*, known: bool) -> float:
+        demand = Demand(4, known_lengths=known)
+        return SimulatedRound([Allocator(slots)], machine, groups.__getitem__, demand).run().usage.seconds
+
+    assert (seconds(known=False), seconds(known=True)) == (40.0, 30.0)

@@ -5,7 +5,7 @@ import random
 import pytest
 
 from ycore.placement.load import Speed
-from ycore.plan.tails import Steps, compare_tails
+from ycore.plan.tails import Drafting, Steps, compare_tails
 
 LONG = Steps(Speed(0.02, 0.0001), num_slots=8, need=64, train_s=40.0, swap_s=2.0, num_steps=12)
 
@@ -39,6 +39,17 @@ def test_long_tails_are_shortened_and_short_completions_come_first() -> None:
     assert ahead.seconds < divided.seconds
     assert both.seconds <= ahead.seconds
     assert carried.early_tokens < now.early_tokens
+
+
+def test_drafts_pay_where_few_requests_are_in_flight() -> None:
+    """By hand for one request; off where a pass is bound by arithmetic, and where nothing is accepted."""
+    one = Drafting(1.0, 0.25, num_drafted=1, accepted=0.5)
+    assert one.step_s(1) == (1 + 0.25 * 2) / 1.5 and one.step_s(100) == Speed(1.0, 0.25).step_s(100)
+    named = {way.name: way for way in compare_tails(LONG, lognormal, oversample=1.5, drafts=(4, 0.5))}
+    assert 0.4 < named["engine.drafts=4"].seconds / named["as it is"].seconds < 1
+    assert named["engine.drafts=4"].tokens == named["as it is"].tokens
+    useless = compare_tails(LONG, lognormal, oversample=1.5, drafts=(4, 0.0))
+    assert useless[2].seconds == useless[0].seconds
 
 
 def test_no_token_is_written_twice_or_left_out() -> None:

@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ycore.errors import DataError
-from ycore.round.sampling import DrawSource, Shard, completion_seed
+from ycore.round.sampling import DrawSource, Lengths, Shard, completion_seed
 from ycore.types import Prompt
 
 PROMPTS = [Prompt(row=row, content="x" * (row + 1)) for row in range(7)]
@@ -72,3 +72,12 @@ def test_completion_seeds_are_never_shared() -> None:
     assert len(set(seeds)) == len(seeds)
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert completion_seed(0, 1, 2) == completion_seed(0, 1, 2) != completion_seed(0, 12, 0)
+
+
+def test_lengths_are_remembered_by_prompt_and_a_new_prompt_has_the_mean() -> None:
+    lengths = Lengths()
+    assert lengths.of(3) == 0.0
+    lengths.learn([(0, 100), (1, 300)])
+    assert [lengths.of(row) for row in (0, 1, 2)] == [100, 300, 200]
+    lengths.learn([(0, 300), (2, 1000)])
+    assert [lengths.of(row) for row in (0, 1, 2, 3)] == [200, 300, 1000, 500]

@@ -3,6 +3,7 @@
 import asyncio
 import gc
 from collections.abc import Callable, Coroutine, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -12,10 +13,13 @@ from tests.round.talks import rules_alone
 from ycore.config.schema import RewardConfig, RewardSettings
 from ycore.engine.drafts import Drafted
 from ycore.errors import EngineError
+from ycore.placement.allocator import Allocator
+from ycore.placement.placement import ROLLOUT, SlotPool
 from ycore.rewards.pool import RewardPool
 from ycore.round.meters import RoundMeter
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, completion_seed
+from ycore.round.slots import Slots
 from ycore.round.step import Controller
 from ycore.types import Completion, Finished, Prompt
 
@@ -180,6 +184,36 @@ def test_a_completion_without_any_reward_is_masked(folder: Path) -> None:
     finished, stats = run(run_round([TestEngine()], rules(), rewards=["parity"]))
     texts = [completion.text for item in finished for completion in item.group.completions]
     assert stats.num_masked == sum("7" in text for text in texts) > 0
+
+
+def test_what_was_long_before_is_begun_first(folder: Path) -> None:
+    """An engine with one seat. Prompts 10 to 13 get completions of 1 to 4 tokens; at first nobody knows that."""
+
+    class Lengthy(TestEngine):
+        async def complete(self, prompt_ids: Sequence[int], seed: int, *, greedy: bool = False) -> Completion:
+            written = await super().complete(prompt_ids, seed, greedy=greedy)
+            return replace(written, token_ids=(1,) * (prompt_ids[0] - 9), logprobs=(-1.0,) * (prompt_ids[0] - 9))
+
+    engine = Lengthy()
+    settings = RewardSettings(workers=1, deadline_s=10)
+    specs = [RewardConfig(reward="their_rewards.py:same")]
+    pool = RewardPool(specs, settings=settings, log=Path("rewards.log"), run_id="test-round")
+    controller = Controller(
+        engines=[engine],
+        scoring=rules_alone(pool),
+        draws=source(4),
+        rules=rules(group_size=1),
+        peers=Peers(),
+        slots=Slots(1, allocator=Allocator(SlotPool(1, (ROLLOUT,), {ROLLOUT: 1}))),
+    )
+    controller.start(timeout_s=30)
+    try:
+        for step in range(2):
+            controller.next_round(step=step, num_groups=4)
+    finally:
+        controller.close()
+    rows = [prompt[0] for prompt, _ in engine.asked]
+    assert rows == [10, 11, 12, 13, 13, 12, 11, 10]
 
 
 def test_engines_share_the_work_evenly(folder: Path) -> None:

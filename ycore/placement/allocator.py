@@ -8,6 +8,7 @@ import heapq
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 from ycore.placement.learning import Learning, moving_average
@@ -27,17 +28,21 @@ class _Running:
 
 
 class Queue:
-    """The waiting requests of one role. Ranks take turns, and each rank's own requests are served in their order."""
+    """The waiting requests of one role. Ranks take turns; of a rank's own requests the longest comes first, since the
+    one that ends last decides when the round is over, and of equals the one that was asked first."""
 
     def __init__(self) -> None:
-        self._of_rank: dict[int, dict[int, None]] = {}  # the rank whose turn it is first
-        self._num = 0
+        self._of_rank: dict[int, dict[int, float]] = {}  # by rank, the one whose turn it is first: request, length
+        self._ordered: dict[int, list[tuple[float, int, int]]] = {}  # the same, as heaps that also have what is gone
+        self._num, self._numbers = 0, count()
 
     def __len__(self) -> int:
         return self._num
 
-    def put(self, request: int, rank: int) -> None:
-        self._of_rank.setdefault(rank, {})[request] = None
+    def put(self, request: int, rank: int, length: float = 0.0) -> None:
+        """`length`: how long its answer likely is."""
+        self._of_rank.setdefault(rank, {})[request] = length
+        heapq.heappush(self._ordered.setdefault(rank, []), (-length, next(self._numbers), request))
         self._num += 1
 
     @property
@@ -46,7 +51,9 @@ class Queue:
 
     def take(self) -> int:
         rank, requests = next(iter(self._of_rank.items()))
-        request = next(iter(requests))
+        ordered = self._ordered[rank]
+        while (request := heapq.heappop(ordered)[2]) not in requests:
+            pass
         self.remove(request, rank)
         if requests:  # behind the other ranks that wait
             self._of_rank[rank] = self._of_rank.pop(rank)
@@ -56,7 +63,7 @@ class Queue:
         del self._of_rank[rank][request]
         self._num -= 1
         if not self._of_rank[rank]:
-            del self._of_rank[rank]
+            del self._of_rank[rank], self._ordered[rank]
 
 
 class Allocator:
@@ -90,9 +97,12 @@ class Allocator:
         for slot in range(self.pool.num_slots):
             self._note(slot)
 
-    def ask(self, request: int, role: str, rank: int = 0) -> None:
-        """Add a rank's request, by a number that no other has; a later `Start` of `decide` names the slot."""
-        self._waiting[role].put(request, rank)
+    def ask(self, request: int, role: str, rank: int = 0, *, length: float = 0.0) -> None:
+        """Add a rank's request, by a number that no other has; a later `Start` of `decide` names the slot.
+
+        `length`: how long its answer likely is, in any unit; 0 where nothing is known.
+        """
+        self._waiting[role].put(request, rank, length)
         self._requested[role] += 1
         if role == ROLLOUT and self._has_verdict:
             verdicts = sum(self._sums[other].num for other in self.pool.roles[1:]) / (len(self.pool.roles) - 1)

@@ -5,7 +5,8 @@ prompt or a completion. A rank sends
 
     begin STATE     it comes to a round; what a checkpoint knows of the placement, or null
     awake           its engines are awake, so that the round's requests may start
-    ask N ROLE      a request of this role. N modulo the number of ranks is the rank
+    ask N ROLE L    a request of this role; how long its answer likely is, 0 or left out where nothing is known. N
+                    modulo the number of ranks is the rank
     ended N SIZE    request N has its answer, of so many tokens
     withdraw N      request N is given up
     swapped SLOT    a swap is done
@@ -54,9 +55,9 @@ class Pool:
         """Take a rank's message; call `decide` after it, or after several of the same moment."""
         allocator = self.allocator
         match message:
-            case ["ask", request, role]:
+            case ["ask", request, role, *length]:
                 self._roles[request] = role
-                allocator.ask(request, role, rank)
+                allocator.ask(request, role, rank, length=length[0] if length else 0.0)
             case ["ended", request, size]:
                 del self._roles[request]
                 allocator.ended(request, now, size=size)

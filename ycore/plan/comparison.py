@@ -1,7 +1,7 @@
 """Every placement over the same rounds, assumed or recorded: what they take, and which to use."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from ycore.placement.allocator import Allocator
@@ -108,9 +108,12 @@ class Scenario:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
+    """`longest_first_s`: a round of the best placement where the lengths of all prompts are known from earlier ones."""
+
     note: str
     results: list[Result]
-    recorded_s: float | None = None
+    recorded_s: float | None
+    longest_first_s: float
 
 
 def assumed_work(scenario: Scenario) -> Workload:
@@ -127,8 +130,9 @@ def compare_assumed(scenario: Scenario) -> Comparison:
     """Every placement over `assumed_work`."""
     roles = (ROLLOUT, JUDGE) if scenario.judge_work > 0 else (ROLLOUT,)
     speed, mean, work = Speed(*scenario.step_s), scenario.mean_tokens, assumed_work(scenario)
-    results = [
-        simulate(
+
+    def play(placement: Placement, demand: Demand) -> Result:
+        return simulate(
             placement,
             scenario.pool(roles),
             Machine(
@@ -136,14 +140,13 @@ def compare_assumed(scenario: Scenario) -> Comparison:
                 dict.fromkeys(roles, scenario.swap_s),
             ),
             lambda number: work.group_at,
-            Demand(scenario.need, scenario.dynamic, scenario.max_tries),
+            demand,
             num_rounds=scenario.num_rounds,
             warm_up=scenario.warm_up,
             num_machines=scenario.num_machines,
             ranks=scenario.num_slots * scenario.engines,
         )
-        for placement in candidates(roles, scenario.num_slots)
-    ]
+
     note = (
         f"assumed: {scenario.need} prompts x {scenario.group_size} completions of {mean:.0f} tokens on "
         f"the mean, judge work {scenario.judge_work:g} of it, a step {speed.base * 1e3:g} ms and "
@@ -151,7 +154,22 @@ def compare_assumed(scenario: Scenario) -> Comparison:
         + (f" on each of {scenario.num_machines} machines" if scenario.num_machines > 1 else "")
         + (f", a judge over {scenario.engines} devices and a policy on each" if scenario.engines > 1 else "")
     )
-    return Comparison(note, results)
+    return _compared(note, play, roles, scenario)
+
+
+def _compared(
+    note: str,
+    play: Callable[[Placement, Demand], Result],
+    roles: Sequence[str],
+    scenario: Scenario,
+    *,
+    recorded_s: float | None = None,
+) -> Comparison:
+    """Every placement, and the best once more with known lengths."""
+    demand = Demand(scenario.need, scenario.dynamic, scenario.max_tries)
+    results = [play(placement, demand) for placement in candidates(roles, scenario.num_slots)]
+    again = play(recommend(results).placement, replace(demand, known_lengths=True))
+    return Comparison(note, results, recorded_s, again.seconds)
 
 
 def candidates(roles: Sequence[str], num_slots: int) -> list[Placement]:
@@ -187,15 +205,16 @@ def compare_recorded(rounds: Sequence[Sequence[Request]], scenario: Scenario) ->
     recording = recorded(rounds, group_size=scenario.group_size)
     roles, num_rounds = in_order(list(recording.speeds)), len(recording.rounds)
     machine = Machine(recording.speeds, dict.fromkeys(roles, scenario.swap_s))
-    played = [*recording.rounds[: scenario.warm_up], *recording.rounds]
-    results = []
-    for placement in candidates(roles, scenario.num_slots):
+
+    def play(placement: Placement, demand: Demand) -> Result:
         allocator, outcomes = Allocator(scenario.pool(roles), placement), []
-        for groups in played:
+        for groups in (*recording.rounds[: scenario.warm_up], *recording.rounds):
             # A trace does not say which groups could teach, so each is drawn after as many others as it was then.
-            outcomes.append(SimulatedRound([allocator], machine, groups.__getitem__, Demand(len(groups))).run())
+            wanted = Demand(len(groups), known_lengths=demand.known_lengths)
+            outcomes.append(SimulatedRound([allocator], machine, groups.__getitem__, wanted).run())
             allocator.learn(allocator.numbers())
-        results.append(Result(placement, tuple(outcomes[-num_rounds:])))
+        return Result(placement, tuple(outcomes[-num_rounds:]))
+
     mean_s = fmean(recording.seconds)
     note = f"recorded: {num_rounds} rounds of {mean_s:.1f} s on the mean, played again on {scenario.num_slots} slots"
-    return Comparison(note, results, recorded_s=mean_s)
+    return _compared(note, play, roles, scenario, recorded_s=mean_s)

@@ -7,10 +7,13 @@ from ycore.config.batch import derive_batch
 from ycore.config.learner_rules import teaches_alone
 from ycore.config.schema import Offload, RunConfig
 from ycore.errors import ConfigError
-from ycore.placement.placement import ROLLOUT, Kind
+from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT, TEACHER, Kind
 from ycore.plan.model_facts import ModelFacts
 
 Sharding = Literal["ddp", "zero1", "zero2", "zero3", "fsdp2"]
+PHASES = {JUDGE: "judge", REWARD_MODEL: "score", TEACHER: "teach"}
+"""What a model that scores is doing."""
+
 SHARDINGS: tuple[Sharding, ...] = get_args(Sharding)
 
 
@@ -32,7 +35,8 @@ class Job:
     has_reference: bool = False  # for the KL term; with LoRA, the policy without adapters, so it costs nothing
     has_critic: bool = False  # PPO's: the policy's frozen weights with adapters of its own, or every weight again
     teachers: tuple[ModelFacts, ...] = ()  # that every rank holds itself
-    judge: ModelFacts | None = None
+    judge: ModelFacts | None = None  # or a reward model or a teacher, which an engine serves
+    judge_role: str = JUDGE
     judge_prompt_tokens: int = 256
     judge_tokens: int = 128
 
@@ -113,20 +117,23 @@ def job_of(
     policy: ModelFacts,
     *,
     judge: ModelFacts | None = None,
+    judge_role: str = JUDGE,
     judge_tokens: int | None = None,
     prompt_tokens: int | None = None,
     completion_tokens: int | None = None,
 ) -> Job:
     """The job of a run; by default a mean prompt has 256 tokens, a verdict at most 128, and completions the most.
 
-    For a policy that sees, a mean prompt has one picture too.
+    For a policy that sees, a mean prompt has one picture too. A reward model or a teacher reads what the policy has
+    read and written, and writes nothing.
     """
     context = policy.context_length or LONGEST
+    prompt_tokens = prompt_tokens or PROMPT_TOKENS + policy.image_tokens
     return Job(
         policy=policy,
         prompts_per_step=config.prompts_per_step,
         group_size=config.group_size,
-        prompt_tokens=prompt_tokens or PROMPT_TOKENS + policy.image_tokens,
+        prompt_tokens=prompt_tokens,
         completion_tokens=min(completion_tokens or config.max_tokens, config.max_tokens),
         max_tokens=config.max_tokens,
         max_model_len=config.engine.max_model_len or min(context, LONGEST),
@@ -137,7 +144,9 @@ def job_of(
         has_reference=bool(config.trl.get("beta")),
         has_critic=config.critic is not None,
         judge=judge,
-        judge_tokens=judge_tokens or _VERDICT_TOKENS,
+        judge_role=judge_role,
+        judge_prompt_tokens=PROMPT_TOKENS if judge_role == JUDGE else prompt_tokens,
+        judge_tokens=judge_tokens or (_VERDICT_TOKENS if judge_role == JUDGE else 1),
     )
 
 

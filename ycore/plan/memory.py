@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from ycore.config.schema import Offload
 from ycore.plan.devices import GIB, Fleet
-from ycore.plan.job import LONGEST, Job, Way
+from ycore.plan.job import LONGEST, PHASES, Job, Way
 from ycore.plan.model_facts import ModelFacts
 
 Parts = Mapping[str, float]  # bytes by what they are for
@@ -184,8 +184,7 @@ def gpu_phases(
         "sync": {"trainer": resting + trainer.gather, **idle},  # weights are written before an engine wakes
         "generate": working("rollout"),
     }
-    names = {"judge": "judge", "reward_model": "score", "teacher": "teach"}
-    return phases | {name: working(role) for role, name in names.items() if role in engines}
+    return phases | {name: working(role) for role, name in PHASES.items() if role in engines}
 
 
 def trainer_states(job: Job, way: Way) -> Parts:
@@ -293,7 +292,7 @@ def _needs(job: Job, way: Way) -> Mapping[str, Need]:
         tokens = job.judge_prompt_tokens + job.max_tokens + job.judge_tokens
         judging = way.judge_slots if way.kind == "split" else way.slots
         longest = min(job.judge.context_length or LONGEST, LONGEST)
-        needs["judge"] = need("judge", job.judge, judging, tokens, longest)
+        needs[job.judge_role] = need(job.judge_role, job.judge, judging, tokens, longest)
     return needs
 
 

@@ -199,6 +199,9 @@ def model_config(name: str, *, ask: bool = True) -> dict[str, Any]:
         made = made_folder(name)
         return _read(made / "config.json") if made.is_dir() else model_config(MADE[name], ask=ask)
     if path.is_dir():
+        base = read_json(path / "adapter_config.json").get("base_model_name_or_path")
+        if isinstance(base, str) and not (path / "config.json").is_file():
+            return model_config(base, ask=ask)
         return _read(path / "config.json")
     if known := known_config(name):  # first: to look into the hub's cache, its client must be imported
         return known

@@ -7,6 +7,7 @@ from typing import Any
 
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
+from ycore.placement.placement import JUDGE
 from ycore.plan.devices import GIB, Device, Fleet, check_bfloat16, measured_core, parse_devices, usable_cores
 from ycore.plan.job import SHARDINGS, Job, Way, job_of, micro_batch_of
 from ycore.plan.model_facts import KNOWN_CONFIGS, model_facts
@@ -72,6 +73,7 @@ def make_plan(
     *,
     devices: str | None = None,
     judge: str | None = None,
+    judge_role: str = JUDGE,
     judge_tokens: int | None = None,
     prompt_tokens: int | None = None,
     completion_tokens: int | None = None,
@@ -82,7 +84,7 @@ def make_plan(
 
     Args:
         devices: as `--devices`; by default every core of this machine.
-        judge: a model's name; `judge_tokens` is the length of its longest verdict.
+        judge: the name of a model that scores in engines; `judge_tokens` is the length of its longest verdict.
         prompt_tokens: mean length; 256 by default.
         completion_tokens: mean length; by default the longest.
         core: one core of this machine; by default measured where the plan is for cores.
@@ -96,7 +98,7 @@ def make_plan(
     fleet = parse_devices(devices, core=core, num_cores=len(usable_cores()))
     check_bfloat16(config.dtype, () if fleet.device.has_bfloat16 else (fleet.device.name,))
     job = job_of(
-        config, policy, judge=judge_facts, judge_tokens=judge_tokens,
+        config, policy, judge=judge_facts, judge_role=judge_role, judge_tokens=judge_tokens,
         prompt_tokens=prompt_tokens, completion_tokens=completion_tokens,
     )  # fmt: skip
     micro_batch = micro_batch_of(config, ranks=most_ranks(job, fleet), on_cpu=fleet.device.on_cpu)

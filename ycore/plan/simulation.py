@@ -10,6 +10,7 @@ import random
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field
+from statistics import fmean
 
 from ycore.placement.allocator import Allocator
 from ycore.placement.load import Speed, Usage
@@ -163,6 +164,7 @@ class Demand:
     need: int  # groups, by the same rules as a live round's
     dynamic: bool = False
     max_tries: int = 4
+    known_lengths: bool = False  # of each prompt, from its groups of earlier rounds: the longest are begun first
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +277,9 @@ class SimulatedRound:
     def _ask(self, role: str, position: int, index: int) -> None:
         opened = self._open[position]
         opened.unanswered += 1
-        self.allocators[opened.machine].ask(len(self._requests), role, opened.rank)
+        known = role == ROLLOUT and self.demand.known_lengths
+        length = fmean(sizes[ROLLOUT] for sizes in opened.group.completions) if known else 0.0
+        self.allocators[opened.machine].ask(len(self._requests), role, opened.rank, length=length)
         self._has_news.add(opened.machine)
         self._requests.append(_Request(role, position, index, opened.group.completions[index][role]))
 

@@ -6,7 +6,7 @@ from statistics import fmean, median_high
 from typing import Any
 
 from ycore.placement.load import Speed
-from ycore.placement.placement import JUDGE, ROLLOUT, Placement, SlotPool
+from ycore.placement.placement import ROLLOUT, Placement, SlotPool
 from ycore.plan import memory, timing
 from ycore.plan.comparison import simulate
 from ycore.plan.devices import GIB, Fleet
@@ -58,14 +58,15 @@ def simulated(job: Job, one: Forecast, fleet: Fleet) -> Forecast:
     reads = job.judge_prompt_tokens + job.completion_tokens
     writer = timing.Serving(job.policy, device, job.bytes_per_value, way.tensor_parallel)
     judge = replace(writer, facts=job.judge, tensor_parallel=way.judge_tensor_parallel)
-    on_slot = {role: way.engines(role) for role in (ROLLOUT, JUDGE)}
+    role = job.judge_role
+    on_slot = {each: way.engines(each) for each in (ROLLOUT, role)}
     writing = of_engines(_speed(writer, context=job.prompt_tokens, most=at_once[ROLLOUT]), on_slot[ROLLOUT])
-    judging = of_engines(_speed(judge, context=reads, most=at_once[JUDGE]), on_slot[JUDGE])
+    judging = of_engines(_speed(judge, context=reads, most=at_once[role]), on_slot[role])
     # Reading a question counts as so many tokens.
     verdict = max(1.0, job.judge_tokens + judge.prefill_s(reads) / judging.step_s(1))
     spread = 0.5 if job.completion_tokens < job.max_tokens else 0.0  # of lognormal lengths
     lengths = Lengths(float(job.completion_tokens), spread, float(job.max_tokens))
-    work = Workload(lengths, {JUDGE: verdict}, job.group_size, 1 / job.draws)
+    work = Workload(lengths, {role: verdict}, job.group_size, 1 / job.draws)
     exclusive = way.sleeps and not device.on_cpu
     swap_s = timing.swap_s(job.policy, job, device) if exclusive else 0.0
     shares = (way.slots - way.judge_slots, way.judge_slots) if way.kind == "split" else ()
@@ -73,12 +74,12 @@ def simulated(job: Job, one: Forecast, fleet: Fleet) -> Forecast:
         Placement(way.kind, shares),
         SlotPool(
             way.slots,
-            (ROLLOUT, JUDGE),
-            {role: num * at_once[role] for role, num in on_slot.items()},
+            (ROLLOUT, role),
+            {each: num * at_once[each] for each, num in on_slot.items()},
             exclusive=exclusive,
             swap_s=swap_s,
         ),
-        Machine({ROLLOUT: writing, JUDGE: judging}, {ROLLOUT: swap_s, JUDGE: swap_s}),
+        Machine({ROLLOUT: writing, role: judging}, {ROLLOUT: swap_s, role: swap_s}),
         lambda number: work.group_at,
         Demand(job.prompts_per_step, dynamic=job.draws > 1.0),
         num_rounds=1,

@@ -8,7 +8,7 @@ divided evenly by the slots that train. Reading prompts again after a round, jud
 import heapq
 from bisect import bisect_right
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from statistics import fmean
 
 from ycore.errors import ConfigError
@@ -24,6 +24,21 @@ LengthsAt = Callable[[int], Sequence[float]]
 _LEAST = 1e-9  # tokens that are missing of a completion which is not whole
 _MOST_DIVISIONS = 12
 _EARLY = 3  # rounds in which the bias towards short completions shows
+
+
+@dataclass(frozen=True, slots=True)
+class Drafting(Speed):
+    """Of an engine that drafts where that is faster: `num_drafted` tokens of each request, of which the first is
+    accepted with this probability, and each further one with the same after it. A pass computes all of them."""
+
+    num_drafted: int = 4
+    accepted: float = 0.5
+
+    def step_s(self, in_flight: float) -> float:
+        """Seconds for one token of each request."""
+        checked_s = self.base + self.each * in_flight * (1 + self.num_drafted)
+        gained = sum(self.accepted**place for place in range(1 + self.num_drafted))
+        return min(self.base + self.each * in_flight, checked_s / gained)
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,11 +73,20 @@ class _Group:
     left: dict[int, float]  # tokens that are missing, by completion
 
 
-def compare_tails(steps: Steps, lengths_at: LengthsAt, *, oversample: float) -> list[Played]:
-    """Every way; those with engines apart from training by the division that is shortest."""
+def compare_tails(
+    steps: Steps, lengths_at: LengthsAt, *, oversample: float, drafts: tuple[int, float] | None = None
+) -> list[Played]:
+    """Every way; those with engines apart from training by the division that is shortest. `drafts`: tokens, and the
+    share of them that is accepted."""
     together = [_play(steps, lengths_at, factor) for factor in (1.0, oversample)]
+    drafting = []
+    if drafts is not None:
+        speed = Drafting(steps.speed.base, steps.speed.each, *drafts)
+        played = _play(replace(steps, speed=speed), lengths_at, 1.0)
+        drafting.append(replace(played, name=f"engine.drafts={drafts[0]}"))
     return [
         *together,
+        *drafting,
         _divided(steps, lengths_at, 1.0, ahead=False),
         _divided(steps, lengths_at, 1.0, ahead=True),
         _divided(steps, lengths_at, oversample, ahead=True),
@@ -70,7 +94,12 @@ def compare_tails(steps: Steps, lengths_at: LengthsAt, *, oversample: float) -> 
 
 
 def compare_steps(
-    scenario: Scenario, requests: Sequence[Sequence[Request]] | None, train_s: float, *, oversample: float
+    scenario: Scenario,
+    requests: Sequence[Sequence[Request]] | None,
+    train_s: float,
+    *,
+    oversample: float,
+    drafts: tuple[int, float] | None = None,
 ) -> list[Played]:
     """`compare_tails` of a run's requests, round by round, or of assumed lengths where they are None.
 
@@ -81,11 +110,11 @@ def compare_steps(
     if requests is None:
         work = assumed_work(scenario)
         steps = Steps(Speed(*scenario.step_s), scenario.num_slots, scenario.need, train_s, scenario.swap_s)
-        return compare_tails(steps, lambda at: _lengths(work.group_at(at)), oversample=oversample)
+        return compare_tails(steps, lambda at: _lengths(work.group_at(at)), oversample=oversample, drafts=drafts)
     recording = recorded(requests, group_size=scenario.group_size)
     need = max(1, round(fmean(map(len, recording.rounds))))
     steps = Steps(recording.speeds[ROLLOUT], scenario.num_slots, need, train_s, scenario.swap_s)
-    return compare_tails(steps, recorded_lengths(recording.rounds), oversample=oversample)
+    return compare_tails(steps, recorded_lengths(recording.rounds), oversample=oversample, drafts=drafts)
 
 
 def recorded_lengths(rounds: Sequence[Sequence[SimulatedGroup]]) -> LengthsAt:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from ycore.plan.devices import Device, Fleet
-from ycore.plan.job import Job, Way
+from ycore.plan.job import PHASES, Job, Way
 from ycore.plan.memory import micro_batch_tokens, saved_per_token, trainer_memory
 from ycore.plan.model_facts import ModelFacts
 
@@ -51,7 +51,7 @@ def pace_of(device: Device) -> Pace:
 
 
 def step_seconds(job: Job, way: Way, fleet: Fleet, *, at_once: Mapping[str, int]) -> Mapping[str, float]:
-    """Seconds of `sync`, `generate`, `judge` (with a judge), `swaps`, `round`, `train` and the whole `step`.
+    """Seconds of `sync`, `generate`, `judge` (or `score`, or `teach`), `swaps`, `round`, `train` and the whole `step`.
 
     `at_once`: by role, the sequences that one engine holds.
     """
@@ -60,9 +60,9 @@ def step_seconds(job: Job, way: Way, fleet: Fleet, *, at_once: Mapping[str, int]
     generate = generate_s(job, device, slots=writing, tensor_parallel=way.tensor_parallel, at_once=at_once["rollout"])
     judge, swaps = 0.0, (swap_s(job.policy, job, device) if way.sleeps else 0.0) + offload_s(job, way, device)
     if job.judge is not None:
-        judging = max(1, way.judge_slots if in_split else way.slots) * way.engines("judge")
+        judging = max(1, way.judge_slots if in_split else way.slots) * way.engines(job.judge_role)
         wide = way.judge_tensor_parallel
-        judge = judge_s(job, device, slots=judging, tensor_parallel=wide, at_once=at_once["judge"])
+        judge = judge_s(job, device, slots=judging, tensor_parallel=wide, at_once=at_once[job.judge_role])
         swaps += 0.0 if in_split else swap_s(job.judge, job, device)
     if way.kind == "dynamic":
         both = (generate + judge) * 1.05  # near the sum of the work over all slots; the simulator knows how near
@@ -73,7 +73,7 @@ def step_seconds(job: Job, way: Way, fleet: Fleet, *, at_once: Mapping[str, int]
         both = generate + judge
     train = train_s(job, way, device, cores=fleet.count // way.ranks if device.on_cpu else 1)
     sync, round_s = sync_s(job, device), both + swaps
-    judged = {"judge": judge} if judge else {}
+    judged = {PHASES[job.judge_role]: judge} if judge else {}
     times = {"sync": sync, "generate": generate, **judged, "swaps": swaps, "round": round_s, "train": train}
     return times | {"step": sync + round_s + train}
 

@@ -17,7 +17,7 @@ from ycore.placement.placement import ROLLOUT
 from ycore.round.journal import Committed, Journal, finished_from_json, finished_to_json, record_again
 from ycore.round.meters import RoundMeter, collect
 from ycore.round.peers import Offer, Peers
-from ycore.round.sampling import DrawSource, Rules, Surplus, Yield
+from ycore.round.sampling import DrawSource, Lengths, Rules, Surplus, Yield
 from ycore.round.scoring import Scoring
 from ycore.round.slots import Slots
 from ycore.round.tasks import ending
@@ -74,6 +74,7 @@ class RankLoop:
         self.surplus = Surplus(max_age=max_surplus_age)
         self.yields = Yield()
         self.meter = RoundMeter(engines, peers, self.surplus, rules.environments)
+        self.lengths = Lengths()
         self._share_weights = share_weights
         self._journal = journal
         self._besides: list[Scoring] = []  # of controllers beside this one, closed with it
@@ -151,7 +152,7 @@ class RankLoop:
         other = copy.copy(self)
         other.draws, other.rules, other.scoring = draws, rules, scoring
         other.record, other.turns = lambda name, value: None, self.turns.apart()
-        other.surplus, other.yields = Surplus(max_age=0), Yield()
+        other.surplus, other.yields, other.lengths = Surplus(max_age=0), Yield(), Lengths()
         other.meter = RoundMeter(self.engines, self.peers, other.surplus, other.rules.environments)
         other._journal, other._metrics = None, {}
         if scoring is not self.scoring:
@@ -311,8 +312,10 @@ class RankLoop:
             self.rules.constraints.count(group)
 
     def learn_order(self, offers: Sequence[Offer]) -> None:
-        """What the groups of all ranks tell of their prompts decides how often those come again."""
+        """What the groups of all ranks tell of their prompts decides how often those come again, and which are begun
+        first."""
         draws = self.draws
+        self.lengths.learn((draws.row_at(one.position), one.cost) for one in offers)
         if draws.curriculum is not None:
             draws.curriculum.learn((draws.row_at(one.position), *one.lesson) for one in offers if one.lesson)
             self.note_all({"ycore/curriculum/dropped": draws.curriculum.num_dropped})

@@ -3,10 +3,10 @@
 import hashlib
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass, field, replace
 from itertools import zip_longest
-from statistics import pstdev
+from statistics import fmean, pstdev
 from typing import Any, Self
 
 from ycore.config.schema import RewardConfig
@@ -52,6 +52,30 @@ class Cost:
     def of(self, group: Group) -> int:
         sizes = [(len(one.prompt_ids), one.stop - one.start) for one in group.sequences]
         return round(sum(length * (1 + self.attention * (prompt + length / 2)) for prompt, length in sizes))
+
+
+class Lengths:
+    """What the completions of each prompt cost lately, by its row: what is likely long is begun first.
+
+    Every rank has the same memory. It decides no token, so that no checkpoint has it.
+    """
+
+    _MEMORY = 0.5  # weight that a group keeps when the prompt's next one comes
+
+    def __init__(self) -> None:
+        self._of: dict[int, float] = {}
+        self._mean = 0.0
+
+    def of(self, row: int) -> float:
+        """As far as it is known; the mean of the others for a new prompt."""
+        return self._of.get(row, self._mean)
+
+    def learn(self, told: Iterable[tuple[int, float]]) -> None:
+        """From the row and the cost of each group of a round."""
+        for row, cost in told:
+            before = self._of.get(row, cost)
+            self._of[row] = before + (1 - self._MEMORY) * (cost - before)
+        self._mean = fmean(self._of.values()) if self._of else 0.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -101,11 +101,14 @@ class Slots:
         self._line.close()
 
     @asynccontextmanager
-    async def turn(self, role: str) -> AsyncIterator[Turn]:
-        """A turn on the slot that the placement gives this request; waits until a slot has room."""
+    async def turn(self, role: str, length: float = 0.0) -> AsyncIterator[Turn]:
+        """A turn on the slot that the placement gives this request; waits until a slot has room.
+
+        `length`: how long its answer likely is, in any unit. Of what waits, the longest comes first.
+        """
         request, placed = next(self._numbers), role if role in self._roles else ROLLOUT
         asked = time.perf_counter()
-        self._tell(["ask", request, placed])
+        self._tell(["ask", request, placed, length])
         granted = self._granted[request] = asyncio.get_running_loop().create_future()
         try:
             turn = Turn(await granted)

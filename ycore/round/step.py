@@ -124,7 +124,7 @@ class Controller(RankLoop):
         """What the policy writes after these tokens, by the engine of the slot whose turn it is."""
         wishes = {"max_tokens": max_tokens, "prompt": prompt if prompt.images else None}
         how: dict[str, Any] = {name: wish for name, wish in wishes.items() if wish is not None}
-        async with self.slots.turn(ROLLOUT) as slot:
+        async with self.slots.turn(ROLLOUT, self.lengths.of(prompt.row)) as slot:
             await self.unless_over()
             written = await slot.pick(self.engines).complete(token_ids, seed, greedy=greedy, **how)
             slot.num_tokens, slot.seed = len(written.token_ids), seed

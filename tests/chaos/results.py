@@ -217,6 +217,7 @@ def account(rounds: Rounds, *, steps: int, seed: int) -> list[str]:
     states, order = rounds[-1]["states"], PromptOrder(seed=seed, num_rows=NUM_ROWS)
     taken = Counter(_position(group) for round_ in rounds for group in round_["groups"])
     taken.update(_position(item["group"]) for state in states for item in state["surplus"])
+    taken.update(_position(item) for state in states for item in state.get("carried", ()))  # not whole yet
     drawn = _drawn(states)
     lost = [place for place in drawn if place not in taken and not is_dull(order.row_at(place))]
     twice = sorted(place for place, count in taken.items() if count > 1)

@@ -16,12 +16,13 @@ from tests.chaos.bench import Bench, Row, row_of
 from tests.chaos.job import Job
 from tests.chaos.moments import Moment, draw_moments, glimpse, phase_of
 from tests.chaos.patches import PARTS, copy_package
-from tests.chaos.results import Difference, account, compare, read_result, read_rounds
+from tests.chaos.results import Difference, account, compare, compare_steps, read_result, read_rounds
 from tests.chaos.runs import Run, Setting, let_end
 from tests.chaos.trial import Oracle, Outcome, go_on, kill, until_it_lands, wait_for_moment
 from tests.chaos.witnesses import TIMES_VARIABLE, read_times
 from ycore.errors import RunError
 from ycore.run.metrics import read_metrics
+from ycore.run.paths import RunFolder
 
 KINDS: Mapping[str, Mapping[str, float]] = {
     "dropped": {"close": 0.05},
@@ -104,6 +105,27 @@ def account_row(bench: Bench) -> Row:
     return row_of("account", "kill -9, other ranks: no prompt is lost or taken twice", outcomes)
 
 
+def carried_row(bench: Bench) -> Row:
+    """Kills of the trainer at random moments, where completions go on in later rounds; one rank, whose engine takes its
+    time for each token, so that rounds end with some under way."""
+    oracle, name = bench.oracle(), "kill-carried"
+    moments = draw_moments(max(3, bench.count // 3), steps=bench.job.steps, seed=bench.seed, row=name)
+    setting = replace(bench.setting, scripted={**(bench.setting.scripted or {}), "--token-s": "0.03"})
+    slow = replace(oracle, job=replace(oracle.job, more=(*oracle.job.more, "--oversample", "2")))
+
+    def one(case: tuple[int, Moment]) -> Outcome:
+        number, moment = case
+        attempt = partial(account_trial, slow, setting)
+        outcome = until_it_lands(attempt, f"{name}-{number}", moment)
+        rounds = read_rounds(RunFolder(setting.place / outcome.name).journal)
+        if not any(state["carried"] for round_ in rounds for state in round_["states"]):
+            return replace(outcome, difference=Difference(notes=("no round left a completion under way",)))
+        return outcome
+
+    outcomes = bench.all(one, list(enumerate(moments)))
+    return row_of(name, "kill -9 where completions take several rounds: none is lost or taken twice", outcomes)
+
+
 _RANKS = ((1, 1), (2, 1), (1, 2))
 
 
@@ -117,13 +139,15 @@ def account_trial(
         landed = wait_for_moment(run, moment, oracle) and kill("trainer")(run)
         phase = phase_of(run.glimpsed or glimpse(run.folder), steps=job.steps, checkpoint_every=job.checkpoint_every)
         status, left = let_end(run, timeout_s=oracle.limit_s)
+        said, at_kill = run.tail(1), read_result(run.folder)
     finally:
         run.end()
-    outcome = Outcome(name, (status,), phase=phase, left=left, said=run.tail(1), landed=landed)
+    outcome = Outcome(name, (status,), phase=phase, left=left, said=said, landed=landed)
     if status not in (None, 0):
         outcome = go_on(outcome, replace(oracle, job=replace(job, ranks=after)), setting)
     problems = account(read_rounds(run.folder.journal), steps=job.steps, seed=job.seed)
-    return replace(outcome, difference=Difference(notes=tuple(problems)))
+    seen = compare_steps(at_kill, read_result(run.folder)) if before == after else Difference()
+    return replace(outcome, difference=Difference(seen.largest, (*seen.notes, *problems)))
 
 
 MOST_COST = 0.03

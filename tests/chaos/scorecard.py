@@ -19,7 +19,7 @@ from tests.chaos.bench import Bench, Row, as_json, as_lines
 from tests.chaos.job import Job, Tier, write_inputs
 from tests.chaos.moments import draw_moments
 from tests.chaos.patches import PATIENT, copy_package
-from tests.chaos.rows_calls import account_row, calls_row, cost_row, stale_row
+from tests.chaos.rows_calls import account_row, calls_row, carried_row, cost_row, stale_row
 from tests.chaos.rows_ends import ends_row
 from tests.chaos.rows_files import damaged_round_row, damaged_row, flush_row, in_place_row, resume_row, save_row
 from tests.chaos.rows_input import bad_input_row, good_input_row, made_up_row
@@ -69,6 +69,7 @@ _SCRIPTED: dict[str, MakeRow] = {
     "stop-world": stop_world_row,
     "full-disk-world": disk_world_row,
     "account": account_row,
+    "kill-carried": carried_row,
     "calls": calls_row,
     "stale-weights": stale_row,
     "mutations": mutation_row,

@@ -26,6 +26,7 @@ import random
 import re
 import sys
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,12 @@ class ScriptedEngine:
     """Functions that most completions are calls of, with a digit."""
 
     think_s: float = 0.0
+    token_s: float = 0.0
+    """What each token takes; until then it can be aborted."""
+
+    under_way: dict[str, asyncio.Event] = field(default_factory=dict)
+    """By the request's id, what tells it to come back as far as it is."""
+
     version: str = "default"
     num_loads: int = 0
     num_calls: int = field(default=0)
@@ -112,6 +119,24 @@ class ScriptedEngine:
             "finish_reason": "stop" if length < most else "length",
         }
         return {"choices": [choice]}
+
+    async def write(self, request: dict[str, Any]) -> dict[str, Any]:
+        """`complete`, or as much of it as was written when it was aborted."""
+        body = self.complete(request)
+        if not self.token_s:
+            return body
+        (choice,), name = body["choices"], f"cmpl-{request['request_id']}-0"
+        ids, began = choice["token_ids"], asyncio.get_running_loop().time()
+        aborted = self.under_way[name] = asyncio.Event()
+        with suppress(TimeoutError):
+            await asyncio.wait_for(aborted.wait(), self.token_s * len(ids))
+        del self.under_way[name]
+        if aborted.is_set():
+            written = min(len(ids), int((asyncio.get_running_loop().time() - began) / self.token_s))
+            choice["token_ids"] = ids[:written]
+            choice["logprobs"]["token_logprobs"] = choice["logprobs"]["token_logprobs"][:written]
+            choice |= {"text": choice["text"][:written], "finish_reason": "abort"}
+        return body
 
     def judge(self, request: dict[str, Any]) -> dict[str, Any]:
         """The body of an answer to `/v1/chat/completions`: a number in the range of the schema that was sent along."""
@@ -248,7 +273,11 @@ class Server:
                 return 500, {"error": "made up"}
             await asyncio.sleep(engine.think_s + (engine.faults.late_s if fault == "late" else 0.0))
         if path == "/v1/completions":
-            return 200, engine.complete(body)
+            return 200, await engine.write(body)
+        if path == "/abort_requests":
+            for name in body["request_ids"]:
+                if name in engine.under_way:
+                    engine.under_way[name].set()
         if path == "/v1/chat/completions":
             return 200, engine.judge(body)
         if path == "/collective_rpc":
@@ -290,6 +319,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--uds", type=Path, required=True)
     parser.add_argument("--faults", type=json.loads, default={})
     parser.add_argument("--think-s", type=float, default=0.0)
+    parser.add_argument("--token-s", type=float, default=0.0)
     parser.add_argument("--calls", default="", help="functions, with commas between, that completions call")
     parser.add_argument("--segment", help="hold shared memory of this name, and leave it")
     options, _ = parser.parse_known_args(arguments)
@@ -301,6 +331,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         faults=Faults(**options.faults),
         calls=tuple(options.calls.split(",")) if options.calls else (),
         think_s=options.think_s,
+        token_s=options.token_s,
     )
     engine.awake.set()
     print(f"scripted engine at {options.uds}", file=sys.stderr, flush=True)

@@ -18,6 +18,7 @@ from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weight_proof import tensor_sums, write_manifest
 from ycore.errors import SyncError, YcoreError
 from ycore.models.tiny import write_tiny_model
+from ycore.types import Completion
 
 Start = Callable[..., VllmEngine]
 
@@ -31,7 +32,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def start(model: Path, tmp_path: Path) -> Iterator[Start]:
     started: list[subprocess.Popen[bytes]] = []
 
-    def begin(**faults: Any) -> VllmEngine:
+    def begin(*, token_s: float = 0.0, **faults: Any) -> VllmEngine:
         socket = tmp_path / f"{len(started)}.sock"
         words = [
             "--model",
@@ -42,6 +43,8 @@ def start(model: Path, tmp_path: Path) -> Iterator[Start]:
             json.dumps(faults),
             "--served-model-name",
             "x",
+            "--token-s",
+            str(token_s),
         ]
         started.append(subprocess.Popen([sys.executable, "-m", "tests.chaos.scripted_engine", *words]))
         deadline = time.monotonic() + 30
@@ -80,6 +83,27 @@ def test_a_completion_follows_from_weights_prompt_and_seed(start: Start, model: 
         await engine.close()
 
     asyncio.run(ask(start()))
+
+
+def test_a_completion_that_is_aborted_is_the_beginning_of_the_whole_one(
+    start: Start, model: Path, tmp_path: Path
+) -> None:
+    async def ask(engine: VllmEngine, *, aborts: bool) -> list[Completion]:
+        await engine.load_weights(shared(model, tmp_path / "weights", version=0), 0)
+        asked = [asyncio.ensure_future(engine.complete([7], seed)) for seed in range(4)]
+        await asyncio.sleep(0.6)
+        if aborts:
+            await engine.abort()
+        answers = await asyncio.gather(*asked)
+        await engine.close()
+        return answers
+
+    whole = asyncio.run(ask(start(), aborts=False))
+    parts = asyncio.run(ask(start(token_s=0.25), aborts=True))
+    assert {one.finish_reason for one in parts} == {"abort"}
+    for part, one in zip(parts, whole, strict=True):
+        assert part.token_ids == one.token_ids[: len(part.token_ids)] and 1 <= len(part.token_ids) < len(one.token_ids)
+        assert part.text == one.text[: len(part.text)]
 
 
 def test_its_sums_are_those_of_the_trainer_and_a_skipped_sync_is_told(

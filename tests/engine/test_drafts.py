@@ -126,6 +126,18 @@ def test_rows_that_change_places_keep_their_texts(monkeypatch: pytest.MonkeyPatc
     assert rows.write(lookup, [20, 21, 22], [12])[0] == [20, 21, 22, 20]
 
 
+def test_while_drafts_do_not_pay_texts_are_not_read_and_later_caught_up_with(monkeypatch: pytest.MonkeyPatch) -> None:
+    lookup, rows = drafter(monkeypatch), Rows([1, 2, 3, 4])
+    rows.write(lookup, [5])
+    monkeypatch.setattr(Pace, "wants", lambda self, number: False)
+    for token in (6, 7, 8):
+        assert rows.write(lookup, [token]) == [[]]
+    assert lookup._texts == [[1, 2, 3, 4, 5]]
+    monkeypatch.setattr(Pace, "wants", lambda self, number: True)
+    assert rows.write(lookup, [5, 6, 7]) == [[8, 5, 6, 7]]
+    assert lookup._texts == rows.texts(1)
+
+
 def test_the_longest_context_is_never_passed(monkeypatch: pytest.MonkeyPatch) -> None:
     lookup, rows = drafter(monkeypatch, most=8, limit=14), Rows([1, 2, 3, 1, 2, 3, 1, 2])
     assert len(rows.write(lookup, [3])[0]) == 4

@@ -17,6 +17,12 @@ LEAST = 3  # tokens that must agree before a draft
 _MOST = 16  # tokens that are compared
 _PLACES = 4  # where the same tokens were seen last
 _KEPT = 200_000  # distinct sequences of LEAST tokens that are remembered
+_PROMPTS = 256  # the latest, each of which is remembered once
+
+_WEIGHT = 0.1  # of a pass in the running mean of its kind
+_TRIALS = 12  # passes of each kind before they are compared
+_AGAIN = 64  # every so many passes the kind that does not pay is tried again
+_PAYS = 0.95  # drafts must bring the cost below this share
 
 
 class Memory:
@@ -67,12 +73,6 @@ class _Costs:
         # The machine's other work makes some passes long: none counts as more than three times the mean.
         self.means[drafted] = seconds if mean is None else mean + _WEIGHT * (min(seconds, 3 * mean) - mean)
         self.seen[drafted] += 1
-
-
-_WEIGHT = 0.1
-_TRIALS = 12  # passes of each kind before they are compared
-_AGAIN = 64  # every so many passes the kind that does not pay is tried again
-_PAYS = 0.95  # drafts must bring the cost below this share
 
 
 class Pace:
@@ -134,7 +134,7 @@ class Lookup:
         self._limit: int = vllm_config.model_config.max_model_len
         self._memory, self._pace, self._counts = Memory(), Pace(), Drafted()
         self._texts: list[list[int]] = []  # of each row
-        self._prompts: deque[int] = deque(maxlen=256)
+        self._prompts: deque[int] = deque(maxlen=_PROMPTS)
         self._last: _Pass | None = None
 
     def load_model(self, *_: Any) -> None:
@@ -153,10 +153,9 @@ class Lookup:
         now = time.perf_counter()
         ends = tuple(int(lengths[row]) for row in range(len(sampled)))
         self._count(now, sampled, ends)
-        left = list(self._texts)
-        self._texts = [self._text(row, end, token_ids, left) for row, end in enumerate(ends)]
         drafts: list[list[int]] = [[] for _ in sampled]
-        if self._pace.wants(len(ends)):
+        if self._pace.wants(len(ends)):  # else the texts wait too, since reading them takes time
+            self._read(ends, token_ids)
             for row, (end, tokens) in enumerate(zip(ends, sampled, strict=True)):
                 room = min(self._most, self._limit - end - 1)
                 if tokens and room > 0:  # a row without tokens is still reading its prompt
@@ -178,18 +177,30 @@ class Lookup:
         if plain_s is not None:
             self._counts += Drafted(seconds=seconds, plain_s=plain_s * sum(gained) / count)
 
-    def _text(self, row: int, end: int, token_ids: Any, left: list[list[int]]) -> list[int]:
-        """The row's text, grown by what is new; it is taken out of `left`. Rows change places, as requests end."""
-        for place, text in sorted(enumerate(left), key=lambda one: abs(one[0] - row)):
-            known = len(text)
-            if known <= end and text[-_MOST:] == token_ids[row, max(0, known - _MOST) : known].tolist():
-                del left[place]
-                self._memory.add(text, token_ids[row, known:end].tolist())
-                return text
-        text, begin = [], token_ids[row, :end]
-        prompt = hash(begin[:-1].tobytes())  # the requests of a group have the same, which is remembered once
-        if prompt in self._prompts:
-            text += begin[:-1].tolist()
+    def _read(self, ends: Sequence[int], token_ids: Any) -> None:
+        """Grow each row's text by what is new. Rows change places, as requests end."""
+        left = dict(enumerate(self._texts))
+
+        def text_of(row: int, end: int) -> list[int]:
+            for place in (row, *left):
+                text = left.get(place)
+                if text is not None and _goes_on(text, token_ids[row], end):
+                    return left.pop(place)
+            return self._new(token_ids[row, :end])
+
+        self._texts = [text_of(row, end) for row, end in enumerate(ends)]
+        for row, (end, text) in enumerate(zip(ends, self._texts, strict=True)):
+            self._memory.add(text, token_ids[row, len(text) : end].tolist())
+
+    def _new(self, ids: Any) -> list[int]:
+        """A new request's text so far: nothing, or its prompt, where a sibling had the same."""
+        prompt = hash(ids[:-1].tobytes())
+        is_known = prompt in self._prompts
         self._prompts.append(prompt)
-        self._memory.add(text, begin[len(text) :].tolist())
-        return text
+        return list(ids[:-1].tolist()) if is_known else []
+
+
+def _goes_on(text: Sequence[int], ids: Any, end: int) -> bool:
+    """Whether the row has this text, as far as its last tokens tell."""
+    known = len(text)
+    return known <= end and text[-_MOST:] == ids[max(0, known - _MOST) : known].tolist()

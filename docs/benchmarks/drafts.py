@@ -11,7 +11,6 @@ import argparse
 import asyncio
 import json
 import os
-import shutil
 import statistics
 import tempfile
 import time
@@ -21,21 +20,17 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from machine import describe_machine
+from placement_engines import served
 from transformers import AutoTokenizer
 
 from ycore.engine import Sampling
-from ycore.engine.commands import EngineSpec, engine_command, engine_environment
+from ycore.engine.commands import EngineSpec
 from ycore.engine.drafts import Drafted
-from ycore.engine.server import is_healthy
 from ycore.engine.vllm_engine import VllmEngine
-from ycore.launch.guardian import RunWatch, remove_leftovers
-from ycore.launch.processes import ManagedProcess
 from ycore.models.fetch import fetch_model
 from ycore.models.names import resolve_model
-from ycore.run.files import make_private
 from ycore.run.paths import RunFolder
 
-_START_S = 300.0
 _CITIES = ("Paris", "Lima", "Oslo", "Cairo", "Quito", "Hanoi", "Accra", "Sofia")
 
 
@@ -99,48 +94,23 @@ async def compare(engines: Sequence[VllmEngine], tokenizer: object, repeats: int
 
 
 @contextmanager
-def running(model: Path, drafts: Sequence[int]) -> Iterator[list[VllmEngine]]:
+def running(model: Path, drafts: Sequence[int], output: Path) -> Iterator[list[VllmEngine]]:
     """An engine for each, all on the same core, since only one works at a time."""
     folder = RunFolder(Path(tempfile.mkdtemp(prefix="ycore-drafts-")))
-    watch, processes, began = RunWatch(folder.run_id), list[ManagedProcess](), time.time()
     specs = [
         EngineSpec(
             name=f"rollout-{number}", model=model, socket=folder.socket(f"rollout-{number}"),
             temporary=folder.temporary, run_id=folder.run_id, dtype="bfloat16", max_model_len=512, max_num_seqs=16,
-            seed=0,
-            cores=(max(os.sched_getaffinity(0)),), drafts=num_drafts,
+            seed=0, cores=(max(os.sched_getaffinity(0)),), drafts=num_drafts,
         )
         for number, num_drafts in enumerate(drafts)
     ]  # fmt: skip
-    try:
-        for path in (folder.sockets, folder.temporary):
-            make_private(path)
-        folder.logs.mkdir()
-        for spec in specs:
-            command, environment, log = engine_command(spec), engine_environment(spec), folder.log(spec.name)
-            processes.append(
-                ManagedProcess(
-                    spec.name, command, environment=environment, run_id=folder.run_id, log=log, cores=spec.cores
-                )
-            )
-        while not all(is_healthy(spec.socket) for spec in specs):
-            if time.time() - began > _START_S or any(process.exit_code is not None for process in processes):
-                raise SystemExit(f"an engine did not start: {[process.last_line() for process in processes]}")
-            watch.look()
-            time.sleep(0.5)
+    with served(folder, specs, output):
         sampling = Sampling(max_tokens=96)
         yield [
             VllmEngine(spec.name, spec.socket, sampling, request_timeout_s=600, drafts=spec.drafts > 0)
             for spec in specs
         ]
-    finally:
-        watch.look()
-        watch.kill(grace_s=0)
-        for process in processes:
-            process.wait(timeout_s=20)
-        watch.remove_segments(began=began)
-        remove_leftovers(folder)
-        shutil.rmtree(folder.root, ignore_errors=True)
 
 
 def main() -> None:
@@ -152,7 +122,7 @@ def main() -> None:
     job = parser.parse_args()
     job.output.mkdir(parents=True, exist_ok=True)
     model = fetch_model(resolve_model(job.model, trust_remote_code=False), log=job.output / "model.log")
-    with running(model, (0, job.drafts)) as engines:
+    with running(model, (0, job.drafts), job.output) as engines:
         told = asyncio.run(compare(engines, AutoTokenizer.from_pretrained(model), job.repeats))
     told = {"machine": describe_machine(), "drafts": job.drafts, **told}
     (job.output / "results.json").write_text(json.dumps(told, indent=2))

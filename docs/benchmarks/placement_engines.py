@@ -108,7 +108,14 @@ def engines_running(job: argparse.Namespace, output: Path) -> Iterator[Path]:
     planned = [
         _engine(f"{role}-{slot}", model, folder, job, cores[slot]) for role in ("rollout", "judge") for slot in (0, 1)
     ]
-    for path in (folder.sockets, planned[0].temporary):
+    with served(folder, planned, output):
+        yield folder.sockets
+
+
+@contextmanager
+def served(folder: RunFolder, planned: Sequence[EngineSpec], output: Path) -> Iterator[None]:
+    """The servers, once all of them answer; at the end nothing is left of them but their logs."""
+    for path in (folder.sockets, folder.temporary):
         make_private(path)
     watch, processes, began = RunWatch(folder.run_id), [], time.time()
     try:
@@ -124,7 +131,7 @@ def engines_running(job: argparse.Namespace, output: Path) -> Iterator[Path]:
                 )
             )
         _wait(planned, processes, watch)
-        yield folder.sockets
+        yield
     finally:
         watch.look()
         watch.kill(grace_s=0)

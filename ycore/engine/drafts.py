@@ -8,9 +8,10 @@ saves. vLLM loads `Lookup` as its `custom_class` drafter.
 """
 
 import time
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Any, NamedTuple
 
 LEAST = 3  # tokens that must agree before a draft
@@ -19,10 +20,11 @@ _PLACES = 4  # where the same tokens were seen last
 _KEPT = 200_000  # distinct sequences of LEAST tokens that are remembered
 _PROMPTS = 256  # the latest, each of which is remembered once
 
-_WEIGHT = 0.1  # of a pass in the running mean of its kind
-_TRIALS = 12  # passes of each kind before they are compared
-_AGAIN = 64  # every so many passes the kind that does not pay is tried again
+_LOOK = 4  # passes of a kind, whose median is compared with the other kind
+_WEIGHT = 0.1  # of a pass in the running mean of the kind that was chosen
 _PAYS = 0.95  # drafts must bring the cost below this share
+_COST = 0.005  # share of the time that looks at the other kind may take
+_LEAST_WAIT = 64  # passes between two looks
 
 
 class Memory:
@@ -63,42 +65,57 @@ class Memory:
 
 @dataclass(slots=True)
 class _Costs:
-    """Seconds of a token in passes with drafts and without, as running means, and how many of each were seen."""
+    """Seconds of a token in passes with drafts and without, for one number of requests in flight."""
 
-    means: dict[bool, float] = field(default_factory=dict)
-    seen: dict[bool, int] = field(default_factory=lambda: {True: 0, False: 0})
+    means: dict[bool, float] = field(default_factory=dict)  # by whether drafts were checked
+    looks: dict[bool, list[float]] = field(default_factory=lambda: {True: [], False: []})
+    drafts: bool = False
+    wait: float = 0  # passes until the next look
+
+    @property
+    def wants(self) -> bool:
+        for kind in (True, False):
+            if kind not in self.means:
+                return kind
+        return self.drafts == (self.wait > 0)
 
     def note(self, drafted: bool, seconds: float) -> None:
-        mean = self.means.get(drafted)
-        # The machine's other work makes some passes long: none counts as more than three times the mean.
-        self.means[drafted] = seconds if mean is None else mean + _WEIGHT * (min(seconds, 3 * mean) - mean)
-        self.seen[drafted] += 1
+        if drafted in self.means and (self.wait > 0 or drafted == self.drafts):
+            mean = self.means[drafted]
+            # The machine's other work makes some passes long: none counts as more than three times the mean.
+            self.means[drafted] = mean + _WEIGHT * (min(seconds, 3 * mean) - mean)
+            self.wait -= 1
+            return
+        self.looks[drafted].append(seconds)
+        if len(self.looks[drafted]) == _LOOK:
+            self.means[drafted], self.looks[drafted] = median(self.looks[drafted]), []
+            self._choose()
+
+    def _choose(self) -> None:
+        """What is faster, and when to look again: the more a look costs, the later."""
+        if len(self.means) == 2:
+            self.drafts = self.means[True] < _PAYS * self.means[False]
+            loss = max(self.means.values()) / min(self.means.values()) - 1
+            self.wait = max(_LEAST_WAIT, _LOOK * loss / _COST)
 
 
 class Pace:
     """Whether drafts pay, for each number of requests in flight (1, 2, up to 4, up to 8, ...)."""
 
     def __init__(self) -> None:
-        self._costs: dict[int, _Costs] = {}
-        self._passes = 0
+        self._costs: defaultdict[int, _Costs] = defaultdict(_Costs)
 
     def wants(self, num_requests: int) -> bool:
         """Whether the next pass over so many requests should check drafts."""
-        costs = self._costs.setdefault(_size(num_requests), _Costs())
-        for kind in (True, False):
-            if costs.seen[kind] < _TRIALS:
-                return kind
-        self._passes += 1
-        pays = costs.means[True] < _PAYS * costs.means[False]
-        return pays != (self._passes % _AGAIN == 0)
+        return self._costs[_size(num_requests)].wants
 
     def note(self, num_requests: int, *, drafted: bool, seconds: float) -> None:
         """A pass: its seconds for one token of each request."""
-        self._costs.setdefault(_size(num_requests), _Costs()).note(drafted, seconds)
+        self._costs[_size(num_requests)].note(drafted, seconds)
 
     def plain_s(self, num_requests: int) -> float | None:
-        """Seconds of a pass without drafts; None before there was one."""
-        return self._costs.setdefault(_size(num_requests), _Costs()).means.get(False)
+        """Seconds of a pass without drafts; None before there were some."""
+        return self._costs[_size(num_requests)].means.get(False)
 
 
 def _size(num_requests: int) -> int:

@@ -85,8 +85,7 @@ def make_plan(
     Args:
         devices: as `--devices`; by default every core of this machine.
         judge: the name of a model that scores in engines; `judge_tokens` is the length of its longest verdict.
-        prompt_tokens: mean length; 256 by default.
-        completion_tokens: mean length; by default the longest.
+        prompt_tokens, completion_tokens: mean lengths; by default 256, and the longest.
         core: one core of this machine; by default measured where the plan is for cores.
         check: what a launch checks; a way that does not pass is not among those that fit.
     """

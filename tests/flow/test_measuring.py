@@ -38,7 +38,7 @@ def test_diversity_is_the_mean_distance_within_a_class() -> None:
 
 def config_of(dataset: str, **keys: object) -> FlowConfig:
     return FlowConfig.model_validate(
-        {"model": "m", "dataset": dataset, "output": "o", "rewards": ["r.py:f"], **keys}, strict=False
+        {"model": "m", "dataset": dataset, "output": "o", "rewards": [{"reward": "r.py:f"}], **keys}, strict=False
     )
 
 

@@ -80,12 +80,10 @@ def config_with(keys: dict[str, Any]) -> RunConfig:
 def planned(keys: dict[str, Any], devices: str) -> Plan:
     config = config_with(keys)
     declared = with_declarations(config)
-    judge, tokens = command._first_judge(declared)
     return make_plan(
         config,
         devices=devices,
-        judge=judge,
-        judge_tokens=tokens,
+        **command._first_scorer(declared),
         core=CORE,
         check=lambda one, fleet: check_described(command.with_args(declared, one), fleet),
     )

@@ -1,3 +1,5 @@
+import json
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -81,3 +83,13 @@ def test_lengths_are_remembered_by_prompt_and_a_new_prompt_has_the_mean() -> Non
     assert [lengths.of(row) for row in (0, 1, 2)] == [100, 300, 200]
     lengths.learn([(0, 300), (2, 1000)])
     assert [lengths.of(row) for row in (0, 1, 2, 3)] == [200, 300, 1000, 500]
+
+
+def test_lengths_come_back_from_a_checkpoint_and_the_rounds_after_it() -> None:
+    lengths, again = Lengths(), Lengths()
+    lengths.learn([(0, 100), (1, 300)])
+    checkpoint = json.loads(json.dumps(lengths.state))
+    lengths.learn([(0, 300), (2, 1000)])
+    again.restore(checkpoint)
+    again.restore(json.loads(json.dumps(lengths.news)))
+    assert [again.of(row) for row in range(4)] == [lengths.of(row) for row in range(4)]

@@ -227,7 +227,8 @@ class RankLoop:
         self.note_all(self.meter.own_metrics(rate=self.yields.rate, syncs=self._share_weights is not None))
         metrics, self._metrics = self._metrics, {}
         curriculum = self.draws.curriculum  # its memory grows: a round's record has what the round added
-        state = self._state_now() | {"curriculum": None if curriculum is None else curriculum.news}
+        news = {"curriculum": None if curriculum is None else curriculum.news, "lengths": self.lengths.news}
+        state = self._state_now() | news
         if self._journal is not None:
             self._journal.commit(step, groups, state, metrics)
         return Committed(groups, state, metrics)
@@ -251,6 +252,7 @@ class RankLoop:
             "surplus": [finished_to_json(item) for item in self.surplus.waiting],
             "placement": self.slots.state,
             "curriculum": None if self.draws.curriculum is None else self.draws.curriculum.state,
+            "lengths": self.lengths.state,
             "carried": self.turns.state,
             "constraint_weights": None if self.rules.constraints is None else list(self.rules.constraints.weights),
         }
@@ -264,6 +266,7 @@ class RankLoop:
         self.slots.restore(state.get("placement"))  # absent from checkpoints of early versions
         if self.draws.curriculum is not None:
             self.draws.curriculum.restore(state.get("curriculum"))
+        self.lengths.restore(state.get("lengths", {"rows": []}))  # absent from earlier versions
         self.turns.restore(state.get("carried", ()))  # absent from earlier versions
         weights = state.get("constraint_weights")  # absent from earlier versions, and from a run without constraints
         if self.rules.constraints is not None and weights is not None:

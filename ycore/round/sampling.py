@@ -57,7 +57,7 @@ class Cost:
 class Lengths:
     """What the completions of each prompt cost lately, by its row: what is likely long is begun first.
 
-    Every rank has the same memory. It decides no token, so that no checkpoint has it.
+    Every rank has the same memory, and a resumed run has it too: which requests share a batch follows from it.
     """
 
     _MEMORY = 0.5  # weight that a group keeps when the prompt's next one comes
@@ -65,6 +65,7 @@ class Lengths:
     def __init__(self) -> None:
         self._of: dict[int, float] = {}
         self._mean = 0.0
+        self._news: list[tuple[int, float]] = []
 
     def of(self, row: int) -> float:
         """As far as it is known; the mean of the others for a new prompt."""
@@ -72,10 +73,29 @@ class Lengths:
 
     def learn(self, told: Iterable[tuple[int, float]]) -> None:
         """From the row and the cost of each group of a round."""
-        for row, cost in told:
+        self._news = list(told)
+        for row, cost in self._news:
             before = self._of.get(row, cost)
             self._of[row] = before + (1 - self._MEMORY) * (cost - before)
         self._mean = fmean(self._of.values()) if self._of else 0.0
+
+    @property
+    def news(self) -> dict[str, Any]:
+        """What the last round added, for its record in the journal: `restore` adds it to what was there before."""
+        return {"told": [list(one) for one in self._news]}
+
+    @property
+    def state(self) -> dict[str, Any]:
+        """All of it, for a checkpoint."""
+        return {"rows": [list(one) for one in self._of.items()]}
+
+    def restore(self, saved: Mapping[str, Any]) -> None:
+        """Take a checkpoint's `state`, or add a round's `news`."""
+        if "told" in saved:
+            self.learn((int(row), cost) for row, cost in saved["told"])
+        else:
+            self._of = {int(row): cost for row, cost in saved["rows"]}
+            self._mean = fmean(self._of.values()) if self._of else 0.0
 
 
 @dataclass(frozen=True, slots=True)

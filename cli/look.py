@@ -8,6 +8,7 @@ import typer
 from ycore_cli import options as o
 from ycore_cli.output import print_json, print_line, print_table, stdout_for_json
 
+from ycore.config.algorithms import FLOW
 from ycore.errors import ConfigError, RunFolderError
 from ycore.run.files import write_json_atomic
 
@@ -276,8 +277,10 @@ def reproduce(
 def _run_seed(recipe: str, seed: int, root: Path, *, sets: Sequence[str], dry_run: bool) -> None:
     """Run the recipe with this seed, or the rest of it, unless it is finished; RunFolderError for another run there."""
     from ycore_cli.checks import checked_plan
+    from ycore_cli.flow import train_flow
     from ycore_cli.train import run_training
 
+    from ycore.config.flow_settings import FlowConfig, resolve_flow
     from ycore.config.recipe_files import load_recipe
     from ycore.config.resolve import resolve
     from ycore.run.claim import AS_IT_WAS, changes, is_finished
@@ -286,10 +289,14 @@ def _run_seed(recipe: str, seed: int, root: Path, *, sets: Sequence[str], dry_ru
     folder, base = RunFolder(root), load_recipe(recipe)
     if "stages" in base:
         return _run_stages(base, seed, root, sets=sets, dry_run=dry_run)
-    config = o.completed(resolve(recipe=base, sets=sets, options={"seed": seed, "output": str(root)}))
+    told: dict[str, Any] = {"recipe": base, "sets": sets, "options": {"seed": seed, "output": str(root)}}
+    config = resolve_flow(**told) if base.get("algorithm") == FLOW else o.completed(resolve(**told))
     if is_finished(folder) and not changes(folder, config):
         return
     resume = folder.config.is_file()
+    if isinstance(config, FlowConfig):
+        train_flow(config, resume=resume, resume_from=None, accept_changes=False, dry_run=dry_run, json=False)
+        return
     plan = checked_plan(config, resume=resume, how=AS_IT_WAS)
     if not dry_run:
         run_training(

@@ -69,10 +69,12 @@ def test_resuming_takes_only_keys_of_such_a_run(folder: Path, capfd: pytest.Capt
     assert "flow.kl: 0.0 there, 1.0 here" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("command", [["plan"], ["reproduce"]])
-def test_commands_for_other_runs_say_whose_recipe_it_is(
-    command: list[str], folder: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    words = ["digits", "--seeds", "3"] if command == ["reproduce"] else ["--recipe", "digits"]
-    assert run([*command, *words]) == 2
+def test_plan_is_for_other_runs_and_says_whose_recipe_it_is(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["plan", "--recipe", "digits"]) == 2
     assert "say ycore flow --recipe" in capfd.readouterr().err
+
+
+def test_a_recipe_that_draws_is_reproduced_like_any_other(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    words = ["reproduce", "digits", "--seeds", "3", "--set", "steps=1", "--output", "runs/three", "--dry-run"]
+    assert run(words) == 0
+    assert "3 runs of digits in runs/three" in capfd.readouterr().out

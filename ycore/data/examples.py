@@ -141,7 +141,8 @@ def _add_pictures(config: TuneConfig, table: Table, made: Sequence[Example | str
     for number, example in enumerate(made):
         if not isinstance(example, str):
             row, turns = table.row(number), example.get("prompt") or example.get("messages") or ""
-            found.append((example, row, images_of(row, turns, next(iter(columns), None), table.folder, store)))
+            where = (next(iter(columns), None), table.folder, store)
+            found.append((example, row, images_of(row, turns, *where, fetch=config.fetch_images)))
     first = next((number for number, (_, _, images) in enumerate(found) if images), None)
     if first is None:
         return

@@ -95,7 +95,7 @@ def to_prompts(table: Table, config: RunConfig, *, as_chat: bool, store: ImageSt
         raise DataError("few_shot is a list of turns with a role and a content each, e.g. {role: user, content: 'Hi'}")
     before: list[Message] = [{str(key): text for key, text in turn.items()} for turn in config.few_shot]
     how: Any = {"system_prompt": config.system_prompt, "few_shot": before, "as_chat": as_chat}
-    prompts = PromptRows(table, column, passed, store=store or ImageStore(None), **how)
+    prompts = PromptRows(table, column, passed, store=store or ImageStore(None), fetch=config.fetch_images, **how)
     fingerprint = _fingerprint(prompts)
     columns = (*passed, *(["images"] if prompts.with_images else []))
     shows = min(prompts.with_images, default=None)
@@ -119,8 +119,10 @@ class PromptRows(Sequence[Prompt]):
         few_shot: Sequence[Message] = (),
         as_chat: bool,
         store: ImageStore,
+        fetch: bool,
     ) -> None:
-        self._table, self._column, self._passed, self._store = table, column, passed, store
+        self._table, self._column, self._passed = table, column, passed
+        self._store, self._fetch = store, fetch
         self.with_images: dict[int, tuple[Image, ...]] = {}
         self._system_prompt, self._few_shot = system_prompt, few_shot
         self._as_chat = as_chat or system_prompt is not None or bool(few_shot)
@@ -143,7 +145,8 @@ class PromptRows(Sequence[Prompt]):
         if self._as_chat and isinstance(content, str):
             content = [{"role": "user", "content": content}]
         images = self.with_images.get(number, ())
-        if not images and (images := images_of(row, content, self._column, self._table.folder, self._store)):
+        where = (self._column, self._table.folder, self._store)
+        if not images and (images := images_of(row, content, *where, fetch=self._fetch)):
             self.with_images[number] = images
         content = self._for_policy(with_marks(content, images, row.place))
         return Prompt(row=number, content=content, columns=columns, images=images)

@@ -2,28 +2,33 @@
 
 import base64
 import binascii
+import hashlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from ycore.data.table import IMAGE_BLOCKS, TableRow
 from ycore.errors import DataError
+from ycore.models.hub import cache_dir, first_line
+from ycore.run.files import write_bytes_atomic
 from ycore.run.images import MOST_BYTES, ImageStore, png_of
 from ycore.types import IMAGE_MARK, Content, Image, Message
 
 IMAGE_COLUMNS = ("image", "images")
 _HUB_MARK = "<image>"  # in a text, by LLaVA's datasets and others after it
 _KEYS = ("image", "path", "url", "image_url", "base64", "bytes")
+_FETCH_S = 30.0  # without a byte from the server
 
 
 def images_of(
-    row: TableRow, content: Content, column: str | None, folder: Path | None, store: ImageStore
+    row: TableRow, content: Content, column: str | None, folder: Path | None, store: ImageStore, *, fetch: bool
 ) -> tuple[Image, ...]:
     """The pictures that a row has, kept in the store; DataError with the row for one that is missing or no picture.
 
     Args:
         content: of its column `column`, as `TableRow.content` has it.
         folder: `Table.folder`.
+        fetch: pictures at an `http(s)://` address, too.
     """
     values = [value for name in IMAGE_COLUMNS for value in _listed(row.values.get(name), row)]
     values = values or list(_in_turns(row.values.get(column or "")))
@@ -32,7 +37,7 @@ def images_of(
         places = places or (_count(content, _HUB_MARK) if not set(IMAGE_COLUMNS).isdisjoint(row.values) else 0)
         if places:
             raise DataError(f"{places} places for an image and no image in {row.place}; add it, or remove the row")
-    return tuple(store.put(_bytes_of(value, folder, row.place), row.place) for value in values)
+    return tuple(store.put(_bytes_of(value, folder, row.place, fetch), row.place) for value in values)
 
 
 def with_marks(content: Content, images: Sequence[Image], place: str) -> Content:
@@ -87,14 +92,15 @@ def _has_blocks(row: TableRow, column: str | None) -> bool:
     return not isinstance(turns, str) and any(not isinstance(turn.get("content", ""), str) for turn in turns or ())
 
 
-def _bytes_of(value: Any, folder: Path | None, place: str) -> bytes:
+def _bytes_of(value: Any, folder: Path | None, place: str, fetch: bool) -> bytes:
     """The file of a picture: bytes, a path beside the dataset, a `data:` URL, datasets' `{bytes, path}`, or PIL's."""
     if isinstance(value, Mapping):
         value = value.get("bytes") or value.get("path") or value.get("url")
     if isinstance(value, bytes):
         return value
     if isinstance(value, str):
-        return _read(value, folder, place)
+        is_fetched = fetch and value.startswith(("http://", "https://"))
+        return _fetched(value, place) if is_fetched else _read(value, folder, place)
     if hasattr(value, "save") and hasattr(value, "mode"):
         return png_of(value)
     raise DataError(f"the image of {place} is {type(value).__name__}; give a path, bytes or an image of datasets")
@@ -107,7 +113,10 @@ def _read(name: str, folder: Path | None, place: str) -> bytes:
         except binascii.Error as problem:
             raise DataError(f"the image of {place} is no base64 ({problem}); write it again") from None
     if "://" in name:
-        raise DataError(f"the image of {place} is at {name:.80}, and URLs are not fetched; give a file")
+        raise DataError(
+            f"the image of {place} is at {name:.80}, and URLs are not fetched; "
+            "give a file, or say --set fetch_images=true"
+        )
     if folder is None:
         raise DataError(f"the image of {place} is the file {name:.80}; a dataset of the hub brings its own as bytes")
     path = folder / Path(name).expanduser()
@@ -117,3 +126,26 @@ def _read(name: str, folder: Path | None, place: str) -> bytes:
     except (OSError, ValueError) as problem:
         reason = getattr(problem, "strerror", None) or problem
         raise DataError(f"the image of {place} cannot be read: {path} ({reason}); correct the path") from None
+
+
+def _fetched(url: str, place: str) -> bytes:
+    """What a server has at this address. It is asked once: other processes and a resumed run read the cache."""
+    import httpx
+
+    cached = cache_dir() / "images" / hashlib.sha256(url.encode()).hexdigest()
+    if cached.is_file():
+        return cached.read_bytes()
+    try:
+        data = b""
+        with httpx.stream("GET", url, timeout=_FETCH_S, follow_redirects=True) as answer:
+            answer.raise_for_status()
+            for part in answer.iter_bytes():
+                data += part
+                if len(data) > MOST_BYTES:
+                    return data  # which the store refuses
+    except httpx.HTTPError as problem:
+        reason = f"{first_line(problem):.120}"
+        raise DataError(f"the image of {place} cannot be fetched from {url:.80} ({reason}); correct the row") from None
+    cached.parent.mkdir(parents=True, exist_ok=True)
+    write_bytes_atomic(cached, data)
+    return data

@@ -89,12 +89,12 @@ def test_a_sampled_completion_is_printed_as_data(
 def test_weights_that_never_arrive_and_a_judge_that_never_parses_are_found_in_real_engines(
     place: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """`sync_weights: false` freezes the engine at its first weights, as a broken sync would; a random model judges."""
+    """`sync_every: 0` freezes the engine at its first weights, as a broken sync would; a random model judges."""
     words = typed(
         place,
         "frozen",
         f"--reward {place}/rewards.py:spread --reward judge:{place}/babble.yaml --engine vllm --max-tokens 8 --json "
-        "--set engine.count=1 --set engine.max_model_len=512 --set sync_weights=false",
+        "--set engine.count=1 --set engine.max_model_len=512 --set sync_every=0",
     )
     assert run(["preflight", *words]) == 1
     told = json.loads(capsys.readouterr().out)

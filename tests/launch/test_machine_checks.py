@@ -92,7 +92,7 @@ def check(
         (SMALL_SHM, {"engine": {"sync": "adapter"}}),  # the base stays where it is
         (H100, {"processes": 1, "engine": {"sync": "ipc", "count": 1}}),
         (CORES, {"lora": None, "engine": {"sync": "ipc"}}),
-        (SMALL_SHM, {"sync_weights": False}),
+        (SMALL_SHM, {"sync_every": 0}),
         (SMALL_SHM, {"algorithm": "eval"}),
         (SMALL_SHM, {"engine": {"kind": "transformers"}}),
         (SMALL_SHM, {"model": "unknown/model"}),

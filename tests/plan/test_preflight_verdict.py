@@ -68,7 +68,7 @@ STOPS = [
         "a sync that does not arrive",
         {"sync_gap": 0.8, "stale_gap": 0.02},
         "do not arrive in the engine",
-        "sync_weights",
+        "sync_every",
     ),
     ("other weights in the engine", {"logprob_gap": 2.0}, "differ by 2.00", "dtype"),
     ("no reward at all", {"rewards": (), "masked": 1.0, "problems": {"mine: TypeError": 64}}, "mine: TypeError", "log"),

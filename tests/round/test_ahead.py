@@ -85,6 +85,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
         engine: Engine | None = None,
         steps: int = STEPS,
         dynamic: bool = False,
+        sync_every: int = 1,
     ) -> Controller:
         parts = {
             "engines": [engine or Engine()],
@@ -98,6 +99,7 @@ def make(tmp_path: Path) -> Iterator[Make]:
             "rules": Rules(group_size=2, seed=1, reward_weights=(1.0,), dynamic=dynamic, in_order=True),
             "peers": Peers(),
             "share_weights": lambda version: tmp_path,
+            "sync_every": sync_every,
             "journal": Journal(tmp_path / folder, rank=0),
         }
         one = ControllerAhead(num_steps=steps, **parts) if ahead else Controller(**parts)
@@ -124,6 +126,11 @@ def take(controller: Controller, steps: Sequence[int]) -> list[list[Group]]:
 def test_a_round_is_written_by_the_version_before_its_step_and_the_first_by_its_own(make: Make) -> None:
     written = [max(versions(groups)) for groups in take(make(), range(STEPS))]
     assert written == [0, 0, 1, 2, 3]
+
+
+def test_as_a_control_engines_keep_their_weights_for_several_steps(make: Make) -> None:
+    rounds = take(make(ahead=False, sync_every=3), range(STEPS))
+    assert [versions(groups) for groups in rounds] == [{0}, {0}, {0}, {3}, {3}]
 
 
 def test_with_weights_that_do_not_change_the_rounds_are_those_of_no_lag(make: Make) -> None:

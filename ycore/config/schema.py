@@ -321,7 +321,9 @@ class RunConfig(BaseConfig):
     keep_journal: bool = False
     # The folder of a run whose journal provides the rounds: nothing is generated, and no engine is started.
     replay: str | None = None
-    sync_weights: bool = True  # False freezes the engine at its first weights: a control for tests, never for training
+    # Steps from one sync of the engines to the next. Above 1, and 0, which keeps them at their first weights, are
+    # controls: what training by older policies does, with a correction and without.
+    sync_every: Annotated[int, Field(ge=0, strict=True)] = 1
     # How often a trainer that died is started again, from the newest checkpoint and the journal.
     restarts: Annotated[int, Field(ge=0, strict=True)] = 0
     # Longest step, from its beginning to its row of metrics; then all stacks are written and the run fails.

@@ -77,7 +77,7 @@ def check_run(
     if not site.machine.devices:
         _check_host(config, site.machine, len(slots), models, known)
     in_files = config.engine.sync == "merged" or (config.engine.sync == "ipc" and not site.machine.devices)
-    if config.algorithm != "eval" and config.sync_weights and in_files:
+    if config.algorithm != "eval" and config.sync_every and in_files:
         _check_shared_memory(config, site.machine, known)
     return sharing
 

@@ -173,7 +173,7 @@ def _engine_rules(measured: Measurements) -> Iterator[_Rule]:
             "stops" if stale < sent else None,
             f"changed weights do not arrive in the engine: after a sync it is {sent:.2f} from the trainer's "
             f"log-probabilities and {stale:.2f} from those before",
-            "check sync_weights, and that vLLM is the version that `ycore doctor` asks for",
+            "check sync_every, and that vLLM is the version that `ycore doctor` asks for",
         )
     yield (
         _level(gap, GAP_WARNS, GAP_STOPS),

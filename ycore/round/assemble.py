@@ -117,6 +117,7 @@ class Assembly:
             or self.rules(num_engines=self._share_of(self.started.engines if self.config.pairs else engines)),
             peers=peers,
             share_weights=share_weights,
+            sync_every=max(1, self.config.sync_every),
             journal=journal,
             max_surplus_age=self.config.sampling.max_age,
             slots=slots or (Slots(self._num_slots) if self.config.pairs else None),

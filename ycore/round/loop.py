@@ -53,6 +53,7 @@ class RankLoop:
         rules: Rules,
         peers: Peers,
         share_weights: ShareWeights | None = None,
+        sync_every: int = 1,
         journal: Journal | None = None,
         max_surplus_age: int = 1,
         slots: Slots | None = None,
@@ -61,6 +62,7 @@ class RankLoop:
         """
         Args:
             share_weights: None where engines have the trainer's own weights, or where they are to stay frozen.
+            sync_every: versions from one that engines load to the next.
             journal: None where a round need not survive a kill (evaluation, preflight).
             max_surplus_age: policy versions that a group left over from a round may lag behind when it is trained on.
             slots: None for one slot an engine, without placement.
@@ -75,7 +77,7 @@ class RankLoop:
         self.yields = Yield()
         self.meter = RoundMeter(engines, peers, self.surplus, rules.environments)
         self.lengths = Lengths()
-        self._share_weights = share_weights
+        self._share_weights, self._sync_every = share_weights, sync_every
         self._journal = journal
         self._besides: list[Scoring] = []  # of controllers beside this one, closed with it
         self._generates = False  # the journal has no later round
@@ -98,7 +100,9 @@ class RankLoop:
 
     def sync(self, version: int) -> None:
         """Load the policy's weights, as this version, into every engine, unless they hold them already."""
-        if self._synced != version and self._share_weights is not None:
+        if self._synced is not None and 0 <= version - self._synced < self._sync_every:
+            return
+        if self._share_weights is not None:
             folder = self._share_weights(version)
 
             async def load() -> None:

@@ -105,7 +105,7 @@ class Preflight:
             engines,
             draws=draws,
             rules=replace(parts.rules(num_engines=len(engines)), dynamic=False, oversample=1.0),
-            share_weights=self._share_weights if self._uses_vllm and parts.config.sync_weights else None,
+            share_weights=self._share_weights if self._uses_vllm and parts.config.sync_every else None,
         )
         controller.record = self._recorded.__setitem__
         return controller

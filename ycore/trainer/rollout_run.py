@@ -61,7 +61,7 @@ class RolloutRun(TrainingRun):
 
     def _make_controller(self) -> Controller:
         parts, peers, engines = self._parts, self._peers, self._engines()
-        sends_weights = parts.started.kind == "vllm" and parts.config.sync_weights
+        sends_weights = parts.started.kind == "vllm" and parts.config.sync_every > 0
         self._journal = Journal(parts.home.journal, rank=peers.rank, world=peers.world, seed=parts.config.seed)
         controller = parts.controller(
             engines,

@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 FlowModel = o.text("Folder of a flow model as diffusers saves it, or flow-digits.", "--model")
 Conditions = o.text("Rows that each ask for a class; or `classes`, each once; e.g. prompts.jsonl.", "--dataset")
 PictureReward = o.texts(
-    "A function of images, file.py:function; may be repeated; e.g. rewards.py:score.", "--reward", metavar="NAME"
+    "A function of images, file.py:function, or a judge that sees, judge:FILE.yaml; may be repeated; e.g. "
+    "rewards.py:score.",
+    "--reward",
+    metavar="NAME",
 )
 HeldOutJudge = o.texts(
-    "A function of images, measured beside the reward and not trained on; may be repeated; e.g. judge.py:reads.",
+    "The same, measured beside the reward and not trained on; may be repeated; e.g. judge.py:reads.",
     "--eval-reward", metavar="NAME",
 )  # fmt: skip
 Method = o.text("How it learns: nft (DiffusionNFT) or grpo (Flow-GRPO); see docs/pictures.md.", metavar="NAME")
@@ -54,7 +57,6 @@ def flow(context: typer.Context, **options: Any) -> None:
     ycore flow --recipe digits
     ycore flow --model my-model --dataset prompts.jsonl --reward rewards.py:score --eval-reward judge.py:reads
     """
-    from ycore.config.flow_settings import resolve_flow
     from ycore.config.recipe_files import load_recipe, recipe_name
 
     resume = options["resume"] or options["resume_from"] is not None
@@ -63,7 +65,7 @@ def flow(context: typer.Context, **options: Any) -> None:
     if resume and not recipe and "output" in keys:
         base = o.stored_config(keys["output"])
     name = recipe_name(recipe) if recipe else None
-    config = resolve_flow(recipe=base, sets=options["set_"] or (), options=keys, run_name=name)
+    config = completed_flow(recipe=base, sets=options["set_"] or (), options=keys, run_name=name)
     how = {name: options[name] for name in ("resume_from", "accept_changes", "dry_run", "json")}
     train_flow(config, resume=resume, **how)
 
@@ -88,10 +90,16 @@ def go_on(
     """`ycore resume` of such a run; `typed` are words that are no options of that command."""
     if typed:
         raise ConfigError(f"no option {typed[0]}; ycore resume takes keys of a run of ycore flow by --set KEY=VALUE")
-    from ycore.config.flow_settings import resolve_flow
-
     keys = o.config_keys(options) | {"output": str(folder)}
-    train_flow(resolve_flow(recipe=stored, sets=sets, options=keys), resume=True, **how)
+    train_flow(completed_flow(recipe=stored, sets=sets, options=keys), resume=True, **how)
+
+
+def completed_flow(**layers: Any) -> "FlowConfig":
+    """As `resolve_flow`, with the files of its judges read into it."""
+    from ycore.config.flow_settings import resolve_flow
+    from ycore.judge.sources import with_declarations
+
+    return with_declarations(resolve_flow(**layers))
 
 
 def train_flow(
@@ -128,6 +136,8 @@ def train_flow(
 def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str, Any]:
     """What the run will do, as JSON values; UserError where it cannot work. Nothing is loaded or made."""
     from ycore.flow.conditions import IMAGES, load_conditions
+    from ycore.flow.scoring import check_judges
+    from ycore.judge.sources import is_judge
     from ycore.models.flow_folder import DIGITS_CLASSES, FlowFolder, check_flow_needs, flow_model
     from ycore.rewards.worker_client import check_reward
     from ycore.run.claim import check_claim
@@ -141,10 +151,12 @@ def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str,
         raise ConfigError(f"flow.guidance needs a class for none, which a {known.network} has not; leave it out")
     prompts = load_conditions(config, num_classes=DIGITS_CLASSES if known is None else known.num_classes)
     columns = [*prompts.columns, IMAGES]
+    check_judges(config, prompts.columns)
     for reward in (*config.rewards, *config.eval_rewards):
-        check_reward(
-            reward, columns, settings=config.reward_workers, sandbox=config.sandbox, run_folder=Path(config.output)
-        )
+        if not is_judge(reward):
+            check_reward(
+                reward, columns, settings=config.reward_workers, sandbox=config.sandbox, run_folder=Path(config.output)
+            )
     check_claim(RunFolder(Path(config.output)), config, resume=resume, how=how)
     return {
         "config": redact(config.model_dump(mode="json")),

@@ -277,10 +277,10 @@ def reproduce(
 def _run_seed(recipe: str, seed: int, root: Path, *, sets: Sequence[str], dry_run: bool) -> None:
     """Run the recipe with this seed, or the rest of it, unless it is finished; RunFolderError for another run there."""
     from ycore_cli.checks import checked_plan
-    from ycore_cli.flow import train_flow
+    from ycore_cli.flow import completed_flow, train_flow
     from ycore_cli.train import run_training
 
-    from ycore.config.flow_settings import FlowConfig, resolve_flow
+    from ycore.config.flow_settings import FlowConfig
     from ycore.config.recipe_files import load_recipe
     from ycore.config.resolve import resolve
     from ycore.run.claim import AS_IT_WAS, changes, is_finished
@@ -290,7 +290,7 @@ def _run_seed(recipe: str, seed: int, root: Path, *, sets: Sequence[str], dry_ru
     if "stages" in base:
         return _run_stages(base, seed, root, sets=sets, dry_run=dry_run)
     told: dict[str, Any] = {"recipe": base, "sets": sets, "options": {"seed": seed, "output": str(root)}}
-    config = resolve_flow(**told) if base.get("algorithm") == FLOW else o.completed(resolve(**told))
+    config = completed_flow(**told) if base.get("algorithm") == FLOW else o.completed(resolve(**told))
     if is_finished(folder) and not changes(folder, config):
         return
     resume = folder.config.is_file()

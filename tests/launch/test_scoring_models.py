@@ -214,8 +214,10 @@ def test_a_run_carries_the_whole_declaration(tmp_path: Path, monkeypatch: pytest
     monkeypatch.chdir(tmp_path)
     Path("strict.yaml").write_text("description: mine\nrubric: Is it right?\nverdict: {kind: score, max: 5}\n")
     spec = {"reward": "judge:strict.yaml", "weight": 0.5, "args": {"retries": 3}}
-    config = with_declarations(config_of(spec, {"reward": "length"}))
+    config = config_of(spec, {"reward": "length"})
+    config = with_declarations(config.model_copy(update={"eval_rewards": config.rewards}))
     Path("strict.yaml").unlink()
+    assert config.eval_rewards == config.rewards, "nor does what is measured beside it"
     assert config.rewards[0].model_dump(exclude_defaults=True) == {
         "reward": "judge:strict",
         "weight": 0.5,

@@ -149,10 +149,10 @@ def _check(config: FlowConfig) -> None:
         if getattr(config.sampling, key) != SamplingSettings.model_fields[key].default:
             raise ConfigError(f"ycore flow takes no sampling.{key}; leave it out")
     for spec in (*config.rewards, *config.eval_rewards):
-        if ":" not in spec.reward or spec.reward.startswith(("judge:", "rm:", "teacher:", "agrees:", "task:")):
+        if ":" not in spec.reward or spec.reward.startswith(("rm:", "teacher:", "agrees:", "task:")):
             raise ConfigError(
-                f"a reward of ycore flow is a function of images, file.py:function or package.module:function; "
-                f"it is {spec.reward!r}{nearest(spec.reward, [])}"
+                "a reward of ycore flow is a function of images, file.py:function or package.module:function, or "
+                f"judge:FILE.yaml; it is {spec.reward!r}{nearest(spec.reward, [])}"
             )
         if spec.constraint:
             raise ConfigError(f"ycore flow has no constraints, and {spec.reward} is one; leave constraint out")

@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import Field, ValidationError, model_validator
 
+from ycore.config.flow_settings import FlowConfig
 from ycore.config.learner_rules import AGREES, TEACHER
 from ycore.config.problems import declared_error
 from ycore.config.recipe_files import SUFFIXES, parse_yaml, read_yaml_file
@@ -22,6 +23,7 @@ from ycore.run.paths import RunFolder
 
 JUDGE_PREFIX, REWARD_MODEL_PREFIX = "judge:", "rm:"
 _Declared = TypeVar("_Declared", bound=Strict)
+_Scored = TypeVar("_Scored", RunConfig, FlowConfig)
 
 
 class RewardModel(Strict):
@@ -111,21 +113,23 @@ def is_rule(spec: RewardConfig) -> bool:
     return not any(kind(spec) for kind in _NO_RULES)
 
 
-def with_declarations(config: RunConfig) -> RunConfig:
+def with_declarations(config: _Scored) -> _Scored:
     """Read every judge's file into its reward's `args`; RewardError where a declaration cannot work."""
-    rewards: list[RewardConfig] = []
-    for spec in config.rewards:
-        if is_reward_model(spec):
-            reward_model_of(spec)  # only checked: its `args` are all there is
-        elif is_teacher(spec):
-            teacher_of(spec)
-        elif is_judge(spec) or is_agreement(spec):
-            kind, _, name = spec.reward.partition(":")
-            name = Path(name).stem if name.endswith(SUFFIXES) else name
-            args = judge_of(spec).model_dump(mode="json", exclude_defaults=True)
-            spec = spec.model_copy(update={"reward": f"{kind}:{name}", "args": args})
-        rewards.append(spec)
-    return config.model_copy(update={"rewards": rewards})
+    keys = {"rewards": config.rewards, "eval_rewards": config.eval_rewards}
+    return config.model_copy(update={key: [_declared(spec) for spec in specs] for key, specs in keys.items()})
+
+
+def _declared(spec: RewardConfig) -> RewardConfig:
+    if is_reward_model(spec):
+        reward_model_of(spec)  # only checked: its `args` are all there is
+    elif is_teacher(spec):
+        teacher_of(spec)
+    elif is_judge(spec) or is_agreement(spec):
+        kind, _, name = spec.reward.partition(":")
+        name = Path(name).stem if name.endswith(SUFFIXES) else name
+        args = judge_of(spec).model_dump(mode="json", exclude_defaults=True)
+        return spec.model_copy(update={"reward": f"{kind}:{name}", "args": args})
+    return spec
 
 
 def judge_of(spec: RewardConfig) -> Judge:

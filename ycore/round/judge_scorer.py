@@ -172,8 +172,8 @@ class JudgeScorer(Scorer):
         return lambda reply: self.judge.fraction(read_value(self.judge, reply, code=verdict_code(key)))
 
     def _key(self, writing: Writing, *completions: Completion) -> str:
-        """Identifies what is judged, also in a resumed run. It depends on the tokens: no policy can predict it."""
-        written = ",".join("-".join(map(str, completion.token_ids)) for completion in completions)
+        """Identifies what is judged, also in a resumed run. It depends on all tokens: no policy can predict it."""
+        written = ",".join("-".join(map(str, one.token_ids)) or one.text for one in completions)
         return f"{self.seed}/{self.name}/{writing.draw.position}/{hashlib.sha256(written.encode()).hexdigest()}"
 
     def _score(self, share: float | None, *, otherwise: str) -> Score:

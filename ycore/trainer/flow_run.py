@@ -18,19 +18,18 @@ from ycore.config.flow_settings import FlowConfig
 from ycore.config.schema import RewardConfig, a_fifth
 from ycore.data.prompts import PromptSet
 from ycore.errors import Interrupted, RunError
-from ycore.flow.conditions import IMAGES, load_conditions
+from ycore.flow.conditions import load_conditions
 from ycore.flow.learner import Learner, sampling_of
 from ycore.flow.measuring import FELL, TRAINED, conditions, judge_fell, measure
 from ycore.flow.policy import Policy
-from ycore.flow.sampler import OnePicture, Picture, PictureEngine, Trajectories, contact_sheet, drop_pictures
+from ycore.flow.sampler import OnePicture, PictureEngine, Trajectories, contact_sheet, drop_pictures
+from ycore.flow.scoring import picture_scoring
 from ycore.models.flow_folder import FlowFolder
-from ycore.rewards.pool import RewardPool
 from ycore.round.held_out import PREFIX
 from ycore.round.journal import Journal
-from ycore.round.meters import WorkerMeter
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, dust_of
-from ycore.round.scoring import RuleScorer, Scoring
+from ycore.round.scoring import Scoring
 from ycore.round.slots import Slots
 from ycore.round.step import Controller
 from ycore.run.checkpoints import (
@@ -50,18 +49,9 @@ from ycore.run.metrics import MetricsWriter, read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.secrets import load_config
 from ycore.run.trace import TraceWriter
-from ycore.sandbox.level import NUMBERS
 from ycore.trainer.saved_state import check_contents
-from ycore.types import Completion, Prompt
 
 _KEPT = 2  # checkpoints
-
-
-class PictureScorer(RuleScorer):
-    """Reward functions of pictures: in `images` they get the one that each completion is."""
-
-    def beside(self, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, list[Any]]:
-        return {IMAGES: [self.file_of(Picture.of(completion.text).image) for completion in completions]}
 
 
 class FlowRun:
@@ -86,12 +76,15 @@ class FlowRun:
         self._journal = Journal(self.home.journal, rank=0, seed=config.seed)
         self.controller = self._make_controller(prompts, how)
         self.stop = self.controller.stop
-        self._judge = _scoring(config, config.eval_rewards, self.home, self._images) if config.eval_rewards else None
+        self._judge = self._scoring(config.eval_rewards) if config.eval_rewards else None
         self._asked = conditions(prompts.prompts, config.condition_column)
         self._metrics = MetricsWriter(self.home.metrics)
         self._rows: list[dict[str, Any]] = []
         self._done = self._saved = 0
         self._state = self.controller.state()
+
+    def _scoring(self, specs: Sequence[RewardConfig]) -> Scoring:
+        return picture_scoring(self.config, specs, self.home, self._images)
 
     def _make_controller(self, prompts: PromptSet, how: Any) -> Controller:
         config, column = self.config, self.config.condition_column
@@ -106,7 +99,7 @@ class FlowRun:
         )
         return Controller(
             engines=[self._engine],
-            scoring=_scoring(config, config.rewards, self.home, self._images),
+            scoring=self._scoring(config.rewards),
             draws=DrawSource(
                 prompts.prompts, seed=config.seed, encode=lambda one: (one.columns[column],), max_prompt_tokens=1
             ),
@@ -268,20 +261,6 @@ class FlowRun:
             self.controller.run(self._judge.close())
         self.controller.close()
         self._metrics.close()
-
-
-def _scoring(config: FlowConfig, specs: Sequence[RewardConfig], home: RunFolder, images: ImageStore) -> Scoring:
-    """Reward functions in workers that see the run's pictures, and nothing else of it."""
-    pool = RewardPool(
-        specs,
-        settings=config.reward_workers,
-        log=home.log("rewards"),
-        run_id=home.run_id,
-        sandbox=config.sandbox,
-        run_folder=home.root,
-    )
-    meters = [WorkerMeter(lambda: pool.restarts, NUMBERS[pool.level])]
-    return Scoring([(range(len(specs)), PictureScorer(pool, images))], meters)
 
 
 def _figures(row: Mapping[str, Any]) -> dict[str, Any]:

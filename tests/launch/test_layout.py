@@ -75,6 +75,7 @@ def test_several_processes_are_ddp_unless_told() -> None:
         (SLICES, {}, 1),
         (EIGHT, {"processes": 4}, 4),
         (EIGHT, {"algorithm": "eval"}, 1),
+        (EIGHT, {"algorithm": "flow"}, 1),
         (EIGHT, {"accelerate": "nodes.yaml"}, "auto"),
     ],
 )

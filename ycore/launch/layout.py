@@ -15,6 +15,7 @@ from typing import Any, Literal, TypeVar
 import psutil
 import yaml
 
+from ycore.config.algorithms import FLOW
 from ycore.config.schema import BaseConfig, RunConfig
 from ycore.engine.commands import split_evenly
 from ycore.errors import ConfigError, nearest
@@ -123,7 +124,7 @@ def with_processes(config: _Config, machine: Machine | None = None) -> _Config:
     if config.processes != "auto" or not (config.accelerate is None or config.accelerate in SHARDINGS):
         return config
     machine = machine or this_machine()
-    trains_on_all = config.algorithm != "eval" and machine.devices and not machine.is_sliced
+    trains_on_all = config.algorithm not in ("eval", FLOW) and machine.devices and not machine.is_sliced
     return config.model_copy(update={"processes": len(machine.devices) if trains_on_all else 1})
 
 

@@ -2,7 +2,10 @@
 
     python docs/pictures.py runs/quickstart
 
-Needs Chromium on the path, and a finished run of any recipe.
+    python docs/pictures.py runs/see-and-add
+
+Needs Chromium on the path, and a finished run of any recipe. Of a run whose prompts show pictures it makes `see.png`,
+without Chromium: what was asked, and the answers before and after.
 """
 
 import argparse
@@ -13,13 +16,17 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import textwrap
 from pathlib import Path
 
 from rich.console import Console
 
+from ycore.run.images import ImageStore
+from ycore.run.paths import RunFolder
 from ycore.view.activity import RunActivity
 from ycore.view.live import RunView
 from ycore.view.page import make_report, write_report
+from ycore.view.pictures import new_figure, save_png
 from ycore.view.record import read_run
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -53,11 +60,36 @@ def live_view(run: Path, page: Path) -> tuple[int, int]:
     return math.ceil(float(size[1])), math.ceil(float(size[2]))
 
 
+def seen(run: Path, picture: Path) -> bool:
+    """Draw the run's samples, if their prompts show pictures; whether they do."""
+    store, samples = ImageStore(RunFolder(run).images), read_run(run).samples
+    rows = [pair for pair in zip(samples["before"], samples["after"], strict=True) if pair[0].get("images")]
+    if not rows:
+        return False
+    columns = max(len(before["images"]) for before, _ in rows)
+    figure = new_figure(8, 0.9 * len(rows) + 0.4)
+    for number, (before, after) in enumerate(rows):
+        for place, name in enumerate(before["images"]):
+            axes = figure.add_subplot(len(rows), columns + 2, number * (columns + 2) + place + 1)
+            axes.imshow(store.open(name))
+            axes.axis("off")
+        for place, (title, sample) in enumerate((("before", before), ("after", after)), columns + 1):
+            axes = figure.add_subplot(len(rows), columns + 2, number * (columns + 2) + place)
+            axes.axis("off")
+            axes.text(0, 0.5, textwrap.fill(sample["completion"].strip(), 24), va="center", fontsize=9)
+            if number == 0:
+                axes.set_title(title, loc="left", fontsize=11)
+    save_png(figure, picture)
+    return True
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", type=Path)
     parser.add_argument("--report-height", type=int, default=1900)
     told = parser.parse_args()
+    if seen(told.run, HERE / "see.png"):
+        return
     with tempfile.TemporaryDirectory() as scratch:
         report, terminal = Path(scratch) / "report.html", Path(scratch) / "live.svg"
         write_report(make_report([read_run(told.run)]), report)

@@ -1,5 +1,7 @@
 """The report as its reader has it: complete, safe to open, and drawn by a real browser."""
 
+import base64
+import hashlib
 import json
 import re
 import shutil
@@ -16,7 +18,7 @@ from ycore.plan.step_forecast import Row
 from ycore.round.journal import Journal
 from ycore.run.metrics import MetricsWriter
 from ycore.run.trace import Span, TraceWriter
-from ycore.types import Completion, Draw, Group, Prompt, Score, Turn
+from ycore.types import IMAGE_MARK, Completion, Draw, Group, Prompt, Score, Turn
 from ycore.view.page import as_page, chosen, make_report, write_report
 from ycore.view.record import ScoredCompletion, read_run
 
@@ -152,6 +154,20 @@ def test_samples_judges_and_versions_are_shown(run: Path) -> None:
     for cell in ("<pre>3 + 3?</pre>", "<pre>5</pre>", "<pre>&lt;6&gt;</pre>", "<td>fair/tokens</td>", "1.5 a step"):
         assert cell in page
     assert "torch 2.13.0</p>" in page and ">13</td>" in page and "2 min 10 s" in page and "0.1 → 0.9" in page
+
+
+def test_samples_show_the_pictures_of_their_prompts(run: Path) -> None:
+    kept = hashlib.sha256(b"a picture").hexdigest()
+    (run / "images").mkdir()
+    (run / "images" / kept).write_bytes(b"a picture")
+    asked = {"prompt": [{"role": "user", "content": f"Is {IMAGE_MARK} a cat?"}], "images": [kept, "0" * 64]}
+    samples = {when: [asked | {"completion": "no"}] for when in ("before", "after")}
+    (run / "samples.json").write_text(json.dumps(samples))
+    page = as_page(make_report([read_run(run)]))
+    assert "<pre>Is [picture] a cat?</pre>" in page, "the mark is no letter that a browser has"
+    assert page.count('<img class="seen"') == 1 and base64.b64encode(b"a picture").decode() in page
+    (run / "samples.json").write_text(json.dumps(samples).replace(kept, "../run.json"))
+    assert "Is [picture]" not in as_page(make_report([read_run(run)])), "only names of pictures are read"
 
 
 def test_what_judges_took_is_read_from_the_trace(run: Path) -> None:

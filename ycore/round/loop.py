@@ -114,7 +114,7 @@ class RankLoop:
     def sample(self, prompts: Sequence[tuple[Prompt, tuple[int, ...]]], *, version: int) -> list[dict[str, Any]]:
         """A completion of each prompt (and its token ids) by this version, with the same seeds at every call.
 
-        Returns a dict of `row`, `prompt`, `completion` and `finish_reason` for each prompt.
+        Returns a dict of `row`, `prompt`, `images` (sha256), `completion` and `finish_reason` for each prompt.
         """
         self.sync(version)
         turns = self.turns.apart()
@@ -127,6 +127,7 @@ class RankLoop:
             return {
                 "row": prompt.row,
                 "prompt": start.draw.prompt.content,
+                "images": [image.sha256 for image in prompt.images],
                 "completion": written.transcript,
                 "finish_reason": written.finish_reason,
             }

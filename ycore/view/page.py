@@ -11,10 +11,12 @@ from typing import Any
 
 from ycore.run.files import write_json_atomic
 from ycore.run.metrics import number
+from ycore.run.paths import RunFolder
 from ycore.run.text import as_duration, printable, topic
 from ycore.view.pictures import RUN_COLOURS, as_svg, curves, over_seconds, points, save_png, seconds_went
 from ycore.view.record import PARTS, RunRecord, ScoredCompletion, as_text, at_equal_seconds
 
+_LARGEST = 1 << 20  # bytes of a picture on the page
 _SHOWN = 4  # completions at either end of the last round, and in its middle
 
 
@@ -81,6 +83,7 @@ def as_page(runs: Sequence[RunRecord]) -> str:
         "beside": zip,
         "chosen": chosen,
         "judges": _judge_rows,
+        "seen": _seen,
         "base64": lambda file: base64.b64encode(file.read_bytes()).decode(),
     }
     source = files("ycore.view").joinpath("page.html.j2").read_text(encoding="utf-8")
@@ -106,6 +109,12 @@ def chosen(completions: Sequence[ScoredCompletion]) -> list[ScoredCompletion]:
     kept = sorted({place % len(ranked) for place in places if -len(ranked) <= place < len(ranked)}) if ranked else []
     masked = [one for one in completions if one.reward is None][:1]
     return [ranked[place] for place in kept] + masked
+
+
+def _seen(sample: Mapping[str, Any], run: RunRecord) -> list[Path]:
+    """The files of the pictures that a prompt shows, of those that are small enough for a page."""
+    found = [RunFolder(run.root).images / name for name in sample.get("images", ())]
+    return [file for file in found if file.is_file() and file.stat().st_size <= _LARGEST]
 
 
 def _judge_rows(metrics: Sequence[Mapping[str, Any]]) -> list[tuple[str, str]]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
@@ -16,7 +16,7 @@ from ycore.run.metrics import REWARD, STEP_SECONDS, Row, number, read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.resuming import read_round, round_file, rounds_in
 from ycore.run.trace import ROUND, SWAP, Span, busy_stretches, read_trace
-from ycore.types import Group, said
+from ycore.types import IMAGE_MARK, Group, said
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,6 +113,7 @@ class _Turn(_Read):
 
 class _Sample(_Read):
     prompt: str | list[_Turn]
+    images: list[Annotated[str, Field(pattern="^[0-9a-f]{64}$")]] = []
     completion: str
 
 
@@ -221,10 +222,9 @@ def _completions_in(file: Path, weights: Sequence[float]) -> list[ScoredCompleti
 
 
 def as_text(content: Any) -> str:
-    """A prompt as a line or two: a chat's last turn."""
-    if isinstance(content, str):
-        return content
-    return str(content[-1].get("content", "")) if content else ""
+    """A prompt as a line or two: a chat's last turn, with `[picture]` where one stands."""
+    last = content if isinstance(content, str) else content[-1].get("content", "") if content else ""
+    return str(last).replace(IMAGE_MARK, "[picture]")
 
 
 PARTS = (

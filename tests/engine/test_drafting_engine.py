@@ -1,6 +1,8 @@
 """A real vLLM that drafts, in float32: greedy tokens and sampled distributions are those of the model alone."""
 
 import asyncio
+import contextlib
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from transformers import AutoModelForCausalLM
 from ycore.engine import Sampling
 from ycore.engine.drafts import Drafted
 from ycore.engine.vllm_engine import VllmEngine
+from ycore.errors import EngineError
 from ycore.launch.engines import is_vllm_installed
 from ycore.models.tiny import write_tiny_model
 from ycore.run.paths import RunFolder
@@ -50,31 +53,51 @@ class Eager(Lookup):
 """
 
 
-@pytest.fixture(scope="module")
-def drafting(model: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any, cpu_engine: Any) -> Iterator[Path]:
-    """The socket of an engine that always drafts."""
+def nearly(model: Path, folder: Path) -> Path:
+    """A model that mostly says the same, as one that was trained to draft for it would."""
+    shutil.copytree(model, folder)
+    loaded = AutoModelForCausalLM.from_pretrained(model)
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in loaded.parameters():
+            parameter.add_(0.02 * parameter.std() * torch.randn_like(parameter))
+    loaded.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module", params=["memory", "model"])
+def drafting(
+    request: Any, model: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any, cpu_engine: Any
+) -> Iterator[Path]:
+    """The socket of an engine that always drafts: what followed the same words before, or what another model says."""
     module = tmp_path_factory.mktemp("module") / "eager.py"
     module.write_text(EAGER)
     how = {"method": "custom_class", "model": "eager.Eager", "num_speculative_tokens": 4}
+    if request.param == "model":
+        how |= {"method": "draft_model", "model": str(nearly(model, module.parent / "draft"))}
     folder = RunFolder(tmp_path_factory.mktemp("run"))
     engine = cpu_engine(folder, model, arguments=(("speculative_config", how),))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(module.parent))
         with serve(folder, [engine]):
+            assert "Loading drafter model" in folder.log("rollout-0").read_text()
             yield engine.socket
 
 
-def ask(socket: Path, sampling: Sampling, times: int, *, greedy: bool) -> tuple[list[list[Completion]], Drafted]:
-    """So many completions of each prompt, a prompt at a time, and what drafts did for them."""
+def ask(socket: Path, sampling: Sampling, times: int, *, greedy: bool) -> tuple[list[list[Completion]], Drafted | None]:
+    """So many completions of each prompt, a prompt at a time, and what drafts did for them; None of another model's."""
 
-    async def work() -> tuple[list[list[Completion]], Drafted]:
+    async def work() -> tuple[list[list[Completion]], Drafted | None]:
         engine = VllmEngine("rollout-0", socket, sampling, request_timeout_s=60, drafts=True)
-        await engine.take_drafts()
+        with contextlib.suppress(EngineError):
+            await engine.take_drafts()
         answers = []
         for number, prompt in enumerate(PROMPTS):
             asked = (engine.complete(prompt, 1000 * number + seed, greedy=greedy) for seed in range(times))
             answers.append(list(await asyncio.gather(*asked)))
-        counts = await engine.take_drafts()
+        counts = None
+        with contextlib.suppress(EngineError):  # only ycore's own drafter counts
+            counts = await engine.take_drafts()
         await engine.close()
         return answers, counts
 
@@ -91,7 +114,7 @@ def probabilities(model: Any, prompt: list[int], written: Completion, temperatur
 
 def test_greedy_tokens_are_those_of_the_model_alone(model: Path, drafting: Path) -> None:
     answers, counts = ask(drafting, Sampling(max_tokens=24), 1, greedy=True)
-    assert counts.accepted > 0
+    assert counts is None or counts.accepted > 0
     loaded = AutoModelForCausalLM.from_pretrained(model)
     for prompt, (written,) in zip(PROMPTS, answers, strict=True):
         best = probabilities(loaded, prompt, written, 1.0).argmax(-1)
@@ -106,7 +129,7 @@ def test_sampled_tokens_have_the_distribution_of_the_model_alone(
     log-probabilities are the model's."""
     sampling = Sampling(max_tokens=16, temperature=temperature)
     answers, counts = ask(drafting, sampling, 40, greedy=False)
-    assert counts.tokens > 1000 and counts.accepted > (5 if temperature == 1 else 100)
+    assert counts is None or (counts.tokens > 1000 and counts.accepted > (5 if temperature == 1 else 100))
     loaded, source = AutoModelForCausalLM.from_pretrained(model), torch.Generator().manual_seed(0)
     places, gaps = list[float](), list[float]()
     for prompt, written in ((prompt, one) for prompt, group in zip(PROMPTS, answers, strict=True) for one in group):
@@ -125,6 +148,7 @@ def test_sampled_tokens_have_the_distribution_of_the_model_alone(
     assert distance < 1.95 / len(ranked) ** 0.5  # p = 0.001
 
 
+@pytest.mark.parametrize("drafting", ["memory"], indirect=True)
 def test_a_request_of_one_token_checks_no_draft(drafting: Path) -> None:
     _, counts = ask(drafting, Sampling(max_tokens=1), 2, greedy=True)
-    assert counts.tokens == 0
+    assert counts is not None and counts.tokens == 0

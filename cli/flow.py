@@ -136,7 +136,7 @@ def train_flow(
 def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str, Any]:
     """What the run will do, as JSON values; UserError where it cannot work. Nothing is loaded or made."""
     from ycore.flow.conditions import IMAGES, load_conditions
-    from ycore.flow.scoring import check_judges
+    from ycore.flow.picture_rewards import check_judges
     from ycore.judge.sources import is_judge
     from ycore.models.flow_folder import DIGITS_CLASSES, FlowFolder, check_flow_needs, flow_model
     from ycore.rewards.worker_client import check_reward

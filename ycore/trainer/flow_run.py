@@ -21,9 +21,9 @@ from ycore.errors import Interrupted, RunError
 from ycore.flow.conditions import load_conditions
 from ycore.flow.learner import Learner, sampling_of
 from ycore.flow.measuring import FELL, TRAINED, conditions, judge_fell, measure
+from ycore.flow.picture_rewards import picture_scoring
 from ycore.flow.policy import Policy
 from ycore.flow.sampler import OnePicture, PictureEngine, Trajectories, contact_sheet, drop_pictures
-from ycore.flow.scoring import picture_scoring
 from ycore.models.flow_folder import FlowFolder
 from ycore.round.held_out import PREFIX
 from ycore.round.journal import Journal

@@ -35,7 +35,7 @@ def test_options_win_over_set_which_wins_over_the_recipe() -> None:
         ({"flow": {"sampler": "cps", "noise": 2}}, "flow.noise of cps is a share"),
         ({"group_size": 1}, "group_size must be at least 2"),
         ({"rewards": ["exact_answer"]}, "a reward of ycore flow is a function of images"),
-        ({"rewards": ["judge:j.yaml"]}, "a reward of ycore flow is a function of images"),
+        ({"rewards": ["rm:model"]}, "a reward of ycore flow is a function of images"),
         ({"rewards": [{"reward": "r.py:f", "constraint": True}]}, "has no constraints"),
         ({"processes": 2}, "trains in one process"),
         ({"dtype": "bfloat16"}, "computes in float32"),

@@ -136,8 +136,7 @@ def train_flow(
 def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str, Any]:
     """What the run will do, as JSON values; UserError where it cannot work. Nothing is loaded or made."""
     from ycore.flow.conditions import IMAGES, load_conditions
-    from ycore.flow.picture_rewards import check_judges
-    from ycore.judge.sources import is_judge
+    from ycore.judge.sources import check_picture_judges, is_judge
     from ycore.models.flow_folder import DIGITS_CLASSES, FlowFolder, check_flow_needs, flow_model
     from ycore.rewards.worker_client import check_reward
     from ycore.run.claim import check_claim
@@ -151,7 +150,7 @@ def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str,
         raise ConfigError(f"flow.guidance needs a class for none, which a {known.network} has not; leave it out")
     prompts = load_conditions(config, num_classes=DIGITS_CLASSES if known is None else known.num_classes)
     columns = [*prompts.columns, IMAGES]
-    check_judges(config, prompts.columns)
+    check_picture_judges(config, prompts.columns)
     for reward in (*config.rewards, *config.eval_rewards):
         if not is_judge(reward):
             check_reward(

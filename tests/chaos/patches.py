@@ -150,8 +150,8 @@ MUTATIONS: tuple[Patch, ...] = (
         (
             Edit(
                 _LOOP,
-                "if self._share_weights is not None:\n            folder",
-                "if version != 3 and self._share_weights is not None:\n            folder",
+                "if self._synced != version and self._share_weights is not None:",
+                "if self._synced != version and version != 3 and self._share_weights is not None:",
             ),
         ),
     ),

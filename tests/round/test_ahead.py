@@ -133,6 +133,14 @@ def test_as_a_control_engines_keep_their_weights_for_several_steps(make: Make) -
     assert [versions(groups) for groups in rounds] == [{0}, {0}, {0}, {3}, {3}]
 
 
+def test_what_is_measured_is_measured_with_the_weights_of_its_step(make: Make) -> None:
+    engine = Engine()
+    one = make(ahead=False, sync_every=3, engine=engine)
+    take(one, [0, 1])
+    one.sync(2)  # as an evaluation does
+    assert engine.version == 2
+
+
 def test_with_weights_that_do_not_change_the_rounds_are_those_of_no_lag(make: Make) -> None:
     engine = Engine()
     engine.differs = 0

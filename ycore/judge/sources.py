@@ -177,6 +177,17 @@ def check_pictures(config: RunConfig) -> None:
         raise ConfigError(f"the prompts have pictures, and {who} {why}; leave it out, or remove the pictures")
 
 
+def check_picture_judges(config: FlowConfig, columns: Sequence[str]) -> None:
+    """ConfigError where a judge cannot see what is drawn; RewardError where it asks for a column that is missing."""
+    for spec in filter(is_judge, (*config.rewards, *config.eval_rewards)):
+        judge = judge_of(spec)
+        if judge.base_url is None:
+            raise ConfigError(f"{spec.reward} would be served here, where judges read text only; give it a base_url")
+        if judge.mode != "pointwise":
+            raise ConfigError(f"{spec.reward} is {judge.mode}, and pictures are judged one by one; say mode: pointwise")
+        require_columns(spec.reward, judge, columns)
+
+
 def require_columns(name: str, judge: Judge, columns: Iterable[str]) -> None:
     """RewardError where the dataset lacks a column that the questions of the judge `name` need."""
     known = sorted(columns)

@@ -64,7 +64,7 @@ class ControllerAhead(Controller):
     def _begin(self, step: int, num_groups: int, *, version: int) -> None:
         before = self._state_now()
         with self.phase(SYNC):
-            self.sync(version)
+            self.sync_for_round(version)
         self._is_under_way = True
         work = self._thread.submit(self.make_round, step=step, num_groups=num_groups, version=version)
         self._ahead = _Ahead(step, before, work)

@@ -172,7 +172,7 @@ class JudgeScorer(Scorer):
         return lambda reply: self.judge.fraction(read_value(self.judge, reply, code=verdict_code(key)))
 
     def _key(self, writing: Writing, *completions: Completion) -> str:
-        """Identifies what is judged, also in a resumed run. It depends on all tokens: no policy can predict it."""
+        """Identifies what is judged, also in a resumed run. It depends on the text: no policy can predict it."""
         written = ",".join("-".join(map(str, one.token_ids)) or one.text for one in completions)
         return f"{self.seed}/{self.name}/{writing.draw.position}/{hashlib.sha256(written.encode()).hexdigest()}"
 

@@ -62,7 +62,7 @@ class RankLoop:
         """
         Args:
             share_weights: None where engines have the trainer's own weights, or where they are to stay frozen.
-            sync_every: versions from one that engines load to the next.
+            sync_every: versions from one that a round loads to the next.
             journal: None where a round need not survive a kill (evaluation, preflight).
             max_surplus_age: policy versions that a group left over from a round may lag behind when it is trained on.
             slots: None for one slot an engine, without placement.
@@ -100,9 +100,7 @@ class RankLoop:
 
     def sync(self, version: int) -> None:
         """Load the policy's weights, as this version, into every engine, unless they hold them already."""
-        if self._synced is not None and 0 <= version - self._synced < self._sync_every:
-            return
-        if self._share_weights is not None:
+        if self._synced != version and self._share_weights is not None:
             folder = self._share_weights(version)
 
             async def load() -> None:
@@ -110,6 +108,11 @@ class RankLoop:
 
             self.run(load())
         self._synced = version
+
+    def sync_for_round(self, version: int) -> None:
+        """As `sync`, where the weights that the engines hold are `sync_every` versions old."""
+        if self._synced is None or version - self._synced >= self._sync_every:
+            self.sync(version)
 
     def sample(self, prompts: Sequence[tuple[Prompt, tuple[int, ...]]], *, version: int) -> list[dict[str, Any]]:
         """A completion of each prompt (and its token ids) by this version, with the same seeds at every call.

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from ycore.config.flow_settings import FlowConfig
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.engine import Engine
 from ycore.engine.judge_engine import JudgeEngine, Refused, RemoteJudge, RemoteTeacher, VllmJudge
@@ -92,7 +93,7 @@ def build_scoring(
     kinds += [(is_code, code)] if config.teaches_exactly else [(is_teacher, teachers), (is_code, code)]
     meters: list[Meter] = [meter for kind, meter in kinds if any(map(kind, config.rewards))]
     if rules:
-        pool = _pool_of(config, folder, [config.rewards[source] for source in rules])
+        pool = pool_of(config, folder, [config.rewards[source] for source in rules])
         scorers.append((rules, RuleScorer(pool, ImageStore(folder.images))))
         meters.append(WorkerMeter(lambda: pool.restarts, NUMBERS[pool.level]))
     for source, spec in enumerate(config.rewards):
@@ -152,7 +153,8 @@ def _teacher_scorer(
     return TeacherScorer(name, teacher, [remote], max_model_len=teacher.max_model_len or sys.maxsize, meter=meter)
 
 
-def _pool_of(config: RunConfig, folder: RunFolder, specs: Sequence[RewardConfig]) -> RewardPool:
+def pool_of(config: RunConfig | FlowConfig, folder: RunFolder, specs: Sequence[RewardConfig]) -> RewardPool:
+    """The workers of these reward functions; they see the run's pictures, and nothing else of it."""
     return RewardPool(
         specs,
         settings=config.reward_workers,

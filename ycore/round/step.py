@@ -45,7 +45,7 @@ class Controller(RankLoop):
         if committed is not None:  # the run was killed after the commit: train on the very same completions
             return self.take_again(committed)
         with self.phase(SYNC):
-            self.sync(step)
+            self.sync_for_round(step)
         return self.hand_over(self.make_round(step=step, num_groups=num_groups, version=step))
 
     def make_round(self, *, step: int, num_groups: int, version: int) -> Committed:

@@ -7,6 +7,7 @@ trainer for these models, so that the loop is here. The sampler shares the proce
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,21 +16,27 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from ycore.config.flow_settings import FlowConfig
-from ycore.config.schema import RewardConfig, a_fifth
+from ycore.config.schema import EngineSettings, RewardConfig, a_fifth
 from ycore.data.prompts import PromptSet
+from ycore.engine.judge_engine import RemoteJudge
 from ycore.errors import Interrupted, RunError
-from ycore.flow.conditions import load_conditions
+from ycore.flow.conditions import IMAGES, load_conditions
 from ycore.flow.learner import Learner, sampling_of
 from ycore.flow.measuring import FELL, TRAINED, conditions, judge_fell, measure
-from ycore.flow.picture_rewards import picture_scoring
 from ycore.flow.policy import Policy
-from ycore.flow.sampler import OnePicture, PictureEngine, Trajectories, contact_sheet, drop_pictures
+from ycore.flow.sampler import OnePicture, Picture, PictureEngine, Trajectories, contact_sheet, drop_pictures
+from ycore.judge.question import Questioner
+from ycore.judge.sources import is_judge, judge_of
 from ycore.models.flow_folder import FlowFolder
+from ycore.rewards.loading import reward_names
 from ycore.round.held_out import PREFIX
 from ycore.round.journal import Journal
+from ycore.round.judge_scorer import JudgeScorer
+from ycore.round.meters import JudgeMeter, Meter, WorkerMeter
 from ycore.round.peers import Peers
 from ycore.round.sampling import DrawSource, Rules, dust_of
-from ycore.round.scoring import Scoring
+from ycore.round.scorers import pool_of
+from ycore.round.scoring import RuleScorer, Scorer, Scoring, Writing
 from ycore.round.slots import Slots
 from ycore.round.step import Controller
 from ycore.run.checkpoints import (
@@ -49,9 +56,27 @@ from ycore.run.metrics import MetricsWriter, read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.secrets import load_config
 from ycore.run.trace import TraceWriter
+from ycore.sandbox.level import NUMBERS
 from ycore.trainer.saved_state import check_contents
+from ycore.types import Completion, Prompt, Score
 
 _KEPT = 2  # checkpoints
+
+
+class PictureScorer(RuleScorer):
+    """Reward functions of pictures: in `images` they get the one that each completion is."""
+
+    def beside(self, prompt: Prompt, completions: Sequence[Completion]) -> dict[str, list[Any]]:
+        return {IMAGES: [self.file_of(Picture.of(completion.text).image) for completion in completions]}
+
+
+class PictureJudge(JudgeScorer):
+    """A judge that sees: a question shows it the drawn picture, and names it where a completion's text would stand."""
+
+    async def score_one(self, writing: Writing, index: int) -> Score:
+        drawn = Picture.of((await writing.tasks_G[index]).text).image
+        prompt = replace(writing.draw.prompt, images=(drawn,))
+        return await super().score_one(replace(writing, draw=replace(writing.draw, prompt=prompt)), index)
 
 
 class FlowRun:
@@ -76,15 +101,12 @@ class FlowRun:
         self._journal = Journal(self.home.journal, rank=0, seed=config.seed)
         self.controller = self._make_controller(prompts, how)
         self.stop = self.controller.stop
-        self._judge = self._scoring(config.eval_rewards) if config.eval_rewards else None
+        self._judge = _scoring(config, config.eval_rewards, self.home, self._images) if config.eval_rewards else None
         self._asked = conditions(prompts.prompts, config.condition_column)
         self._metrics = MetricsWriter(self.home.metrics)
         self._rows: list[dict[str, Any]] = []
         self._done = self._saved = 0
         self._state = self.controller.state()
-
-    def _scoring(self, specs: Sequence[RewardConfig]) -> Scoring:
-        return picture_scoring(self.config, specs, self.home, self._images)
 
     def _make_controller(self, prompts: PromptSet, how: Any) -> Controller:
         config, column = self.config, self.config.condition_column
@@ -99,7 +121,7 @@ class FlowRun:
         )
         return Controller(
             engines=[self._engine],
-            scoring=self._scoring(config.rewards),
+            scoring=_scoring(config, config.rewards, self.home, self._images),
             draws=DrawSource(
                 prompts.prompts, seed=config.seed, encode=lambda one: (one.columns[column],), max_prompt_tokens=1
             ),
@@ -261,6 +283,30 @@ class FlowRun:
             self.controller.run(self._judge.close())
         self.controller.close()
         self._metrics.close()
+
+
+def _scoring(config: FlowConfig, specs: Sequence[RewardConfig], home: RunFolder, images: ImageStore) -> Scoring:
+    """Of the run's rewards, or of its held-out judges."""
+    names, judges = reward_names(specs), JudgeMeter()
+    rules = [source for source, spec in enumerate(specs) if not is_judge(spec)]
+    scorers: list[tuple[Sequence[int], Scorer]] = []
+    meters: list[Meter] = [judges] if len(rules) < len(specs) else []
+    if rules:
+        pool = pool_of(config, home, [specs[source] for source in rules])
+        scorers.append((rules, PictureScorer(pool, images)))
+        meters.append(WorkerMeter(lambda: pool.restarts, NUMBERS[pool.level]))
+    for source, spec in enumerate(specs):
+        if is_judge(spec):
+            judge = judge_of(spec)
+            engine = RemoteJudge(names[source], judge, request_timeout_s=EngineSettings().request_timeout_s)
+            how: Any = {
+                "meter": judges,
+                "seed": config.seed,
+                "text_of": lambda completion: "[picture 1]",
+                "images": images,
+            }
+            scorers.append(((source,), PictureJudge(names[source], Questioner(judge), [engine], **how)))
+    return Scoring(scorers, meters)
 
 
 def _figures(row: Mapping[str, Any]) -> dict[str, Any]:

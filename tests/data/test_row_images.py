@@ -177,7 +177,7 @@ def test_a_picture_at_an_address_is_fetched_once_where_it_is_allowed(server: tup
         assert found.prompts[0].images == (ImageStore(None).put(RED, ""),)
     assert asked == ["/red.png"], "a resumed run needs no network"
     assert "say --set fetch_images=true" in refused(prompt="?", image=f"{address}/red.png")
-    for path, problem in (("none.png", "404"), ("page", "no picture of a known kind")):
+    for path, problem in (("none.png", "404"), ("page", "no picture of a known kind"), ("a\0b", "cannot be fetched")):
         rows = [{"prompt": "?", "image": f"{address}/{path}"}]
         with pytest.raises(DataError, match=problem):
             to_prompts(Table("data", rows, ("prompt", "image")), allowed, as_chat=True)

@@ -136,16 +136,19 @@ def _fetched(url: str, place: str) -> bytes:
     if cached.is_file():
         return cached.read_bytes()
     try:
-        data = b""
+        data = bytearray()
         with httpx.stream("GET", url, timeout=_FETCH_S, follow_redirects=True) as answer:
             answer.raise_for_status()
             for part in answer.iter_bytes():
                 data += part
                 if len(data) > MOST_BYTES:
-                    return data  # which the store refuses
-    except httpx.HTTPError as problem:
+                    return bytes(data)  # which the store refuses
+    except (httpx.HTTPError, httpx.InvalidURL) as problem:
         reason = f"{first_line(problem):.120}"
         raise DataError(f"the image of {place} cannot be fetched from {url:.80} ({reason}); correct the row") from None
-    cached.parent.mkdir(parents=True, exist_ok=True)
-    write_bytes_atomic(cached, data)
-    return data
+    try:
+        cached.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes_atomic(cached, bytes(data))
+    except OSError as problem:
+        raise DataError(f"cannot write the cache of images: {problem}; set YCORE_CACHE to a folder with room") from None
+    return bytes(data)

@@ -79,6 +79,8 @@ def drafting(
     engine = cpu_engine(folder, model, arguments=(("speculative_config", how),))
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", str(module.parent))
+        patch.setenv("VLLM_CONFIGURE_LOGGING", "1")  # whatever the shell says: the drafter is found in the log below
+        patch.setenv("VLLM_LOGGING_LEVEL", "INFO")
         with serve(folder, [engine]):
             assert "Loading drafter model" in folder.log("rollout-0").read_text()
             yield engine.socket

@@ -4,8 +4,8 @@ r"""Methods side by side: the same task, seeds and seconds of training, and what
     python docs/benchmarks/methods.py --output runs/methods --task gym --methods grpo,dr-grpo,rloo
 
 Every run is `ycore grpo --recipe quickstart` with the options of its method, and is measured on the task's test rows
-every few steps. A method's figure is that of its last evaluation whose steps took no more than the budget, without
-the seconds of the evaluations. Runs alternate over the methods, and a run that is finished is not run again, so the
+every few steps. A method's figure is that of its budget, on the line between the evaluations before and after it; the
+seconds of evaluations do not count. Runs alternate over the methods. A run that is finished is not run again, so the
 script can be stopped and goes on.
 
 `trl` is TRL's own `trl grpo`, with the same model, rows, batch and rate. It generates with transformers, stops at the
@@ -21,6 +21,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+import numpy as np
 from bounded import RunFailed, run_bounded
 from contestants import Settings, environment, trl_command
 from machine import busy_share, describe_machine
@@ -80,19 +81,18 @@ def command(told: argparse.Namespace, method: str, seed: int, output: Path) -> l
 
 
 def at_budget(rows: Sequence[Mapping[str, Any]], budget: float) -> dict[str, float]:
-    """The last evaluation within the budget, and what was done until then."""
+    """What was known at the budget, on the line between the evaluations around it, and what was done until then."""
     seconds, found = 0.0, {"steps": 0.0, "seconds": 0.0, "taught": 0.0}
-    best: dict[str, float] = {}
+    known: list[tuple[float, float]] = []  # seconds, pass@1
     for row in rows:
         if "ycore/time/step" in row:
             seconds += row["ycore/time/step"]
-            taught = found["taught"] + _PROMPTS * (1 - row.get("frac_reward_zero_std", 0.0))
-            found = {"steps": float(row["step"]), "seconds": seconds, "taught": taught}
-        if seconds > budget:
-            break
+            if seconds <= budget:
+                taught = found["taught"] + _PROMPTS * (1 - row.get("frac_reward_zero_std", 0.0))
+                found = {"steps": float(row["step"]), "seconds": seconds, "taught": taught}
         if FIGURE in row:
-            best = {**found, "pass@1": row[FIGURE]}
-    return best
+            known.append((seconds, row[FIGURE]))
+    return found | {"pass@1": float(np.interp(budget, *zip(*known, strict=True)))} if known else {}
 
 
 def run_trl(told: argparse.Namespace, seed: int, folder: Path, logs: Path) -> dict[str, float]:

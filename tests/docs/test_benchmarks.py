@@ -158,10 +158,11 @@ def test_methods_are_compared_at_the_same_seconds(parts: Any) -> None:
         row = {"step": step, "ycore/time/step": 10.0, "frac_reward_zero_std": 0.25}
         rows.append(row | ({"ycore/eval/pass@1": 0.2 + step / 10} if step % 2 == 0 else {}))
     found = parts.methods.at_budget(rows, 55.0)
-    assert found == {"steps": 4, "seconds": 40, "taught": 4 * 6.0, "pass@1": pytest.approx(0.6)}
-    assert parts.methods.at_budget(rows, 5.0)["pass@1"] == 0.2
+    assert found == {"steps": 5, "seconds": 50, "taught": 5 * 6.0, "pass@1": pytest.approx(0.75)}
+    assert parts.methods.at_budget(rows, 5.0)["pass@1"] == pytest.approx(0.25)
+    assert parts.methods.at_budget(rows, 500.0)["pass@1"] == pytest.approx(1.0)
     shown = parts.methods.as_markdown({"slow": [found], "fast": [found | {"pass@1": 0.9}]})
-    assert shown.splitlines()[2].startswith("| fast | 0.900") and "| 4 | 2160 |" in shown
+    assert shown.splitlines()[2].startswith("| fast | 0.900") and "| 5 | 2160 |" in shown
     told = parts.methods.parsed(["--methods", "gspo", "--task", "gym"])
     words = parts.methods.command(told, "gspo", 3, Path("out"))
     assert (

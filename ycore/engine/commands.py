@@ -44,6 +44,9 @@ _OTHERS = re.compile(
     r"|TRITON_|VLLM_(?!CPU_)|FLASHINFER_|FLASH_|DG_|TVM_|TRANSFORMERS_|TOKENIZERS_|SAFETENSORS_|TIKTOKEN_|MKL_|OPENBLAS_"
     r"|NUMEXPR_|NUMBA_|MALLOC_|TCMALLOC_|HIP_|ROCM|ROCR_|HSA_|AMD_|AITER_|ZE_|ONEAPI_|SYCL_|CCL_|KINETO_)\w*"
 )
+REPEATABLE = "YCORE_ENGINE_REPEATS"
+"""In the environment of an engine on a CPU whose answers must not depend on its batch."""
+
 T = TypeVar("T")
 _SECRET_ENDINGS = ("_KEY", "_TOKEN", "_SECRET", "_PASSWORD")
 
@@ -111,7 +114,7 @@ class EngineSpec:
     has_neighbours: bool = False  # engines of other roles use the same cores or device
     arguments: tuple[tuple[str, Any], ...] = ()  # of vLLM, by name, beside those that ycore sets
     variables: tuple[str, ...] = ()  # of the environment, that the user lets it have beside the usual ones
-    deterministic: bool = False  # a device gives a sequence the same in any batch, at a price; a CPU always does
+    deterministic: bool = False  # a sequence gets the same in any batch, at a price
     lora_rank: int = 0  # of the policy's adapters, where they are sent alone; 0 where they are merged
     sees: bool = False  # prompts come with pictures
     drafts: int = 0  # tokens that one pass checks of what followed the same words before; see `drafts`
@@ -197,6 +200,8 @@ def engine_environment(engine: EngineSpec, *, base: Mapping[str, str] | None = N
     if not engine.on_cpu:
         environment |= {"VLLM_BATCH_INVARIANT": "1"} if engine.deterministic else {}
         return {**environment, "CUDA_DEVICE_ORDER": "PCI_BUS_ID", "CUDA_VISIBLE_DEVICES": ",".join(engine.devices)}
+    if engine.deterministic:
+        environment[REPEATABLE] = "1"
     shares = split_evenly(engine.cores or (0,), engine.tensor_parallel)
     num_threads = max(map(len, shares))
     if engine.has_neighbours and num_threads > 1:

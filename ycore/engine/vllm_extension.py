@@ -19,11 +19,13 @@ from vllm.config import set_current_vllm_config
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.platforms import current_platform
 
+from ycore.engine.commands import REPEATABLE
 from ycore.engine.shared_bucket import Entry, opened, weights_in
 from ycore.engine.vllm_sight import NAMES, SIGHTED
 from ycore.engine.weight_proof import Part, PartSums, Piece, part_sums, pieces_of
 from ycore.run.reports import dump_stacks_on_signal
 
+_BLOCK = 16  # rows
 _AS_IT_IS: Mapping[str, str] = {}
 PACKED_SUMS: dict[Any, list[PartSums]] = {}  # by layer, the sums of its weight as it was packed
 
@@ -183,17 +185,23 @@ def record_packed_sums() -> None:
     utils.dispatch_cpu_unquantized_gemm = pack_and_record
 
 
-def multiply_no_row_alone() -> None:
-    """Multiply a single row twice: alone it takes another kernel (a vector's), which rounds differently.
+def multiply_rows_alike() -> None:
+    """Give a row the same bits whatever the others are: the number of rows must not choose the kernel.
 
-    Of two rows and more, each gets the same bits whatever the others are (measured with one and
-    two threads). A decoding step waits for the weights, not for the second row's arithmetic.
+    A single row is multiplied twice, since alone it takes a vector's kernel, which rounds differently; a decoding step
+    waits for the weights, not for the second row. Of two rows and more that is all, with one and two threads, but for
+    bfloat16 with AMX: there oneDNN sums in another order up to some 36 rows. So an engine that must be `REPEATABLE`
+    multiplies blocks of 16 rows there.
     """
     from vllm.model_executor.layers import utils
 
     stock = utils.cpu_unquantized_gemm
+    in_blocks = os.environ.get(REPEATABLE) == "1" and torch.cpu._is_amx_tile_supported()
 
     def multiply(layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> Any:
+        if x.dim() == 2 and in_blocks and x.dtype == torch.bfloat16:
+            padded = torch.nn.functional.pad(x, (0, 0, 0, -len(x) % _BLOCK))
+            return torch.cat([stock(layer, block, weight, bias) for block in padded.split(_BLOCK)])[: len(x)]
         if x.dim() == 2 and len(x) == 1:
             return stock(layer, x.repeat(2, 1), weight, bias)[:1]
         return stock(layer, x, weight, bias)
@@ -254,4 +262,4 @@ if current_platform.is_cpu():
     sample_drafted_positions()
     use_faster_sampler()
     record_packed_sums()
-    multiply_no_row_alone()
+    multiply_rows_alike()

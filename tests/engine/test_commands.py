@@ -13,6 +13,7 @@ import pytest
 from ycore.config.resolve import resolve
 from ycore.config.schema import RunConfig
 from ycore.engine.commands import (
+    REPEATABLE,
     EngineSpec,
     check_arguments,
     engine_command,
@@ -78,7 +79,9 @@ def test_what_makes_an_engine_repeat_itself_to_the_bit() -> None:
     assert engine_environment(CPU, base={})["VLLM_CPU_ATTN_SPLIT_KV"] == "0"
     assert "VLLM_BATCH_INVARIANT" not in engine_environment(gpu, base={})
     assert engine_environment(replace(gpu, deterministic=True), base={})["VLLM_BATCH_INVARIANT"] == "1"
-    assert "VLLM_BATCH_INVARIANT" not in engine_environment(replace(CPU, deterministic=True), base={})
+    on_cpu = engine_environment(replace(CPU, deterministic=True), base={})
+    assert on_cpu[REPEATABLE] == "1" and "VLLM_BATCH_INVARIANT" not in on_cpu
+    assert REPEATABLE not in engine_environment(CPU, base={})
 
 
 def test_an_engine_that_drafts_looks_them_up() -> None:

@@ -13,11 +13,13 @@ pytest.importorskip("vllm")
 import torch
 from vllm.v1.sample.ops import topk_topp_sampler as stock
 
+from ycore.engine.commands import REPEATABLE
 from ycore.engine.vllm_extension import (
     checkpoint_names,
     column_shard_of,
     fill_with_exponentials,
     held_pieces,
+    multiply_rows_alike,
     parts_of,
     use_faster_sampler,
 )
@@ -45,23 +47,39 @@ def test_what_it_replaces_is_as_it_was_when_this_was_written() -> None:
     assert list(inspect.signature(stock.sample_with_exponential_noise).parameters) == ["probs", "q"]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
-def test_what_a_row_is_multiplied_to_does_not_depend_on_the_others(dtype: torch.dtype) -> None:
-    """The way down of SmolLM2-135M's MLP: alone and in float32, a row took another kernel with other rounding."""
+@pytest.fixture
+def repeatable(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The multiplication of an engine that must repeat itself, on one thread."""
     from vllm.model_executor.layers import utils
 
-    layer = torch.nn.Linear(1536, 576, bias=False).to(dtype)
-    rows = torch.randn(32, 1536, generator=torch.Generator().manual_seed(0)).to(dtype)
-    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
-    multiply = utils.dispatch_unquantized_gemm()
+    monkeypatch.setattr(utils, "cpu_unquantized_gemm", stock_multiplication)
+    monkeypatch.setenv(REPEATABLE, "1")
+    multiply_rows_alike()
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    try:
-        together = multiply(layer, rows, layer.weight)
-        for count in (1, 2, 3, 8, 17, 31):
-            assert torch.equal(multiply(layer, rows[:count].clone(), layer.weight), together[:count]), count
-    finally:
-        torch.set_num_threads(threads)
+    yield
+    torch.set_num_threads(threads)
+
+
+def stock_multiplication(layer: Any, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> Any:
+    return layer.cpu_linear(x, weight, bias)
+
+
+@pytest.mark.usefixtures("repeatable")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("shape", [(576, 960), (576, 576), (576, 3072), (1536, 576), (576, 49152)])
+def test_what_a_row_is_multiplied_to_does_not_depend_on_the_others(dtype: torch.dtype, shape: tuple[int, int]) -> None:
+    """SmolLM2-135M's layers. In float32 a row alone takes another kernel; in bfloat16 with AMX few rows do."""
+    from vllm.model_executor.layers import utils
+
+    layer = torch.nn.Linear(*shape, bias=False).to(dtype)
+    rows = torch.randn(70, shape[0], generator=torch.Generator().manual_seed(0)).to(dtype)
+    utils.dispatch_cpu_unquantized_gemm(layer, remove_weight=False)
+    multiply = utils.dispatch_unquantized_gemm()
+    together = multiply(layer, rows, layer.weight)
+    for count in (1, 2, 3, 8, 17, 31, 48):
+        assert torch.equal(multiply(layer, rows[:count].clone(), layer.weight), together[:count]), count
+        assert torch.equal(multiply(layer, rows[None, 5 : 5 + count], layer.weight)[0], together[5 : 5 + count]), count
 
 
 def test_tokens_come_as_often_as_they_are_likely(sampler: stock.TopKTopPSampler) -> None:

@@ -30,6 +30,8 @@ def test_a_deterministic_run_has_one_rank() -> None:
     check(CORES, deterministic=True)
     with pytest.raises(ConfigError, match="--deterministic is for one, not 2; take --processes 1"):
         check(CORES, deterministic=True, processes=2)
+    with pytest.raises(ConfigError, match=r"wait together from one seed.*leave --deterministic out, or install vLLM"):
+        check(CORES, deterministic=True, engine={"kind": "transformers"})
 
 
 def test_rounds_ahead_need_engines_that_are_awake_while_the_trainer_trains() -> None:

@@ -41,10 +41,8 @@ def check_run(
     if config.sampling.max_staleness and batch is not None:
         _check_ahead(config, batch, kind)
     if config.sampling.oversample > 1 and kind == "transformers":
-        raise ConfigError(
-            "with --oversample engines give back what they have begun, and transformers does not; leave it out, or "
-            "install vLLM (pip install 'ycore[cpu]' or 'ycore[gpu]')"
-        )
+        rule = "with --oversample engines give back what they have begun, and transformers does not"
+        raise ConfigError(f"{rule}; leave it out, or {_INSTALL}")
     if config.engine.drafts and (kind == "transformers" or sighted_family(config.model)):
         rule = "engine.drafts is of vLLM's engines, and of models that read text only"
         raise ConfigError(f"{rule}; leave it out")
@@ -55,13 +53,7 @@ def check_run(
         rule = "ranks share out the draws as they become free, so --deterministic is for one"
         raise ConfigError(f"{rule}, not {site.layout.world}; take --processes 1")
     if kind == "transformers":
-        if (how := config.engine.sync) != "merged":
-            raise ConfigError(f"engine.sync={how} cannot be used here: transformers is sent no weights; leave it out")
-        if site.layout.shards_weights:
-            raise ConfigError(
-                "transformers generates with the trainer's own weights, which no rank has whole under zero3 or fsdp2; "
-                "install vLLM (pip install 'ycore[cpu]' or 'ycore[gpu]'), or take --accelerate zero2"
-            )
+        _check_transformers(config, site)
         check_run_placement(config, served_models(config))
         return None
     check_arguments(config.engine.args)
@@ -82,6 +74,7 @@ def check_run(
     return sharing
 
 
+_INSTALL = "install vLLM (pip install 'ycore[cpu]' or 'ycore[gpu]')"
 _AHEAD = "with --max-staleness 1 engines write the next round while the trainer trains"
 
 
@@ -89,16 +82,25 @@ def _check_ahead(config: RunConfig, batch: BatchPlan, kind: str) -> None:
     if config.replay is not None:
         raise ConfigError(f"{_AHEAD}, and --replay has no engines; leave --max-staleness out")
     if kind == "transformers":
-        raise ConfigError(
-            f"{_AHEAD}, and transformers writes with the trainer's own model; leave --max-staleness out, or install "
-            "vLLM (pip install 'ycore[cpu]' or 'ycore[gpu]')"
-        )
+        rule = f"{_AHEAD}, and transformers writes with the trainer's own model"
+        raise ConfigError(f"{rule}; leave --max-staleness out, or {_INSTALL}")
     steps = batch.steps_per_round * int(config.trl.get("num_iterations", 1))
     if steps > 1:
         raise ConfigError(
             f"--max-staleness counts steps of one round each, and a round here has {steps}; leave it out, or leave "
             "steps_per_generation and num_iterations out"
         )
+
+
+def _check_transformers(config: RunConfig, site: Site) -> None:
+    if (how := config.engine.sync) != "merged":
+        raise ConfigError(f"engine.sync={how} cannot be used here: transformers is sent no weights; leave it out")
+    if config.deterministic:
+        rule = "transformers writes the requests that wait together from one seed, and which do depends on the machine"
+        raise ConfigError(f"{rule}; leave --deterministic out, or {_INSTALL}")
+    if site.layout.shards_weights:
+        rule = "transformers generates with the trainer's own weights, which no rank has whole under zero3 or fsdp2"
+        raise ConfigError(f"{rule}; {_INSTALL}, or take --accelerate zero2")
 
 
 def check_described(config: RunConfig, fleet: Fleet, *, known: FactsOf = facts_here) -> None:

@@ -19,6 +19,8 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     row = {"prompt": "Which colour?", "answer": "red"}
     for name, image in {"rows": "red.png", "missing": "blue.png", "url": "https://example.org/red.png"}.items():
         (root / f"{name}.jsonl").write_text(json.dumps(row | {"image": image}))
+    judge = {"model": str(root / "text"), "rubric": "Is it red?", "verdict": {"kind": "score", "max": 1}}
+    (root / "blind.yaml").write_text(json.dumps(judge))
     (root / "rewards.py").write_text("def seen(completions, images, **_):\n    return [1.0] * len(images)\n")
     return root
 
@@ -44,7 +46,10 @@ def test_the_plan_says_what_stays_frozen(place: Path, capfd: pytest.CaptureFixtu
         ("--dataset {place}/missing.jsonl", "image of row 0 (line 1) of {place}/missing.jsonl cannot be read"),
         ("--dataset {place}/url.jsonl", "URLs are not fetched"),
         ("--reward rm:{place}/text", "rm:{place}/text reads text only"),
-        ("--reward judge:cheerful", "judge:cheerful reads text only where it is served here; give it a base_url"),
+        (
+            "--reward judge:{place}/blind.yaml",
+            "judge:blind asks {place}/text, which reads text only; name a model that",
+        ),
         ("--reward reference_probability", "asks the policy about text only"),
         ("--tools python", "tools, an environment or an agent"),
     ],
@@ -56,6 +61,11 @@ def test_what_cannot_see_is_refused_in_one_line(
     written = capfd.readouterr()
     assert says.format(place=place) in (line := written.err.strip()), written
     assert len(line.splitlines()) == 1
+
+
+def test_a_judge_that_is_served_here_may_see(capfd: pytest.CaptureFixture[str]) -> None:
+    assert run(["grpo", "--recipe", "see-and-add", "--reward", "judge:cheerful", "--dry-run"]) == 0
+    assert "judge cheerful: the policy's base weights" in " ".join(capfd.readouterr().out.split())
 
 
 @pytest.mark.parametrize("command", ["ppo", "online-dpo"])

@@ -14,11 +14,16 @@ from PIL import Image as Pillow
 from transformers import AutoModelForImageTextToText
 
 from ycore.engine import NEVER, Sampling
+from ycore.engine.judge_engine import VllmJudge
 from ycore.engine.sight import Sight, image_token_ids, load_sight
 from ycore.engine.vllm_engine import VllmEngine
 from ycore.engine.weights import write_weights
+from ycore.judge.declaration import Judge
+from ycore.judge.question import with_pictures
+from ycore.judge.verdict import Reply
 from ycore.launch.engines import is_vllm_installed
 from ycore.models.tiny import write_tiny_vision_model
+from ycore.placement.placement import JUDGE
 from ycore.round.assemble import load_tokenizer
 from ycore.run.images import ImageStore, png_of
 from ycore.run.paths import RunFolder
@@ -96,3 +101,35 @@ def test_what_vllm_sees_is_what_the_trainer_sees(tmp_path: Path, serve: Any, cpu
 
     with serve(run, [spec]):
         asyncio.run(asyncio.wait_for(work(), 200))
+
+
+SIMPLE_CHAT = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
+
+
+def test_a_judge_that_is_served_sees(tmp_path: Path, serve: Any, cpu_engine: Any) -> None:
+    """The same question about two pictures: two distributions, and the same one for the same picture."""
+    folder, run = write_tiny_vision_model(tmp_path / "model"), RunFolder(tmp_path / "run")
+    (folder / "chat_template.jinja").write_text(SIMPLE_CHAT)
+    run.root.mkdir()
+    spec = replace(cpu_engine(run, folder, max_model_len=512, sees=True), role=JUDGE)
+    labels = {"kind": "labels", "labels": {"yes": 1.0, "no": 0.0}}
+    judge = Judge.model_validate({"model": str(folder), "rubric": "Is it red?", "verdict": labels})
+    store = ImageStore(run.images)
+    urls = [
+        store.url(store.put(png_of(Pillow.new("RGB", (12, 9), name)), "").sha256) for name in ("red", "blue", "red")
+    ]
+    asked = [
+        with_pictures([{"role": "user", "content": "Is it red?"}], shown) for shown in ([], *([url] for url in urls))
+    ]
+
+    async def work() -> list[Reply]:
+        client = VllmJudge("rollout-0", spec.socket, request_timeout_s=60)
+        replies = [await client.ask(judge, question, seed=0) for question in asked]
+        await client.close()
+        return replies
+
+    with serve(run, [spec]):
+        without, red, blue, again = asyncio.run(asyncio.wait_for(work(), 200))
+    likely = [[token.likeliest for token in reply.tokens or ()] for reply in (without, red, blue, again)]
+    assert likely[1] == likely[3]
+    assert likely[0] != likely[1] != likely[2] != likely[0]

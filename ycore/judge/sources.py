@@ -17,7 +17,8 @@ from ycore.config.problems import declared_error
 from ycore.config.recipe_files import SUFFIXES, parse_yaml, read_yaml_file
 from ycore.config.schema import Positive, RewardConfig, RunConfig, Strict, Width
 from ycore.errors import ConfigError, RewardError, nearest
-from ycore.judge.declaration import Judge, Served
+from ycore.judge.declaration import POLICY_BASE, Judge, Served
+from ycore.models.names import ModelPlan, reads_text_only, resolve_model
 from ycore.rewards.builtin import is_code, is_environment, is_reference
 from ycore.run.paths import RunFolder
 
@@ -158,13 +159,13 @@ def teacher_of(spec: RewardConfig) -> Teacher:
 
 def check_pictures(config: RunConfig) -> None:
     """ConfigError where a part of the run would not see the pictures of its prompts, and would judge without them."""
-    text_only = "reads text only"
+    judges = {spec.reward: judge_of(spec) for spec in config.rewards if is_judge(spec)}
     blind = {
-        **{spec.reward: text_only for spec in config.rewards if not (is_rule(spec) or is_judge(spec))},
+        **{spec.reward: "reads text only" for spec in config.rewards if not (is_rule(spec) or is_judge(spec))},
         **{
-            spec.reward: f"{text_only} where it is served here; give it a base_url of one that sees"
-            for spec in config.rewards
-            if is_judge(spec) and judge_of(spec).base_url is None
+            name: f"asks {model_name(judge, config)}, which reads text only; name a model that sees"
+            for name, judge in judges.items()
+            if judge.base_url is None and reads_text_only(_plan_of(judge, config))
         },
         **{spec.reward: "asks the policy about text only" for spec in config.rewards if is_reference(spec)},
         **({"a run with tools, an environment or an agent": "writes prompts of text"} if config.has_turns else {}),
@@ -175,6 +176,15 @@ def check_pictures(config: RunConfig) -> None:
         blind[f"ycore {config.algorithm}"] = "has parts that read text only; take ycore grpo or ycore rloo"
     for who, why in blind.items():
         raise ConfigError(f"the prompts have pictures, and {who} {why}; leave it out, or remove the pictures")
+
+
+def model_name(judge: Judge, config: RunConfig) -> str:
+    """Of the model that a judge asks; the policy's own for `policy-base`."""
+    return config.model if judge.model == POLICY_BASE else judge.model
+
+
+def _plan_of(judge: Judge, config: RunConfig) -> ModelPlan:
+    return resolve_model(model_name(judge, config), trust_remote_code=config.trust_remote_code)
 
 
 def check_picture_judges(config: FlowConfig, columns: Sequence[str]) -> None:

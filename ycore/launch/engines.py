@@ -26,7 +26,7 @@ from ycore.launch.device_memory import (
 from ycore.launch.layout import Site
 from ycore.launch.scoring_models import ServedModel, check_teachers, served_models
 from ycore.models.folder import context_length
-from ycore.placement.placement import ROLLOUT
+from ycore.placement.placement import JUDGE, ROLLOUT
 from ycore.plan.sharing import Sharing
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
@@ -207,7 +207,7 @@ def _spec(
         role=model.role,
         variables=tuple(config.engine.environment),
         arguments=tuple(config.engine.args.items()) if is_policy else (),
-        sees=is_policy and "vision_config" in settings,
+        sees=model.role in (ROLLOUT, JUDGE) and "vision_config" in settings,
         drafts=config.engine.drafts if is_policy else 0,
         lora_rank=config.lora.r if is_policy and config.lora and config.engine.sync == "adapter" else 0,
     )

@@ -24,6 +24,7 @@ from ycore.judge.sources import (
     is_reward_model,
     is_teacher,
     judge_of,
+    model_name,
     require_columns,
     reward_model_of,
     teacher_of,
@@ -81,7 +82,7 @@ def served_models(config: RunConfig) -> list[ServedModel]:
             if judge.base_url is not None:
                 continue
             lengths = judge.max_model_len, judge.max_tokens
-            _add(ServedModel(JUDGE, _model_name(judge, config), (source,), *lengths, judge.tensor_parallel), models)
+            _add(ServedModel(JUDGE, model_name(judge, config), (source,), *lengths, judge.tensor_parallel), models)
         elif is_reward_model(spec) or (is_teacher(spec) and not config.teaches_exactly):
             role = REWARD_MODEL if is_reward_model(spec) else TEACHER
             declared = reward_model_of(spec) if role == REWARD_MODEL else teacher_of(spec)
@@ -164,10 +165,6 @@ def _add(model: ServedModel, models: dict[tuple[str, str], ServedModel]) -> None
     models[key] = _merge(models[key], model) if key in models else model
 
 
-def _model_name(judge: Judge, config: RunConfig) -> str:
-    return config.model if judge.model == POLICY_BASE else judge.model
-
-
 def _merge(one: ServedModel, other: ServedModel) -> ServedModel:
     lengths = [one.max_model_len, other.max_model_len]
     widths = [width for width in (one.tensor_parallel, other.tensor_parallel) if width != "auto"]
@@ -190,7 +187,7 @@ def _check_judge(name: str, judge: Judge, config: RunConfig, engine: str) -> str
     if judge.base_url is not None:
         _check_key(name, judge)
         return f"{judge.model} at {judge.base_url}, {how}"
-    model = _model_name(judge, config)
+    model = model_name(judge, config)
     plan = _served(name, model, config, engine, "give it a base_url, or install vLLM")
     if plan.has_chat_template is False:
         raise ModelError(f"{name} is asked in chats, and {model} has no chat template; take an instruct model")

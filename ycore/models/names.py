@@ -120,9 +120,14 @@ def sighted_family(name: str) -> str | None:
     return str(config.get("model_type")) if "vision_config" in config else None
 
 
+def reads_text_only(plan: ModelPlan) -> bool:
+    """False for a model whose config is not known yet."""
+    return plan.config is not None and "vision_config" not in plan.config
+
+
 def require_sight(plan: ModelPlan, row: int) -> None:
-    """Refuse pictures for a model that reads text only; a model whose config is not known yet passes."""
-    if plan.config is not None and "vision_config" not in plan.config:
+    """Refuse pictures for a model that reads text only."""
+    if reads_text_only(plan):
         raise ModelError(
             f"row {row} has a picture, and {plan.name} reads text only; "
             "take a vision-language model, or remove the columns image and images"

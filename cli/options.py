@@ -230,18 +230,18 @@ def resolve_config(context: typer.Context, *, algorithm: str, resume: bool = Fal
 
 
 def completed(config: "AnyConfig") -> "AnyConfig":
-    """The config with the files of its judges read into it, the number of its processes on this machine, and the
+    """The config with the files of its judges read into it, what `auto` means on this machine, and the
     `max_tokens` that was chosen when the run in its folder began."""
     from ycore.config.schema import RunConfig
     from ycore.judge.sources import with_declarations
-    from ycore.launch.layout import with_processes
+    from ycore.launch.layout import on_machine
 
     if isinstance(config, RunConfig):
         config = with_declarations(config)
         held = stored_config(config.output) if config.sample_max_tokens else {}
         if held.get("sample_max_tokens") is False:
             config = config.with_max_tokens(int(held["max_tokens"]))
-    return with_processes(config)
+    return on_machine(config)
 
 
 def typed_keys(context: typer.Context, *, algorithm: str, arguments: Sequence[str] | None = None) -> dict[str, Any]:

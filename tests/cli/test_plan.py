@@ -88,7 +88,10 @@ def test_a_recipe_is_planned_for_the_machine_here(capsys: pytest.CaptureFixture[
     [
         ("--model nosuch/model --devices 1x80GB", "no config of 'nosuch/model'"),
         ("--model smollm2-135m --devices 8xh1000", "did you mean 'h100'"),
-        ("--model smollm2-135m --devices 8xT4", "bfloat16, and device T4 has none; train with --set dtype=float32"),
+        (
+            "--model smollm2-135m --devices 8xT4 --set dtype=bfloat16",
+            "device T4 has none; train with --set dtype=float32",
+        ),
         ("--model smollm2-135m --devices 2x24GB --per-device-train-batch-size 5", "5 does not divide it"),
         ("--devices 8x80GB", "model"),
         ("--model smollm2-135m --devices 1x80GB --prompt-tokens few", "--prompt-tokens takes a whole number"),

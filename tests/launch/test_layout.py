@@ -21,7 +21,7 @@ from ycore.launch.layout import (
     accelerate_config,
     check_deepspeed,
     layout_of,
-    with_processes,
+    on_machine,
 )
 from ycore.plan.devices import check_bfloat16
 from ycore.plan.job import SHARDINGS, Sharding
@@ -81,7 +81,7 @@ def test_several_processes_are_ddp_unless_told() -> None:
 )
 def test_every_gpu_is_a_rank_unless_told(machine: Machine, settings: dict[str, Any], processes: int | str) -> None:
     """A file for accelerate has its own number; a process sees one slice of MIG only."""
-    assert with_processes(config(**settings), machine).processes == processes
+    assert on_machine(config(**settings), machine).processes == processes
 
 
 def test_every_rank_sees_the_devices_of_the_ranks_and_no_others(tmp_path: Path) -> None:
@@ -212,7 +212,7 @@ def test_accelerate_reads_it(name: Sharding, dtype: Dtype, on_cpu: bool, tmp_pat
         assert seen.deepspeed_config["zero3_init_flag"] is (name == "zero3")
 
 
-def test_a_device_without_bfloat16_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_is_refused_on_a_device_without_it_and_auto_is_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     old = Gpu("1", "GPU-b", "Tesla T4", "535.129.03", 15.0, 14.0, (7, 5))
     gpus = [replace(old, id="0", capability=(8, 0), memory_gib=80.0), old]
     monkeypatch.setattr(layout, "visible_gpus", lambda: tuple(gpus))
@@ -220,7 +220,22 @@ def test_a_device_without_bfloat16_is_refused(monkeypatch: pytest.MonkeyPatch) -
     machine = layout.this_machine()
     assert (machine.devices, machine.device_bytes) == (("0", "1"), 15 * 2**30)
     with pytest.raises(ConfigError, match=r"device 1 \(Tesla T4\) has none; train with --set dtype=float32"):
-        check_bfloat16("auto", machine.without_bfloat16)
-    check_bfloat16("float32", machine.without_bfloat16)
+        check_bfloat16("bfloat16", machine.without_bfloat16)
+    check_bfloat16("auto", machine.without_bfloat16)
+    assert on_machine(config(processes=1, dtype="auto"), machine).dtype == "float32"
     gpus[1] = replace(old, capability=None)
-    check_bfloat16("auto", layout.this_machine().without_bfloat16)
+    check_bfloat16("bfloat16", layout.this_machine().without_bfloat16)
+    assert on_machine(config(processes=1, dtype="auto"), layout.this_machine()).dtype == "bfloat16"
+
+
+def test_cores_without_bfloat16_compute_in_float32_unless_told() -> None:
+    old = replace(CORES, cores_have_bfloat16=False)
+    assert (
+        on_machine(config(dtype="auto"), CORES).dtype == "bfloat16"
+        and on_machine(config(dtype="auto"), old).dtype == "float32"
+    )
+    assert on_machine(config(dtype="bfloat16"), old).dtype == "bfloat16"
+    assert on_machine(config(algorithm="flow", dtype="auto"), old).dtype == "auto"  # float32 on every machine
+    assert (layout_of(config(accelerate="zero2", processes=2, dtype="auto"), old).accelerate or {})[
+        "mixed_precision"
+    ] == "no"

@@ -3,7 +3,7 @@
 import pytest
 
 from ycore.errors import ConfigError
-from ycore.plan.devices import GB, GIB, Device, Fleet, bfloat16_factor, measured_core, parse_devices
+from ycore.plan.devices import GB, GIB, Device, Fleet, bfloat16_factor, format_on, measured_core, parse_devices
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
 
@@ -40,4 +40,19 @@ def test_this_processor_is_measured() -> None:
 
 
 def test_a_processors_bfloat16_follows_from_its_flags() -> None:
-    assert bfloat16_factor({"amx_bf16", "avx512_bf16"}) > bfloat16_factor({"avx512_bf16"}) > bfloat16_factor({"avx2"})
+    assert bfloat16_factor({"amx_bf16", "avx512_bf16"}) == 16 and bfloat16_factor({"avx512_bf16"}) == 8
+    assert bfloat16_factor({"avx512f", "avx2"}) is None and bfloat16_factor({"asimd", "bf16"}) == 2
+
+
+@pytest.mark.parametrize(
+    ("dtype", "has_bfloat16", "computes_in"),
+    [
+        ("auto", True, "bfloat16"),
+        ("auto", False, "float32"),
+        ("bfloat16", False, "bfloat16"),
+        ("float32", True, "float32"),
+    ],
+)
+def test_auto_is_bfloat16_where_the_cores_multiply_it(dtype: str, has_bfloat16: bool, computes_in: str) -> None:
+    core = Device("core", 2**30, 1e9, 1e9, 1e9, "told", on_cpu=True, has_bfloat16=has_bfloat16)
+    assert format_on(core, dtype) == computes_in

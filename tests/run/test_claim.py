@@ -97,6 +97,14 @@ def test_a_key_that_the_older_run_did_not_have_yet_has_its_default(folder: RunFo
     check_claim(folder, config_for(folder), resume=True)
 
 
+def test_auto_of_an_older_run_was_bfloat16(folder: RunFolder) -> None:
+    claim_and_release(folder, dtype="auto")
+    assert held_config(folder)["dtype"] == "bfloat16"
+    check_claim(folder, config_for(folder, dtype="bfloat16"), resume=True)
+    with pytest.raises(RunFolderError, match="dtype: 'bfloat16' there, 'float32' here"):
+        check_claim(folder, config_for(folder, dtype="float32"), resume=True)
+
+
 def test_the_same_run_goes_on_only_with_resume(folder: RunFolder) -> None:
     claim_and_release(folder)
     with pytest.raises(RunFolderError, match="--resume"):

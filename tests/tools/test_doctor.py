@@ -164,7 +164,7 @@ def test_each_device_is_listed_with_its_memory() -> None:
 def test_a_driver_that_is_too_old_a_card_without_bfloat16_and_a_full_device_are_named() -> None:
     found = lines_of([Gpu("0", "GPU-a", "Tesla T4", "535.129.03", 15.0, 3.0, (7, 5))])
     assert found["driver"] == (False, "535.129.03; torch's CUDA 13.0 needs 580.65.06 or newer")
-    assert not found["bfloat16"][0] and not found["memory of device 0"][0]
+    assert found["bfloat16"][1].endswith("so runs compute in float32") and not found["memory of device 0"][0]
     assert lines_of([Gpu("0", "GPU-a", "Tesla T4", "535.129.03")], torch_cuda="12.6")["driver"][0]
 
 

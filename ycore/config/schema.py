@@ -246,7 +246,8 @@ class BaseConfig(Strict):
     fetch_images: bool = False  # pictures that rows name by an http(s) address, once, into the cache
     trust_remote_code: bool = False
     seed: Annotated[int, Field(ge=0, lt=2**32, strict=True)] = 0
-    # What trainer and engine compute in; `auto` is bfloat16. Adapters and full weights are kept in float32.
+    # What trainer and engine compute in; `auto` is bfloat16 where the machine multiplies it, else float32. Adapters and
+    # full weights are kept in float32.
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     # The same command gives the same run, to the bit, whatever else the machine does.
     deterministic: bool = False

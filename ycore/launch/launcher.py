@@ -22,7 +22,7 @@ from ycore.launch.diagnostics import plan_and_measured
 from ycore.launch.engine_watch import EngineWatch, start_engines
 from ycore.launch.engines import plan_engines
 from ycore.launch.guardian import guarded
-from ycore.launch.layout import Site, site_of, with_processes
+from ycore.launch.layout import Site, on_machine, site_of
 from ycore.launch.machine_checks import check_run
 from ycore.launch.processes import ManagedProcess, RankedTrainer
 from ycore.launch.supervise import Limits, StopRequests, Supervisor
@@ -86,7 +86,7 @@ def run_worker(
         YcoreError: why the run failed, or Interrupted.
     """
     began = time.monotonic()
-    config = with_processes(config)
+    config = on_machine(config)
     site = site_of(config, trains=worker.trains)
     if isinstance(config, RunConfig):
         check_run(config, site)

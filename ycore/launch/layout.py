@@ -20,7 +20,7 @@ from ycore.config.schema import BaseConfig, RunConfig
 from ycore.engine.commands import split_evenly
 from ycore.errors import ConfigError, nearest
 from ycore.launch.gpus import visible_gpus
-from ycore.plan.devices import check_bfloat16, usable_cores
+from ycore.plan.devices import bfloat16_factor, check_bfloat16, core_flags, format_of, usable_cores
 from ycore.plan.job import SHARDINGS, Sharding
 from ycore.run.paths import RunFolder
 
@@ -41,11 +41,17 @@ class Machine:
     host_bytes: float | None = None
     shm_bytes: float | None = None  # free in /dev/shm
     without_bfloat16: tuple[str, ...] = ()  # devices, in words
+    cores_have_bfloat16: bool = True  # instructions for it
 
     @property
     def parts(self) -> tuple[tuple[int | str, ...], str]:
         """What is shared out to processes and engines, and what it is called."""
         return (self.devices, "devices") if self.devices else (self.cores, "cores")
+
+    @property
+    def has_bfloat16(self) -> bool:
+        """Whether what a run computes on multiplies bfloat16 as fast as float32 at least."""
+        return not self.without_bfloat16 if self.devices else self.cores_have_bfloat16
 
     @property
     def is_sliced(self) -> bool:
@@ -119,13 +125,19 @@ class Site:
 _Config = TypeVar("_Config", bound=BaseConfig)
 
 
-def with_processes(config: _Config, machine: Machine | None = None) -> _Config:
-    """The config with a number in place of `processes: auto`, unless an accelerate config file has the number."""
-    if config.processes != "auto" or not (config.accelerate is None or config.accelerate in SHARDINGS):
-        return config
+def on_machine(config: _Config, machine: Machine | None = None) -> _Config:
+    """The config with what `auto` means here for `dtype` and `processes`.
+
+    `ycore flow` computes in float32 always, and a file for accelerate has its own number of processes.
+    """
+    settled: dict[str, Any] = {}
     machine = machine or this_machine()
-    trains_on_all = config.algorithm not in ("eval", FLOW) and machine.devices and not machine.is_sliced
-    return config.model_copy(update={"processes": len(machine.devices) if trains_on_all else 1})
+    if config.dtype == "auto" and config.algorithm != FLOW:
+        settled["dtype"] = format_of(config.dtype, has_bfloat16=machine.has_bfloat16)
+    if config.processes == "auto" and (config.accelerate is None or config.accelerate in SHARDINGS):
+        trains_on_all = config.algorithm not in ("eval", FLOW) and machine.devices and not machine.is_sliced
+        settled["processes"] = len(machine.devices) if trains_on_all else 1
+    return config.model_copy(update=settled)
 
 
 def site_of(config: BaseConfig, *, trains: bool = True) -> Site:
@@ -180,15 +192,16 @@ def this_machine() -> Machine:
         host_bytes=float(psutil.virtual_memory().total),
         shm_bytes=float(shutil.disk_usage(_SHM).free) if os.path.isdir(_SHM) else None,
         without_bfloat16=tuple(f"{gpu.id} ({gpu.name})" for gpu in gpus if not gpu.has_bfloat16),
+        cores_have_bfloat16=bfloat16_factor(core_flags()) is not None,
     )
 
 
 def layout_of(config: BaseConfig, machine: Machine) -> Layout:
     """The run's ranks, from `processes` and `accelerate`; ConfigError for what cannot work on the machine."""
-    config, on_cpu = with_processes(config, machine), not machine.devices
+    config, on_cpu = on_machine(config, machine), not machine.devices
     if config.accelerate is None and config.processes == 1:
         return ONE_RANK
-    dtype: Dtype = "float32" if config.dtype == "float32" else "bfloat16"
+    dtype = format_of(config.dtype, has_bfloat16=machine.has_bfloat16)
     name = next((name for name in SHARDINGS if name == (config.accelerate or "ddp")), None)
     if name is None:
         layout = _layout_from_file(Path(str(config.accelerate)).expanduser(), config, dtype=dtype)

@@ -15,7 +15,7 @@ from ycore.engine.commands import check_arguments
 from ycore.errors import ConfigError
 from ycore.launch import engines
 from ycore.launch.device_memory import FactsOf, facts_here, slot_width
-from ycore.launch.layout import Machine, Site, check_deepspeed, layout_of
+from ycore.launch.layout import Machine, Site, check_deepspeed, layout_of, on_machine
 from ycore.launch.scoring_models import ServedModel, check_run_placement, served_models
 from ycore.models.names import sighted_family
 from ycore.placement.placement import REWARD_MODEL
@@ -107,6 +107,7 @@ def check_described(config: RunConfig, fleet: Fleet, *, known: FactsOf = facts_h
     """The same on described devices, or on cores of this machine, with what is installed here."""
     check_learner(config)
     device, machine = fleet.device, described(fleet)
+    config = on_machine(config, machine)
     layout = layout_of(config, machine)
     if device.on_cpu:
         check_deepspeed(config, layout)
@@ -117,7 +118,8 @@ def check_described(config: RunConfig, fleet: Fleet, *, known: FactsOf = facts_h
 def described(fleet: Fleet) -> Machine:
     device, count = fleet.device, fleet.count
     if device.on_cpu:
-        return Machine(tuple(range(count)), (), host_bytes=device.memory_bytes)
+        cores = tuple(range(count))
+        return Machine(cores, (), host_bytes=device.memory_bytes, cores_have_bfloat16=device.has_bfloat16)
     devices = tuple(map(str, range(count)))
     old = () if device.has_bfloat16 else (device.name,)
     return Machine(tuple(range(count)), devices, device_bytes=device.memory_bytes, without_bfloat16=old)

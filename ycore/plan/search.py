@@ -8,7 +8,7 @@ from typing import Any
 from ycore.config.schema import RunConfig
 from ycore.errors import ConfigError
 from ycore.placement.placement import JUDGE
-from ycore.plan.devices import GIB, Device, Fleet, check_bfloat16, measured_core, parse_devices, usable_cores
+from ycore.plan.devices import GIB, Device, Fleet, format_on, measured_core, parse_devices, usable_cores
 from ycore.plan.job import SHARDINGS, Job, Way, job_of, micro_batch_of
 from ycore.plan.model_facts import KNOWN_CONFIGS, model_facts
 from ycore.plan.sharing import sharings
@@ -95,10 +95,10 @@ def make_plan(
         unused = Device("core", GIB, 1e9, 1e9, 1e9, "not measured", on_cpu=True)
         core = measured_core() if devices.strip().lower().endswith("cpu") else unused
     fleet = parse_devices(devices, core=core, num_cores=len(usable_cores()))
-    check_bfloat16(config.dtype, () if fleet.device.has_bfloat16 else (fleet.device.name,))
+    settled = {"dtype": format_on(fleet.device, config.dtype)}
     job = job_of(
-        config, policy, judge=judge_facts, judge_role=judge_role, judge_tokens=judge_tokens,
-        prompt_tokens=prompt_tokens, completion_tokens=completion_tokens,
+        config.model_copy(update=settled), policy, judge=judge_facts, judge_role=judge_role,
+        judge_tokens=judge_tokens, prompt_tokens=prompt_tokens, completion_tokens=completion_tokens,
     )  # fmt: skip
     micro_batch = micro_batch_of(config, ranks=most_ranks(job, fleet), on_cpu=fleet.device.on_cpu)
     refused: list[tuple[Forecast, str]] = []

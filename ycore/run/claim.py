@@ -205,7 +205,12 @@ def held_config(folder: RunFolder) -> dict[str, Any]:
 
 
 def _of_today(config: dict[str, Any]) -> dict[str, Any]:
-    """Settings of an earlier version's run.json: `sandbox.level` has taken the place of `reward_workers.run_as`."""
+    """Settings of an earlier version's run.json.
+
+    `sandbox.level` has taken the place of `reward_workers.run_as`, and `dtype: auto` was bfloat16 on every machine.
+    """
+    if config.get("dtype") == "auto" and "flow" not in config:  # which computes in float32
+        config = {**config, "dtype": "bfloat16"}
     workers = config.get("reward_workers")
     if not (isinstance(workers, dict) and "run_as" in workers):
         return config
@@ -260,7 +265,8 @@ def changes(folder: RunFolder, config: BaseModel) -> list[Difference]:
     there = held_config(folder)
     with contextlib.suppress(ValidationError):  # a key that was not there yet has its default
         there = type(config).model_validate(there).model_dump(mode="json")
-    return settings_that_differ(redact(there), redact(config.model_dump(mode="json")))
+    here = _of_today(config.model_dump(mode="json"))
+    return settings_that_differ(redact(there), redact(here))
 
 
 def settings_that_differ(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[Difference]:

@@ -29,6 +29,7 @@ from ycore.launch.gpus import Gpu, ask_driver, visible_gpus
 from ycore.launch.layout import this_machine
 from ycore.models.hub import cache_dir
 from ycore.models.tiny import write_tiny_model
+from ycore.plan.devices import format_of
 from ycore.run.claim import installed_versions
 from ycore.run.reports import RUN_MARKER
 from ycore.sandbox import Level
@@ -182,7 +183,10 @@ def gpu_checks(gpus: Sequence[Gpu], *, torch_cuda: str | None, links: str = "") 
     `torch_cuda` is the version that torch was built with, e.g. `13.0`; `links` the matrix of `nvidia-smi topo -m`.
     """
     names = [gpu.name if gpu.memory_gib is None else f"{gpu.name}, {gpu.memory_gib:.0f} GiB" for gpu in gpus]
-    yield check("devices", ", ".join(names) or f"no GPU; CPU with {len(this_machine().cores)} cores")
+    machine = this_machine()
+    dtype = format_of("auto", has_bfloat16=machine.has_bfloat16)
+    cores = f"no GPU; CPU with {len(machine.cores)} cores, on which runs compute in {dtype}"
+    yield check("devices", ", ".join(names) or cores)
     if not gpus:
         return
     needed = _DRIVERS.get((torch_cuda or "").partition(".")[0])
@@ -192,8 +196,8 @@ def gpu_checks(gpus: Sequence[Gpu], *, torch_cuda: str | None, links: str = "") 
         yield check("driver", value, ok=_release(gpus[0].driver) >= _release(needed), mend=mend)
     old = [gpu.id for gpu in gpus if not gpu.has_bfloat16]
     if old:
-        value = f"device {', '.join(old)} has none (compute capability below 8.0)"
-        yield check("bfloat16", value, ok=False, mend="train with --set dtype=float32")
+        value = f"device {', '.join(old)} has none (compute capability below 8.0), so runs compute in float32"
+        yield check("bfloat16", value)
     for gpu in gpus:
         if gpu.free_gib is not None and gpu.memory_gib:
             value = f"{gpu.free_gib:.1f} of {gpu.memory_gib:.1f} GiB free"

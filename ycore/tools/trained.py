@@ -60,7 +60,8 @@ class Talker:
     def __init__(self, folder: Path, *, max_tokens: int, temperature: float, seed: int) -> None:
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype="auto").eval()
+        dtype = "auto" if this_machine().has_bfloat16 else "float32"
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._max_tokens, self._temperature, self._seed = max_tokens, temperature, seed
         self._turns: list[dict[str, str]] = []
@@ -97,7 +98,8 @@ def serve_command(folder: Path, *, name: str, host: str, port: int) -> tuple[lis
     length = min(_SERVED_LENGTH, model_length(None, settings, option="--max-model-len"))
     spec = EngineSpec(
         name="serve", model=folder, socket=Path("unused"), temporary=Path(tempfile.gettempdir()),
-        run_id=secrets.token_hex(6), dtype="bfloat16", max_model_len=length, max_num_seqs=_AT_ONCE, seed=0,
+        run_id=secrets.token_hex(6), dtype="bfloat16" if machine.has_bfloat16 else "float32", max_model_len=length,
+        max_num_seqs=_AT_ONCE, seed=0,
         cores=None if machine.devices else machine.cores, devices=machine.devices[:1],
         memory_gib=kv_cache_gib(settings, length * _AT_ONCE), gpu_memory_utilization=0.9, role=JUDGE,
     )  # fmt: skip

@@ -95,7 +95,8 @@ EvalEvery = number("Steps between evaluations on --eval-dataset; a fifth of the 
 EvalReward = texts("What scores them, if not the run's rewards; may be repeated; e.g. exact_answer.", metavar="NAME")
 KeepBest = text("Keep the model that was best by this figure of an evaluation; e.g. pass@1.", metavar="FIGURE")
 StopWhen = texts(
-    "End early: no-gain:N evaluations, or nothing-to-learn:N steps; may be repeated; e.g. no-gain:5.", metavar="RULE:N"
+    "End early: no-gain:N evaluations, nothing-to-learn:N steps, seconds:N; may be repeated; e.g. no-gain:5.",
+    metavar="RULE:N",
 )
 
 # Rollouts

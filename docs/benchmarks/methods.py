@@ -1,12 +1,12 @@
 r"""Methods side by side: the same task, seeds and seconds of training, and what each then knows of held-out rows.
 
-    python docs/benchmarks/methods.py --output runs/methods --seeds 3 --budget 90
+    python docs/benchmarks/methods.py --output runs/methods --seeds 3 --budget 120
     python docs/benchmarks/methods.py --output runs/methods --task gym --methods grpo,dr-grpo,rloo
 
-Every run is `ycore grpo --recipe quickstart` with the options of its method, and is measured on the task's test rows
-every few steps. A method's figure is that of its budget, on the line between the evaluations before and after it; the
-seconds of evaluations do not count. Runs alternate over the methods. A run that is finished is not run again, so the
-script can be stopped and goes on.
+Every run is `ycore grpo --recipe quickstart` with the options of its method and `--stop-when seconds:BUDGET`, and is
+measured on the task's test rows before its first step and after its last. The seconds are those of steps: start-up and
+evaluations do not count. As many runs go on at once as `--lanes` says, each on cores of its own. A run that is finished
+is not run again, so the script can be stopped and goes on.
 
 `trl` is TRL's own `trl grpo`, with the same model, rows, batch and rate. It generates with transformers, stops at the
 budget (`trl_budget`), and its model is measured by `ycore eval` on the same rows.
@@ -14,21 +14,24 @@ budget (`trl_budget`), and its model is measured by `ycore eval` on the same row
 
 import argparse
 import json
+import os
+import queue
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-import numpy as np
 from bounded import RunFailed, run_bounded
 from contestants import Settings, environment, trl_command
-from machine import busy_share, describe_machine
+from machine import describe_machine
 from trl_and_ycore import model_folder
 
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.data.prompts import load_prompts
+from ycore.plan.devices import bfloat16_factor, core_flags, format_of
 from ycore.run.metrics import read_metrics
 from ycore.view.record import half_width
 
@@ -55,9 +58,9 @@ METHODS: dict[str, list[str]] = {
     TRL: [],
 }
 FIGURE = "ycore/eval/pass@1"
-_PROMPTS = 8  # of a step of the quickstart
 _SAMPLES = 8  # of each held-out row
 _MICRO_BATCH = 16
+_STEPS = 1000  # more than any budget allows
 _NEVER = threading.Event()
 
 
@@ -65,8 +68,10 @@ def command(told: argparse.Namespace, method: str, seed: int, output: Path) -> l
     """The same options for every method, but for those that are its own."""
     algorithm, *own = METHODS[method]
     task = [word.format(family=told.family) for word in TASKS[told.task]]
-    sizes = ["--steps", told.steps, "--eval-every", told.eval_every, "--max-tokens", told.tokens]
+    sizes = ["--prompts-per-step", told.prompts, "--group-size", told.group, "--max-tokens", told.tokens]
+    ends = ["--steps", _STEPS, "--eval-every", _STEPS, "--stop-when", f"seconds:{told.budget}"]
     fixed = [
+        *ends,
         "--model",
         told.model,
         "--set",
@@ -80,19 +85,19 @@ def command(told: argparse.Namespace, method: str, seed: int, output: Path) -> l
     return [*YCORE, *map(str, words)]
 
 
-def at_budget(rows: Sequence[Mapping[str, Any]], budget: float) -> dict[str, float]:
-    """What was known at the budget, on the line between the evaluations around it, and what was done until then."""
-    seconds, found = 0.0, {"steps": 0.0, "seconds": 0.0, "taught": 0.0}
-    known: list[tuple[float, float]] = []  # seconds, pass@1
-    for row in rows:
-        if "ycore/time/step" in row:
-            seconds += row["ycore/time/step"]
-            if seconds <= budget:
-                taught = found["taught"] + _PROMPTS * (1 - row.get("frac_reward_zero_std", 0.0))
-                found = {"steps": float(row["step"]), "seconds": seconds, "taught": taught}
-        if FIGURE in row:
-            known.append((seconds, row[FIGURE]))
-    return found | {"pass@1": float(np.interp(budget, *zip(*known, strict=True)))} if known else {}
+def of_run(rows: Sequence[Mapping[str, Any]], prompts: int) -> dict[str, float]:
+    """What a run with so many prompts a step knew at its end, and what it had done."""
+    steps = [row for row in rows if "ycore/time/step" in row]
+    known = [row for row in rows if FIGURE in row]
+    if len(known) < 2 or not steps:
+        return {}
+    return {
+        "steps": float(len(steps)),
+        "seconds": sum(row["ycore/time/step"] for row in steps),
+        "taught": sum(prompts * (1 - row.get("frac_reward_zero_std", 0.0)) for row in steps),
+        "before": known[0][FIGURE],
+        "pass@1": known[-1][FIGURE],
+    }
 
 
 def run_trl(told: argparse.Namespace, seed: int, folder: Path, logs: Path) -> dict[str, float]:
@@ -100,9 +105,9 @@ def run_trl(told: argparse.Namespace, seed: int, folder: Path, logs: Path) -> di
     task = [word.format(family=told.family) for word in TASKS[told.task]]
     train, held_out = task[1], task[3]
     rows = write_rows(folder / "rows", train, REWARDS[told.task])
-    steps = max(told.steps, int(told.budget))  # the budget ends it
+    dtype = format_of("auto", has_bfloat16=bfloat16_factor(core_flags()) is not None)
     settings = Settings(
-        model_folder(told.model), rows, told.tokens, steps, _PROMPTS, 8, told.learning_rate, seed, "bfloat16"
+        model_folder(told.model), rows, told.tokens, _STEPS, told.prompts, told.group, told.learning_rate, seed, dtype
     )
     words = [
         word if word != "trl_probe.distinct_characters" else "trl_budget.score"
@@ -113,11 +118,12 @@ def run_trl(told: argparse.Namespace, seed: int, folder: Path, logs: Path) -> di
         [*words, "--beta", "0.0"], folder=logs, environment=environment() | wishes, timeout_s=told.timeout, stop=_NEVER
     )
     sizes = ["--split", "test", "--num-samples", _SAMPLES, "--max-tokens", told.tokens, "--reward", REWARDS[told.task]]
-    measured = [*YCORE, "eval", "--model", logs / "run", "--dataset", held_out, *sizes, "--output", folder / "eval"]
-    (folder / "measured").mkdir(exist_ok=True)
-    run_bounded([*map(str, measured)], folder=folder / "measured", environment={}, timeout_s=told.timeout, stop=_NEVER)
-    figures = json.loads((folder / "eval" / "eval.json").read_text())
-    found = json.loads((logs / "seconds.json").read_text()) | {"pass@1": figures["pass@1"]}
+    known = {}
+    for name, model in (("before", told.model), ("pass@1", logs / "run")):
+        measured = [*YCORE, "eval", "--model", model, "--dataset", held_out, *sizes, "--output", folder / name]
+        run_bounded([*map(str, measured)], folder=logs, environment={}, timeout_s=told.timeout, stop=_NEVER)
+        known[name] = json.loads((folder / name / "eval.json").read_text())["pass@1"]
+    found = json.loads((logs / "seconds.json").read_text()) | known
     (folder / "summary.json").write_text(json.dumps(found))
     return found
 
@@ -141,16 +147,16 @@ def runs_of(told: argparse.Namespace) -> Iterator[tuple[str, int, Path]]:
 
 
 def as_markdown(runs: Mapping[str, Sequence[Mapping[str, float]]]) -> str:
-    lines = ["| method | held-out pass@1 at the budget | seeds | steps | groups that taught, an hour |"]
-    lines.append("|---|---|---|---|---|")
+    lines = ["| method | held-out pass@1 before | after the budget | seeds | steps | groups that taught, an hour |"]
+    lines.append("|---|---|---|---|---|---|")
     for method, found in sorted(runs.items(), key=lambda pair: -fmean(run["pass@1"] for run in pair[1])):
         values = [run["pass@1"] for run in found]
         half = half_width(values)
         interval = f"{fmean(values):.3f}" + ("" if half is None else f" ± {half:.3f}")
         each = ", ".join(f"{value:.2f}" for value in values)
-        steps = fmean(run["steps"] for run in found)
+        before, steps = fmean(run["before"] for run in found), fmean(run["steps"] for run in found)
         hour = fmean(3600 * run["taught"] / max(run["seconds"], 1e-9) for run in found)
-        lines.append(f"| {method} | {interval} | {each} | {steps:.0f} | {hour:.0f} |")
+        lines.append(f"| `{method}` | {before:.3f} | {interval} | {each} | {steps:.0f} | {hour:.0f} |")
     return "\n".join(lines)
 
 
@@ -162,9 +168,10 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--methods", default=",".join(METHODS), help="those to run, in this order")
     add("--model", default="smollm2-135m", help="as `ycore grpo` takes it; it needs a chat template")
     add("--seeds", type=int, default=3)
-    add("--budget", type=float, default=90.0, help="seconds of training, without evaluations")
-    add("--steps", type=int, default=24, help="of each run: enough to use the budget up")
-    add("--eval-every", type=int, default=4)
+    add("--budget", type=int, default=120, help="seconds of steps")
+    add("--lanes", type=int, default=1, help="runs at once, each on its share of the cores")
+    add("--prompts", type=int, default=8, help="of a step")
+    add("--group", type=int, default=8, help="completions of a prompt")
     add("--tokens", type=int, default=16)
     add("--learning-rate", type=float, default=2e-4)
     add("--timeout", type=float, default=1800.0)
@@ -174,28 +181,49 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     return told
 
 
+def run_one(told: argparse.Namespace, method: str, seed: int, folder: Path) -> dict[str, float]:
+    """A run that is finished is only read."""
+    if not (folder / "summary.json").is_file():
+        logs = told.output / f"{folder.name}.log"
+        logs.mkdir(exist_ok=True)
+        try:
+            if method == TRL:
+                folder.mkdir(exist_ok=True)
+                run_trl(told, seed, folder, logs)
+            else:
+                words = command(told, method, seed, folder)
+                run_bounded(words, folder=logs, environment={}, timeout_s=told.timeout, stop=_NEVER)
+        except RunFailed as problem:
+            print(f"{folder.name}: {problem}", file=sys.stderr)
+            return {}
+    rows = read_metrics(folder / "metrics.jsonl")
+    return of_run(rows, told.prompts) if rows else json.loads((folder / "summary.json").read_text())
+
+
+def run_all(told: argparse.Namespace) -> Iterator[tuple[str, dict[str, float]]]:
+    """Each run on a lane: its processes inherit the cores of the thread that starts them."""
+    cores, free = sorted(os.sched_getaffinity(0)), queue.SimpleQueue[list[int]]()
+    for lane in range(told.lanes):
+        free.put(cores[lane :: told.lanes])
+
+    def on_a_lane(method: str, seed: int, folder: Path) -> tuple[str, dict[str, float]]:
+        own = free.get()
+        os.sched_setaffinity(0, own)
+        try:
+            return method, run_one(told, method, seed, folder)
+        finally:
+            free.put(own)
+
+    with ThreadPoolExecutor(told.lanes) as lanes:
+        yield from lanes.map(lambda run: on_a_lane(*run), list(runs_of(told)))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     told = parsed(arguments)
     told.output.mkdir(parents=True, exist_ok=True)
     settings = {name: value for name, value in vars(told).items() if name not in ("output", "methods", "timeout")}
-    results: dict[str, Any] = {"machine": describe_machine(), "settings": settings, "busy": {}, "runs": {}}
-    for method, seed, folder in runs_of(told):
-        if not (folder / "summary.json").is_file():
-            results["busy"][folder.name] = busy_share()
-            logs = told.output / f"{folder.name}.log"
-            logs.mkdir(exist_ok=True)
-            try:
-                if method == TRL:
-                    folder.mkdir(exist_ok=True)
-                    run_trl(told, seed, folder, logs)
-                else:
-                    words = command(told, method, seed, folder)
-                    run_bounded(words, folder=logs, environment={}, timeout_s=told.timeout, stop=_NEVER)
-            except RunFailed as problem:
-                print(f"{folder.name}: {problem}", file=sys.stderr)
-                continue
-        rows = read_metrics(folder / "metrics.jsonl")
-        found = at_budget(rows, told.budget) if rows else json.loads((folder / "summary.json").read_text())
+    results: dict[str, Any] = {"machine": describe_machine(), "settings": settings, "runs": {}}
+    for method, found in run_all(told):
         if found:
             results["runs"].setdefault(method, []).append(found)
         (told.output / f"{told.task}.json").write_text(json.dumps(results, indent=2) + "\n")

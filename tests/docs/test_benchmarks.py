@@ -152,22 +152,37 @@ def _options(command: list[str]) -> dict[str, str]:
 
 
 def test_methods_are_compared_at_the_same_seconds(parts: Any) -> None:
-    """Steps of 10 s, of which a quarter of the groups teach nothing, measured every second step."""
+    """Steps of 10 s, of which a quarter of the groups teach nothing, measured before the first and after the last."""
     rows: list[dict[str, float]] = [{"step": 0, "ycore/eval/pass@1": 0.2}]
-    for step in range(1, 9):
-        row = {"step": step, "ycore/time/step": 10.0, "frac_reward_zero_std": 0.25}
-        rows.append(row | ({"ycore/eval/pass@1": 0.2 + step / 10} if step % 2 == 0 else {}))
-    found = parts.methods.at_budget(rows, 55.0)
-    assert found == {"steps": 5, "seconds": 50, "taught": 5 * 6.0, "pass@1": pytest.approx(0.75)}
-    assert parts.methods.at_budget(rows, 5.0)["pass@1"] == pytest.approx(0.25)
-    assert parts.methods.at_budget(rows, 500.0)["pass@1"] == pytest.approx(1.0)
+    rows += [{"step": step, "ycore/time/step": 10.0, "frac_reward_zero_std": 0.25} for step in range(1, 6)]
+    assert parts.methods.of_run(rows, 8) == {}, "a run that was stopped has no figure"
+    found = parts.methods.of_run([*rows, {"step": 5, "ycore/eval/pass@1": 0.75}], 8)
+    assert found == {"steps": 5, "seconds": 50, "taught": 5 * 6.0, "before": 0.2, "pass@1": 0.75}
     shown = parts.methods.as_markdown({"slow": [found], "fast": [found | {"pass@1": 0.9}]})
-    assert shown.splitlines()[2].startswith("| fast | 0.900") and "| 5 | 2160 |" in shown
-    told = parts.methods.parsed(["--methods", "gspo", "--task", "gym"])
+    assert shown.splitlines()[2].startswith("| `fast` | 0.200 | 0.900") and "| 5 | 2160 |" in shown
+    told = parts.methods.parsed(["--methods", "gspo", "--task", "gym", "--budget", "40"])
     words = parts.methods.command(told, "gspo", 3, Path("out"))
-    assert (
-        words[3:6] == ["grpo", "--recipe", "quickstart"] and "gspo" in words and words[-3:] == ["3", "--output", "out"]
-    )
+    assert words[3:6] == ["grpo", "--recipe", "quickstart"] and words[-3:] == ["3", "--output", "out"]
+    assert "gspo" in words and "seconds:40" in words
+
+
+def test_runs_that_go_on_at_once_have_cores_of_their_own(parts: Any, tmp_path: Path, monkeypatch: Any) -> None:
+    cores: dict[str, set[int]] = {}
+
+    def run_one(told: Any, method: str, seed: int, folder: Path) -> dict[str, float]:
+        cores[method] = os.sched_getaffinity(0)
+        meeting.wait(20)
+        return {"pass@1": 1.0}
+
+    lanes = min(2, len(os.sched_getaffinity(0)))
+    meeting = threading.Barrier(lanes)
+    monkeypatch.setattr(parts.methods, "run_one", run_one)
+    names = ["grpo", "gspo"][:lanes]
+    told = ["--methods", ",".join(names), "--seeds", "1", "--lanes", str(lanes), "--output", str(tmp_path)]
+    found = list(parts.methods.run_all(parts.methods.parsed(told)))
+    assert [method for method, _ in found] == names
+    assert set.union(*cores.values()) == os.sched_getaffinity(0)
+    assert sum(map(len, cores.values())) == len(os.sched_getaffinity(0))
 
 
 def test_a_run_that_takes_too_long_is_ended_with_its_children(parts: Any, tmp_path: Path) -> None:

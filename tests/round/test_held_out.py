@@ -124,6 +124,13 @@ def test_nothing_to_learn_ends_a_run_after_so_many_steps() -> None:
     assert "3 steps in a row" in str(why_stop([*told, {"step": 6, "ycore/skipped": 1.0}], run))
 
 
+def test_seconds_end_a_run_before_the_step_that_would_pass_them() -> None:
+    run = config(stop_when=["seconds:30"])
+    told = [{"step": n, "ycore/time/step": value} for n, value in enumerate([6.0, 10.0, 8.0], 1)]
+    assert why_stop([], run) is None and why_stop([*told[:2], {"step": 2, "ycore/eval/reward": 1.0}], run) is None
+    assert why_stop(told, run) == "3 steps took 24 s of 30, and one more is likely to pass them"
+
+
 def test_an_evaluation_is_due_before_the_first_step_and_after_the_last() -> None:
     run = config(eval_dataset="t", eval_every=4, steps=10)
     assert [step for step in range(11) if is_due(step, run)] == [0, 4, 8, 10]

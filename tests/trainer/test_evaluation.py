@@ -16,6 +16,7 @@ from tests.trainer.test_durable_run import STEPS, die, make, numbers, train
 from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
+from ycore.trainer.callbacks import StepMetrics
 from ycore.trl.seam import SeamGRPOTrainer
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.filterwarnings("ignore")]
@@ -152,6 +153,10 @@ def test_steps_without_a_group_that_can_teach_take_no_forward_and_end_a_run(
     ending = constant(tmp_path / "ending", model, stop_when=["nothing-to-learn:2"])
     train(ending)
     assert [row["step"] for row in read_metrics(ending.metrics)] == [1, 2]
+    short = constant(tmp_path / "short", model, stop_when=["seconds:1"])
+    monkeypatch.setattr(StepMetrics, "seconds", property(lambda _: 0.7, lambda *_: None), raising=False)
+    train(short)
+    assert [row["step"] for row in read_metrics(short.metrics)] == [1]
 
 
 def test_a_round_with_one_group_that_can_teach_is_trained_on(whole: tuple[RunFolder, RunFolder]) -> None:

@@ -301,7 +301,7 @@ class RunConfig(BaseConfig):
     eval_every: Positive | None = None  # None is a fifth of the run
     eval_rewards: list[RewardConfig] = []  # what scores those completions; empty takes `rewards`
     keep_best: str | None = None  # a figure of an evaluation, e.g. `pass@1`: its best model is kept in `best/`
-    stop_when: list[str] = []  # `no-gain:N` evaluations, `nothing-to-learn:N` steps: what ends a run early
+    stop_when: list[str] = []  # ends a run early: `no-gain:N` evaluations, `nothing-to-learn:N` steps, `seconds:N`
     # The name of a paper's settings (`presets`); values that are given explicitly win over it.
     preset: str | None = None
     advantage: Advantage = "group"  # the advantage estimator; `group` leaves it to TRL's `scale_rewards`

@@ -22,7 +22,7 @@ from ycore.rewards.loading import reward_names
 from ycore.round.constraints import constraints_of
 from ycore.round.sampling import total_reward
 from ycore.round.tasks import together
-from ycore.run.metrics import Row, number, pass_at_k
+from ycore.run.metrics import STEP_SECONDS, Row, number, pass_at_k
 from ycore.types import Draw, Group, Prompt
 
 if TYPE_CHECKING:
@@ -31,7 +31,12 @@ if TYPE_CHECKING:
 PREFIX = "ycore/eval/"
 """Of the figures in a run's metrics; `/low` and `/high` after a figure are its interval."""
 
-NO_GAIN, NOTHING_TO_LEARN = "no-gain", "nothing-to-learn"
+NO_GAIN, NOTHING_TO_LEARN, SECONDS = "no-gain", "nothing-to-learn", "seconds"
+_RULES = {
+    NO_GAIN: "evaluations without a new best",
+    NOTHING_TO_LEARN: "steps without one group that can teach",
+    SECONDS: "seconds of steps",
+}
 
 RIGHT_FROM = 1.0
 """The first reward of a completion that is right."""
@@ -205,11 +210,9 @@ def check_evaluation(config: RunConfig) -> None:
 def parse_rule(text: str) -> tuple[str, int]:
     """`no-gain:5` as its two parts; ConfigError."""
     name, _, count = text.partition(":")
-    if name not in (NO_GAIN, NOTHING_TO_LEARN) or not count.isdigit() or int(count) < 1:
-        raise ConfigError(
-            f"--stop-when takes {NO_GAIN}:N (evaluations without a new best) or {NOTHING_TO_LEARN}:N (steps "
-            f"without one group that can teach), N from 1; it is {text!r}; e.g. --stop-when {NO_GAIN}:5"
-        )
+    if name not in _RULES or not count.isdigit() or int(count) < 1:
+        rules = ", ".join(f"{rule}:N ({of_what})" for rule, of_what in _RULES.items())
+        raise ConfigError(f"--stop-when takes {rules}, N from 1; it is {text!r}; e.g. --stop-when {NO_GAIN}:5")
     return name, int(count)
 
 
@@ -239,6 +242,10 @@ def why_stop(rows: Sequence[Row], config: RunConfig) -> str | None:
                 best = best_of(rows, metric) or {}
                 figure = f"{metric.removeprefix(PREFIX)} {max(values):.4g}"
                 return f"no gain in {count} evaluations over {figure} of step {best.get('step')}"
+        elif name == SECONDS:
+            seconds = [value for row in rows if (value := number(row, STEP_SECONDS[0])) is not None]
+            if seconds and (spent := sum(seconds)) * (1 + 1 / len(seconds)) > count:
+                return f"{len(seconds)} steps took {spent:.0f} s of {count}, and one more is likely to pass them"
         else:
             skipped = [row.get("ycore/skipped") for row in rows if "ycore/skipped" in row][-count:]
             if len(skipped) == count and all(skipped):

@@ -23,12 +23,13 @@ class StepMetrics(TrainerCallback):
     """A row of metrics.jsonl for each step: TRL's numbers and, with a `controller`, what its rounds recorded.
 
     A round's times are recorded at the step's end, before TRL logs, so that trackers get them too.
+    `seconds` are those of the last step.
     """
 
     def __init__(self, writer: MetricsWriter) -> None:
         self.controller: Controller | None = None
         self._writer = writer
-        self._began = self._seconds = 0.0
+        self._began = self.seconds = 0.0
 
     def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         self._began = time.perf_counter()
@@ -36,10 +37,10 @@ class StepMetrics(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         if self.controller is not None:
             self.controller.settle()
-        self._seconds = time.perf_counter() - self._began
+        self.seconds = time.perf_counter() - self._began
         if self.controller is not None:
-            self.controller.record("ycore/time/step", self._seconds)
-            self.controller.record("ycore/time/train", self._seconds - self.controller.take_seconds())
+            self.controller.record("ycore/time/step", self.seconds)
+            self.controller.record("ycore/time/train", self.seconds - self.controller.take_seconds())
 
     def on_log(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
@@ -48,7 +49,7 @@ class StepMetrics(TrainerCallback):
             return
         row: dict[str, Any] = {"step": state.global_step}
         if "loss" in logs:
-            row |= {"ycore/time/step": self._seconds, **logs}
+            row |= {"ycore/time/step": self.seconds, **logs}
         elif f"{PREFIX}reward" in logs:  # an evaluation before the first step, or after a run that ended early
             row |= {name: value for name, value in logs.items() if name.startswith("ycore/")}
         else:

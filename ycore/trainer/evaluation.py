@@ -17,7 +17,7 @@ from ycore.errors import Interrupted
 from ycore.round.held_out import PREFIX, as_metrics, best_of, is_due, measure, report, watched, why_stop
 from ycore.round.step import Controller
 from ycore.run.files import read_json, sync, write_json_atomic
-from ycore.run.metrics import number, read_metrics
+from ycore.run.metrics import STEP_SECONDS, number, read_metrics
 from ycore.trainer.training_run import TrainingRun
 
 _RECORD = "evaluation.json"  # in the folder of the best model: its step and figures
@@ -64,7 +64,10 @@ class Evaluation(TrainerCallback):
                 return
         for name, value in figures.items():
             record(name, value)
-        self._rows.append({"step": step, "ycore/skipped": float(not self._run.trainer.teaches), **figures})
+        seconds, leads = self._run.step_metrics.seconds, float(self._run.leads)
+        (seconds,) = self._controller.peers.add_up([leads * seconds])  # the leader's, which metrics.jsonl has
+        row = {"step": step, "ycore/skipped": float(not self._run.trainer.teaches), STEP_SECONDS[0]: seconds}
+        self._rows.append(row | figures)
         if step < self._config.steps and (reason := why_stop(self._rows, self._config)):
             self._run.ended_early, control.should_training_stop = reason, True
 

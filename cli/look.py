@@ -259,13 +259,14 @@ def reproduce(
     from ycore_cli.output import stdout_for_json
 
     from ycore.errors import ConfigError
+    from ycore.run.reports import tracker_group
     from ycore.tools.reproduce import MIN_SEEDS
 
     name = Path(recipe).stem
     root = output or Path("runs") / f"reproduce-{name}"
     if write_band is not None and seeds < MIN_SEEDS:
         raise ConfigError(f"a band needs {MIN_SEEDS} seeds or more; it is --seeds {seeds}")
-    with stdout_for_json(json):
+    with stdout_for_json(json), tracker_group(root.resolve().name):
         for seed in range(seeds):
             _run_seed(recipe, seed, root / f"seed-{seed}", sets=set_ or (), dry_run=dry_run)
     if dry_run:

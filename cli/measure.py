@@ -85,7 +85,7 @@ def fly_first(config: "RunConfig") -> None:
     "answer_column": o.AnswerColumn, "system_prompt": o.SystemPrompt, "trust_remote_code": o.TrustRemoteCode,
     "num_samples": o.NumSamples, "pairs": o.Pairs, "limit": o.Limit, "max_tokens": o.MaxTokens,
     "engine": o.EngineKind, "seed": o.Seed, "sandbox": o.Sandbox, "set_": o.Set, "recipe": o.Recipe, "output": o.Output,
-    "dry_run": o.DryRun, "json": o.Json,
+    "wandb_project": o.WandbProject, "dry_run": o.DryRun, "json": o.Json,
 })  # fmt: skip
 def evaluate(context: typer.Context, *, output: str | None, dry_run: bool, json: bool, **_: Any) -> None:
     """Measure a model, or several on the same prompts.

@@ -42,12 +42,12 @@ HEAVY_FILES = {
     "engine/weights.py",
     "tools/device_engines.py",
     "tools/device_training.py",
-    "trainer/callbacks.py",
     "trainer/evaluation.py",
     "trainer/saved_state.py",
     "trainer/example_run.py",
     "trainer/flow_run.py",
     "trainer/rollout_run.py",
+    "trainer/trackers.py",
     "trainer/training_run.py",
 }
 

@@ -54,7 +54,7 @@ METHODS: dict[str, list[str]] = {
     "rloo": ["rloo"],
     "reinforce++": ["grpo", "--advantage", "reinforce++-baseline"],
     "maxrl": ["grpo", "--advantage", "maxrl"],
-    "ppo": ["ppo", "--set", "critic.lr_ratio=5"],
+    "ppo": ["ppo", "--set", "critic.lr_ratio=2", "--set", "critic.warmup_steps=1"],
     TRL: [],
 }
 FIGURE = "ycore/eval/pass@1"

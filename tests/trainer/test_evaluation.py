@@ -16,7 +16,7 @@ from tests.trainer.test_durable_run import STEPS, die, make, numbers, train
 from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
-from ycore.trainer.callbacks import StepMetrics
+from ycore.trainer.training_run import StepMetrics
 from ycore.trl.seam import SeamGRPOTrainer
 
 pytestmark = [pytest.mark.timeout(200), pytest.mark.filterwarnings("ignore")]

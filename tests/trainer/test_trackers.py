@@ -4,14 +4,126 @@ import json
 import os
 import subprocess
 import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from ycore.models.tiny import write_tiny_model
 from ycore.run.paths import RunFolder
 
-COMMAND = [sys.executable, "-c", "import sys; from ycore_cli.main import main; sys.exit(main())", "grpo"]
+YCORE = [sys.executable, "-c", "import sys; from ycore_cli.main import main; sys.exit(main())"]
+COMMAND = [*YCORE, "grpo"]
+SMALL = {
+    "--dataset": "task:addition?digits=1",
+    "--reward": "length",
+    "--max-tokens": 6,
+    "--engine": "transformers",
+}
+
+
+TRACKIO = """
+import json, trackio
+from trackio.sqlite_storage import SQLiteStorage
+(run,) = trackio.Api().runs("sums")
+logged = sorted({name for row in SQLiteStorage.get_logs("sums", run.name) for name in row})
+print(json.dumps([run.name, logged, [one["name"] for one in SQLiteStorage.list_artifacts("sums")]]))
+"""
+
+
+def environment(place: Path) -> dict[str, str]:
+    """Of trackers that write in `place`."""
+    own = {"WANDB_MODE": "offline", "WANDB_DIR": str(place), "TRACKIO_DIR": str(place / "trackio")}
+    return {**os.environ, **own, "HF_HUB_OFFLINE": "1"}
+
+
+def run(words: Sequence[Any], place: Path) -> None:
+    """ycore in `place`."""
+    done = subprocess.run(
+        [*YCORE, *map(str, words)], cwd=place, env=environment(place), capture_output=True, text=True, timeout=300
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+def words_of(options: Mapping[str, Any]) -> list[str]:
+    return [str(word) for option, value in options.items() for word in (option, value)]
+
+
+def records_of(file: Path) -> list[Any]:
+    """The records of an offline run's file: LevelDB's log format behind a header of seven bytes."""
+    from wandb.proto import wandb_internal_pb2
+
+    data, at, parts, records = file.read_bytes(), 7, b"", []
+    while at + 7 <= len(data):
+        if (room := 32768 - at % 32768) < 7:  # a block ends with zeros where no record's header fits
+            at += room
+            continue
+        size, kind = int.from_bytes(data[at + 4 : at + 6], "little"), data[at + 6]
+        parts += data[at + 7 : at + 7 + size]
+        at += 7 + size
+        if kind in (1, 4):  # whole, or its last part
+            records.append(wandb_internal_pb2.Record.FromString(parts))
+            parts = b""
+    return records
+
+
+@pytest.mark.slow
+def test_trackers_that_keep_files_get_model_and_journal_and_report(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    pytest.importorskip("trackio")
+    output = tmp_path / "run"
+    sizes = {"--steps": 2, "--prompts-per-step": 2, "--group-size": 2, "--output": output}
+    tracked = {"--report-to": "wandb,trackio", "--project": "sums", "--set": "tracker_files=[model,journal]"}
+    options = {"--model": write_tiny_model(tmp_path / "model")} | SMALL | sizes | tracked
+    run(["grpo", *words_of(options), "--keep-journal"], tmp_path)
+
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    artifacts = [record.artifact for record in records_of(file) if record.HasField("artifact")]
+    artifacts += [
+        record.request.log_artifact.artifact for record in records_of(file) if record.request.HasField("log_artifact")
+    ]
+    files = {one.name: {entry.path for entry in one.manifest.contents} for one in artifacts}
+    assert "adapter_model.safetensors" in files["run-model"] and files["run-journal"]
+    (report,) = file.parent.glob("files/media/html/ycore/report_*.html")
+    assert "finished" in report.read_text() and "Before and after" in report.read_text()
+
+    told = subprocess.run(
+        [sys.executable, "-c", TRACKIO], env=environment(tmp_path), capture_output=True, text=True, timeout=100
+    )
+    name, logged, artifacts = json.loads(told.stdout)
+    assert name == "run", "one page, named like the folder"
+    assert {"ycore/curve", "ycore/report", "ycore/completions", "train/reward"} <= set(logged)
+    assert set(artifacts) == {"run-model", "run-journal"}
+
+
+@pytest.mark.slow
+def test_evaluations_and_runs_on_examples_have_pages_too(tmp_path: Path) -> None:
+    pytest.importorskip("wandb")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    model = write_tiny_model(tmp_path / "model")
+    measured = {"--num-samples": 2, "--limit": 3, "--report-to": "wandb,tensorboard", "--project": "sums"}
+    run(["eval", *words_of({"--model": model, "--output": tmp_path / "measured"} | SMALL | measured)], tmp_path)
+    figures = json.loads((tmp_path / "measured" / "eval.json").read_text())
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    told = {
+        item.nested_key[0] if item.nested_key else item.key: item.value_json
+        for record in records_of(file)
+        for item in record.history.item
+    }
+    assert json.loads(told["ycore/eval/pass@1"]) == figures["pass@1"]
+    (table,) = tmp_path.glob("wandb/offline-run-*/files/media/table/ycore/completions_*.table.json")
+    assert len(json.loads(table.read_text())["data"]) == 3 * 2
+    scalars = EventAccumulator(str(tmp_path / "measured" / "events")).Reload()
+    assert scalars.Scalars("ycore/eval/pass@1")[0].value == pytest.approx(figures["pass@1"])
+
+    (tmp_path / "rows.jsonl").write_text(
+        "".join(json.dumps({"prompt": f"{n} + 2 =", "completion": f"{n + 2}"}) + "\n" for n in range(8))
+    )
+    examples = {"--model": model, "--dataset": "rows.jsonl", "--output": "tuned", "--steps": 2, "--batch-size": 2}
+    run(["sft", *words_of(examples | {"--held-out": 2, "--report-to": "wandb", "--project": "sums"})], tmp_path)
+    assert len(list(tmp_path.glob("wandb/offline-run-*/files/media/html/ycore/report_*.html"))) == 1
 
 
 @pytest.mark.slow
@@ -63,7 +175,7 @@ def test_wandb_offline_and_tensorboard(tmp_path: Path) -> None:
     assert b"sums" in told and b"ycore/config" in told and b"prompts_per_step" in told and b"ycore/curve" in told
     assert list(wandb_file.parent.glob("files/media/images/ycore/curve_*.png"))
 
-    found = (path for path in tmp_path.rglob("events.out.tfevents.*") if path.suffix not in (".curve", ".completions"))
+    found = (path for path in tmp_path.rglob("events.out.tfevents.*") if path.suffix != ".ycore")
     events = min(found, key=lambda path: path.stat().st_mtime)
     scalars = EventAccumulator(str(events)).Reload()
     assert "train/ycore/time/train" in scalars.Tags()["scalars"]

@@ -260,7 +260,12 @@ def check_needs(config: AnyConfig) -> None:
         _check_quantize(config)
     trackers = {"wandb": "'ycore[wandb]'", "trackio": "'ycore[trackio]'", "tensorboard": "tensorboard"}
     given = config.trl.get("report_to")
-    for name in given if isinstance(given, list) else [given]:
+    names = given if isinstance(given, list) else [given]
+    if config.tracker_files and not {"wandb", "trackio", "all"} & {*names}:
+        raise ConfigError("tracker_files needs a tracker that keeps files; name one, e.g. --report-to wandb")
+    if "journal" in config.tracker_files and not (isinstance(config, RunConfig) and config.keep_journal):
+        raise ConfigError("tracker_files: [journal] sends every round of a run; keep them, with --keep-journal")
+    for name in names:
         if name in trackers and find_spec(name) is None:
             raise ConfigError(f"--report-to {name}: {name} is not installed; pip install {trackers[name]}")
     for name in ("deepspeed", "fsdp_config", "accelerator_config"):

@@ -24,18 +24,19 @@ def trl_arguments(config: AnyConfig, batch: BatchPlan | TuneBatch, folder: RunFo
         raise ConfigError("use_liger_kernel needs a GPU: Liger's kernels are written in Triton; leave it out")
     if batch.on_cpu and (config.trl.get("model_init_kwargs") or {}).get("attn_implementation") == "flex_attention":
         raise ConfigError("attn_implementation=flex_attention needs a GPU: on a CPU it has no gradients; leave it out")
-    return {**_defaults(config, batch), **config.trl, **_owned(config, batch, folder)}
+    return {**_defaults(config, batch, folder), **config.trl, **_owned(config, batch, folder)}
 
 
 _SAVE_S = 3600.0
 
 
-def _defaults(config: AnyConfig, batch: BatchPlan | TuneBatch) -> dict[str, Any]:
+def _defaults(config: AnyConfig, batch: BatchPlan | TuneBatch, folder: RunFolder) -> dict[str, Any]:
     algorithm = find_algorithm(config.algorithm)
     defaults: dict[str, Any] = {
         "learning_rate": algorithm.learning_rate if config.lora is None else algorithm.lora_learning_rate,
         "logging_steps": 1,  # TRL's 10 leaves short runs without a curve
         "report_to": "none",
+        "run_name": folder.root.resolve().name,  # of a tracker's page; trackio makes up a new one after a resume
         "save_total_limit": 2,
         "disable_tqdm": True,
     }

@@ -9,7 +9,8 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -19,6 +20,22 @@ from ycore.run.paths import RunFolder
 
 RUN_MARKER = "YCORE_RUN"
 """The environment variable that every process of a run carries; its value is `RunFolder.run_id`."""
+
+
+TRACKER_GROUP = "WANDB_RUN_GROUP"
+"""wandb's own environment variable for runs that belong together."""
+
+
+@contextmanager
+def tracker_group(name: str) -> Iterator[None]:
+    """What starts meanwhile is one group in trackers, unless the user has named another."""
+    is_given = TRACKER_GROUP in os.environ
+    os.environ.setdefault(TRACKER_GROUP, name)
+    try:
+        yield
+    finally:
+        if not is_given:
+            del os.environ[TRACKER_GROUP]
 
 
 def dump_stacks_on_signal() -> None:

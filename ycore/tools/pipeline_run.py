@@ -21,6 +21,7 @@ from ycore.errors import Interrupted, RunError, RunFolderError, UserError, Ycore
 from ycore.run.claim import Claim, is_finished
 from ycore.run.files import make_private, read_json, write_bytes_atomic, write_json_atomic
 from ycore.run.paths import RunFolder
+from ycore.run.reports import tracker_group
 from ycore.run.text import Say
 from ycore.tools.stages import PAIRS, PAIRS_FILE, Compare, Pipeline, Step, map_texts
 
@@ -76,7 +77,8 @@ def run_pipeline(
                 say(f"{_title(step, number, steps)}: finished already")
                 continue
             say(_title(step, number, steps))
-            stop_asked = _run_step(step, pipeline, run)
+            with tracker_group(root.resolve().name):
+                stop_asked = _run_step(step, pipeline, run)
             write_report("running")
             if stop_asked and number < len(steps):  # Ctrl-C while the stage was ending stops the pipeline too
                 raise KeyboardInterrupt

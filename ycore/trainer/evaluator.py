@@ -49,6 +49,10 @@ def _evaluate(root: Path) -> None:
         sizes = {"num_prompts": len(groups), "num_samples": parts.config.num_samples}
         found = sizes | figures(table_of(groups, parts.config), parts.config)
     write_json_atomic(root / "eval.json", found)
+    if parts.config.trl.get("report_to") not in (None, "none"):
+        from ycore.trainer.trackers import tell_evaluation
+
+        tell_evaluation(parts.config, parts.folder, found)
 
 
 def _position_bias(judged: Sequence[tuple[str, float]]) -> dict[str, float]:

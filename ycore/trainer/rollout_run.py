@@ -144,7 +144,6 @@ class RolloutRun(TrainingRun):
         self._samples["after"] = self._sample(version=self.trainer.state.global_step)
         if self.leads:
             write_json_atomic(self.home.samples, self._samples)
-            self.page.show_samples(self._samples, self.trainer.args)
 
     def _judge_length(self) -> None:
         """Count which of a few completions a given `max_tokens` cuts off, once a run; ConfigError for too many."""

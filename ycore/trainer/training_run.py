@@ -4,6 +4,7 @@
 """
 
 import threading
+import time
 from abc import ABC, abstractmethod
 from functools import partial
 from pathlib import Path
@@ -16,14 +17,56 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerContro
 from ycore.config.schema import AnyConfig
 from ycore.data.examples import ExampleSet
 from ycore.errors import Interrupted
+from ycore.round.held_out import PREFIX
+from ycore.round.step import Controller
 from ycore.run.checkpoints import checkpoint_of, newest_for, step_of
 from ycore.run.files import sync, sync_tree
 from ycore.run.metrics import MetricsWriter
 from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
-from ycore.trainer.callbacks import StepMetrics, TrackerPage
 from ycore.trainer.saved_state import Checkpoints, accept_numbered_cpus, check_contents
+from ycore.trainer.trackers import TrackerPage
 from ycore.trl.build import build_trainer, compute_dtype
+
+
+class StepMetrics(TrainerCallback):
+    """A row of metrics.jsonl for each step: TRL's numbers and, with a `controller`, what its rounds recorded.
+
+    A round's times are recorded at the step's end, before TRL logs, so that trackers get them too.
+    `seconds` are those of the last step.
+    """
+
+    def __init__(self, writer: MetricsWriter) -> None:
+        self.controller: Controller | None = None
+        self._writer = writer
+        self._began = self.seconds = 0.0
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        self._began = time.perf_counter()
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if self.controller is not None:
+            self.controller.settle()
+        self.seconds = time.perf_counter() - self._began
+        if self.controller is not None:
+            self.controller.record("ycore/time/step", self.seconds)
+            self.controller.record("ycore/time/train", self.seconds - self.controller.take_seconds())
+
+    def on_log(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, logs: dict[str, Any], **_: Any
+    ) -> None:
+        if not state.is_world_process_zero:
+            return
+        row: dict[str, Any] = {"step": state.global_step}
+        if "loss" in logs:
+            row |= {"ycore/time/step": self.seconds, **logs}
+        elif f"{PREFIX}reward" in logs:  # an evaluation before the first step, or after a run that ended early
+            row |= {name: value for name, value in logs.items() if name.startswith("ycore/")}
+        else:
+            return  # the totals at the end of training
+        if self.controller is not None and (problems := self.controller.problems):
+            row["ycore/reward_problems"] = problems
+        self._writer.write(row)
 
 
 class TrainingRun(ABC, TrainerCallback):
@@ -75,9 +118,8 @@ class TrainingRun(ABC, TrainerCallback):
         )
         if rank.number > 0:
             check_contents(home, contents)  # rank 0 has written them before the ranks met
-        handler, project = self.trainer.callback_handler, config.trl.get("project")
-        self.page = TrackerPage(home, handler, project=project)
-        self.trainer.add_callback(self.page)
+        self._page = TrackerPage(home, self.trainer.callback_handler, config)
+        self.trainer.add_callback(self._page)
         self.leads = bool(self.trainer.accelerator.is_main_process)
 
     def save_with(self, checkpoints: Checkpoints) -> None:
@@ -136,10 +178,12 @@ class TrainingRun(ABC, TrainerCallback):
         """Save the model under `model/`: whole, or the adapter and, with `merge`, the merged model too.
 
         It and every row of metrics are on the disk on return: a summary may then say that the run has finished.
+        Trackers have them too.
         """
         self.save_model_in(self.home.model)
         if self.leads:
             sync(self.home.metrics)
+            self._page.close(self.trainer.args, step=self.trainer.state.global_step)
         self.trainer.accelerator.wait_for_everyone()
 
     def save_model_in(self, folder: Path) -> None:

@@ -1,0 +1,171 @@
+"""What trackers show of a run beside the numbers that transformers' callbacks send them.
+
+At its start run.json, without secrets; once its model is saved the curve, completions before and after, the report, and
+the folders that `tracker_files` names. Of `ycore eval` the figures and the completions. wandb and trackio share an
+interface; tensorboard keeps numbers, texts and pictures only.
+"""
+
+import importlib
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
+from itertools import islice
+from typing import Any, Literal
+
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
+from transformers.trainer_callback import CallbackHandler
+
+from ycore.config.schema import AnyConfig, TuneConfig
+from ycore.run.files import read_json
+from ycore.run.metrics import STEP_SECONDS, number, read_metrics, summarise
+from ycore.run.paths import RunFolder
+from ycore.run.reports import TRACKER_GROUP
+from ycore.view.page import as_page, make_report
+from ycore.view.pictures import draw_curve
+from ycore.view.record import as_text, read_run
+
+Table = tuple[Sequence[str], Sequence[Sequence[Any]]]
+"""Names of the columns, and the rows."""
+
+_KNOWN = ("wandb", "trackio", "tensorboard")
+_PROJECT = "huggingface"  # transformers' own, where none is named
+_MOST_COMPLETIONS = 1000  # of an evaluation, in a table
+_SAMPLES, _REPORT, _CURVE = "ycore/completions", "ycore/report", "ycore/curve"
+
+
+class TrackerPage(TrainerCallback):
+    """Add it after the trackers' own callbacks, which open their runs when training begins."""
+
+    def __init__(self, folder: RunFolder, handler: CallbackHandler, config: AnyConfig) -> None:
+        if (project := config.trl.get("project")) is not None:  # transformers passes it on to every tracker but wandb
+            os.environ.setdefault("WANDB_PROJECT", project)
+        if any(isinstance(callback, WandbCallback) for callback in handler.callbacks):
+            os.environ.setdefault("WANDB_RUN_ID", folder.run_id)  # the folder's: a resumed run goes on with its page
+            os.environ.setdefault("WANDB_RESUME", "allow")
+        for callback in handler.callbacks:
+            if isinstance(callback, TrackioCallback):  # wandb reads the variable itself
+                callback._trackio.init = partial(callback._trackio.init, group=os.environ.get(TRACKER_GROUP))
+        self._folder, self._handler, self._config = folder, handler, config
+        self._events: str | None = None
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        if not state.is_world_process_zero:
+            return
+        description = read_json(self._folder.config)
+        for tracker in _modules(args.report_to):  # prefixed, since TRL's arguments and the model's config are there too
+            tracker.config.update({f"ycore/{key}": description[key] for key in description}, allow_val_change=True)
+        for callback in self._handler.callbacks:
+            if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
+                callback.tb_writer.add_text("ycore", f"```\n{json.dumps(description, indent=2)}\n```")
+                self._events = callback.tb_writer.log_dir
+
+    def close(self, args: TrainingArguments, *, step: int) -> None:
+        """Send what a finished run has; its model, metrics and samples are on the disk. On the first rank only."""
+        if not set(args.report_to) & set(_KNOWN):
+            return
+        folder, table = self._folder, _samples(self._folder)
+        curve = folder.root / ".curve-for-trackers.png"
+        draws = draw_curve(read_metrics(folder.metrics), curve, folder.root.name)
+        for tracker in _modules(args.report_to):
+            with _opened(tracker, args):
+                found = {_REPORT: tracker.Html(_report(folder, self._config))}
+                found |= {_CURVE: tracker.Image(str(curve))} if draws else {}
+                found |= {_SAMPLES: tracker.Table(columns=list(table[0]), data=list(table[1]))} if table[1] else {}
+                tracker.log(found)
+                for kind in self._config.tracker_files:
+                    _send(tracker, folder, kind)
+        if self._events is not None:  # TRL has closed its own writer
+            _write_events(self._events, table, curve=str(curve) if draws else None, step=step)
+        curve.unlink(missing_ok=True)
+
+
+def tell_evaluation(config: AnyConfig, folder: RunFolder, figures: Mapping[str, float]) -> None:
+    """Open a page for an evaluation in the run's trackers, with its settings, its figures and its completions."""
+    given = config.trl.get("report_to") or "none"
+    names = [given] if isinstance(given, str) else given
+    description, table = read_json(folder.config), _completions(folder)
+    project = config.trl.get("project") or os.environ.get("WANDB_PROJECT") or _PROJECT
+    told = {f"ycore/eval/{name}": value for name, value in figures.items()}
+    about = {"project": project, "name": folder.root.name, "resume": "allow", "group": os.environ.get(TRACKER_GROUP)}
+    for tracker in _modules(names):
+        own = {"id": folder.run_id, "job_type": "eval"} if tracker.__name__ == "wandb" else {}
+        tracker.init(**about, **own, config={f"ycore/{key}": value for key, value in description.items()})
+        tracker.log(told | {_SAMPLES: tracker.Table(columns=list(table[0]), data=list(table[1]))})
+        tracker.finish()
+    if "tensorboard" in names:
+        from torch.utils.tensorboard import SummaryWriter
+
+        events = str(folder.root / "events")
+        with SummaryWriter(events) as writer:
+            for name, value in told.items():
+                writer.add_scalar(name, value)
+        _write_events(events, table, curve=None, step=0)
+
+
+def _modules(names: Sequence[str]) -> list[Any]:
+    return [importlib.import_module(name) for name in ("wandb", "trackio") if name in names]
+
+
+@contextmanager
+def _opened(tracker: Any, args: TrainingArguments) -> Iterator[None]:
+    """wandb's run is open until the process ends; transformers closes trackio's with the last step."""
+    if tracker.__name__ == "wandb":
+        yield
+        return
+    tracker.init(project=args.project, name=args.run_name, space_id=args.trackio_space_id, resume="allow")
+    try:
+        yield
+    finally:
+        tracker.finish()
+
+
+def _send(tracker: Any, folder: RunFolder, kind: str) -> None:
+    """The run's `model` or `journal` as an artifact."""
+    artifact = tracker.Artifact(re.sub(r"[^\w.-]+", "-", f"{folder.root.resolve().name}-{kind}"), type=kind)
+    artifact.add_dir(str(getattr(folder, kind)))
+    tracker.log_artifact(artifact)
+
+
+def _report(folder: RunFolder, config: AnyConfig) -> str:
+    """The page of `ycore report`. The launcher writes the summary after its trainer has ended; this one has the seconds
+    of steps alone."""
+    run = read_run(folder.root)
+    seconds = sum(number(row, *STEP_SECONDS) or 0.0 for row in run.metrics)
+    measure: Literal["reward", "loss"] = "loss" if isinstance(config, TuneConfig) else "reward"
+    return as_page(make_report([replace(run, summary=summarise(run.metrics, "finished", seconds, measure=measure))]))
+
+
+def _samples(folder: RunFolder) -> Table:
+    """Completions before and after training, to the same prompts."""
+    told = read_json(folder.samples) if folder.samples.is_file() else {"before": [], "after": []}
+    pairs = zip(told["before"], told["after"], strict=True)
+    rows = [[as_text(before["prompt"]), before["completion"], after["completion"]] for before, after in pairs]
+    return ("prompt", "before", "after"), rows
+
+
+def _completions(folder: RunFolder) -> Table:
+    """The first completions of an evaluation, with their rewards."""
+    rows = []
+    with (folder.root / "completions.jsonl").open(encoding="utf-8") as lines:
+        for line in map(json.loads, islice(lines, _MOST_COMPLETIONS)):
+            rewards = json.dumps(line["rewards"])
+            rows.append([as_text(line["prompt"]), as_text(line["completion"]), rewards, line["finish_reason"]])
+    return ("prompt", "completion", "rewards", "finish_reason"), rows
+
+
+def _write_events(events: str, table: Table, *, curve: str | None, step: int) -> None:
+    from matplotlib.image import imread
+    from torch.utils.tensorboard import SummaryWriter
+
+    columns, rows = table
+    lines = ["|".join(str(cell).replace("|", "\\|").replace("\n", " ") for cell in row) for row in rows]
+    with SummaryWriter(events, filename_suffix=".ycore") as writer:
+        if rows:
+            writer.add_text(_SAMPLES, "\n".join(["|".join(columns), "|".join("---" for _ in columns), *lines]))
+        if curve is not None:
+            writer.add_image(_CURVE, imread(curve), step, dataformats="HWC")

@@ -2,7 +2,7 @@
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from ycore_cli import options as o
@@ -11,6 +11,9 @@ from ycore_cli.output import print_json, print_line, print_table, stdout_for_jso
 from ycore.config.algorithms import FLOW
 from ycore.errors import ConfigError, RunFolderError
 from ycore.run.files import write_json_atomic
+
+if TYPE_CHECKING:
+    from ycore.config.recipe_files import RecipeEntry
 
 Page = Annotated[Path | None, typer.Option(help="The page to write; report.html in the first run's folder.")]
 Engines = Annotated[bool, typer.Option("--engines", help="Start a real engine too, which takes half a minute.")]
@@ -149,12 +152,20 @@ def recipes(json: o.Json = False) -> None:
 
     entries = [(entry, stored_band(entry.name)) for entry in list_recipes()]
     if json:
-        rows = [{"name": entry.name, "description": entry.description, "band": band} for entry, band in entries]
-        print_json({"recipes": rows})
+        keys = ("name", "description", "never_run")
+        print_json(
+            {"recipes": [{key: getattr(entry, key) for key in keys} | {"band": band} for entry, band in entries]}
+        )
         return
-    print_table((entry.line, entry.description + (" [band]" if band else "")) for entry, band in entries)
+    print_table((entry.line, entry.description + _mark(entry, band)) for entry, band in entries)
     print("Run one with `ycore` before its line; a path to your own YAML file works too.")
     print("[band]: several seeds are on record, and `ycore reproduce` compares with them; the others have none.")
+
+
+def _mark(entry: "RecipeEntry", band: Mapping[str, Any] | None) -> str:
+    if band is not None:
+        return " [band]"
+    return f" [never run here: {entry.never_run}]" if entry.never_run else ""
 
 
 def docs(page: DocsPage = None) -> None:

@@ -70,7 +70,7 @@ def test_a_good_command_line_gives_its_plan(
 
 
 def test_the_plan_in_words(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    more = "--prompts-per-step 4 --max-tokens 64 --engine transformers --use-cpu"
+    more = "--prompts-per-step 4 --max-tokens 64 --engine transformers --use-cpu --set dtype=bfloat16"
     assert run((GRPO + more).format(place=place).split()) == 0
     out, err = capfd.readouterr()
     assert err == ""

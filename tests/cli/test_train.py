@@ -67,7 +67,7 @@ def test_a_good_line_gives_its_plan(
 
 
 def test_the_plan_in_words(place: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(line(place, "reward --batch-size 6 --max-length 128 --use-cpu")) == 0
+    assert run(line(place, "reward --batch-size 6 --max-length 128 --use-cpu --set dtype=bfloat16")) == 0
     out, err = capfd.readouterr()
     assert err == ""
     assert [text.split()[0] for text in out.splitlines()] == ["model", "dataset", "batch", "run", "output", "Nothing"]

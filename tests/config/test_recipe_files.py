@@ -12,11 +12,12 @@ def test_shipped_recipes_have_names_and_descriptions() -> None:
     entries = list_recipes()
     assert "quickstart" in [entry.name for entry in entries]
     assert all(entry.description for entry in entries)
+    assert [entry.name for entry in entries if "GPU" in entry.never_run] == ["gsm8k-dapo", "gsm8k-grpo"]
 
 
 def test_a_file_is_a_recipe_too(tmp_path: Path) -> None:
     file = tmp_path / "mine.yaml"
-    file.write_text("description: mine\nmodel: m\nsteps: 3\n")
+    file.write_text("description: mine\nnever_run: it is new\nmodel: m\nsteps: 3\n")
     assert load_recipe(str(file)) == {"model": "m", "steps": 3}
     assert (recipe_name(str(file)), recipe_name("quickstart")) == ("mine", "quickstart")
 

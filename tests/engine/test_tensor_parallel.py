@@ -17,6 +17,7 @@ from ycore.launch.engines import is_vllm_installed
 from ycore.launch.segments import SHARED_MEMORY
 from ycore.models.tiny import write_tiny_model
 from ycore.placement.placement import ROLLOUT
+from ycore.plan.devices import core_flags
 from ycore.run.paths import RunFolder
 from ycore.types import Completion
 
@@ -75,7 +76,7 @@ def engines(model: Path, tmp_path_factory: pytest.TempPathFactory, serve: Any, c
         patch.setitem(commands._ROLE_OPTIONS[ROLLOUT], "--worker-extension-cls", "skipping.SkippingWorker")
         before = segments()
         with serve(folder, [one, two]):
-            assert segments() - before, "two workers have a segment between them"
+            assert bool(segments() - before) == ("avx512f" in core_flags()), "a segment, where vLLM can use one"
             yield [one.socket, two.socket]
     assert segments() <= before
 

@@ -6,12 +6,15 @@ import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from ycore.config.resolve import resolve
 from ycore.models.tiny import write_tiny_model
 from ycore.run.paths import RunFolder
+from ycore.trainer.trackers import tell_evaluation
 
 YCORE = [sys.executable, "-c", "import sys; from ycore_cli.main import main; sys.exit(main())"]
 COMMAND = [*YCORE, "grpo"]
@@ -124,6 +127,21 @@ def test_evaluations_and_runs_on_examples_have_pages_too(tmp_path: Path) -> None
     examples = {"--model": model, "--dataset": "rows.jsonl", "--output": "tuned", "--steps": 2, "--batch-size": 2}
     run(["sft", *words_of(examples | {"--held-out": 2, "--report-to": "wandb", "--project": "sums"})], tmp_path)
     assert len(list(tmp_path.glob("wandb/offline-run-*/files/media/html/ycore/report_*.html"))) == 1
+
+
+def test_a_tracker_that_fails_at_the_end_costs_its_page_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def no_network(**_: Any) -> None:
+        raise ConnectionError("nobody answers")
+
+    monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(__name__="trackio", init=no_network))
+    folder = RunFolder(tmp_path)
+    folder.config.write_text("{}")
+    (tmp_path / "completions.jsonl").write_text("")
+    told = {"algorithm": "eval", "model": "m", "dataset": "d", "rewards": ["length"], "output": str(tmp_path)}
+    tell_evaluation(resolve(options=told | {"trl": {"report_to": "trackio"}}), folder, {"reward": 1.0})
+    assert capfd.readouterr().out == "trackio did not take what came last: ConnectionError: nobody answers\n"
 
 
 @pytest.mark.slow

@@ -76,6 +76,10 @@ def _count_values(value: Any, *, most: int) -> int:
     return count if count <= most else 0
 
 
+_ABOUT = ("description", "never_run")
+"""Keys of a recipe that are for readers."""
+
+
 @dataclass(frozen=True, slots=True)
 class RecipeEntry:
     """A shipped recipe, and the command that runs it."""
@@ -83,6 +87,8 @@ class RecipeEntry:
     name: str
     description: str
     command: str = "grpo"
+    never_run: str = ""
+    """Why nobody has run it to its end where its figures would come from; empty where somebody has."""
 
     @property
     def line(self) -> str:
@@ -94,13 +100,13 @@ def list_recipes() -> list[RecipeEntry]:
     """The shipped recipes, by name."""
     entries = ((name, _parsed(text, name)) for name, text in _shipped())
     return [
-        RecipeEntry(name, str(recipe.get("description", "")), _command(recipe) or "grpo")
+        RecipeEntry(name, str(recipe.get("description", "")), _command(recipe) or "grpo", recipe.get("never_run", ""))
         for name, recipe in sorted(entries)
     ]
 
 
 def load_recipe(name_or_file: str, *, command: str | None = None) -> dict[str, Any]:
-    """The keys of a shipped recipe or a YAML file, without its description; ConfigError if it is not for `command`."""
+    """The keys of a shipped recipe or a YAML file, less those for readers; ConfigError if it is not for `command`."""
     shipped = dict(_shipped())
     if name_or_file in shipped:
         text = shipped[name_or_file]
@@ -112,7 +118,8 @@ def load_recipe(name_or_file: str, *, command: str | None = None) -> dict[str, A
         near = nearest(name_or_file, known) or f"; there are {', '.join(known)}"
         raise ConfigError(f"no recipe {name_or_file!r}{near}")
     recipe = _parsed(text, name_or_file)
-    recipe.pop("description", None)
+    for about in _ABOUT:
+        recipe.pop(about, None)
     wanted = _command(recipe)
     if not _serves(wanted, command):
         said = f"say ycore {_line(str(wanted), name_or_file)}"

@@ -72,7 +72,7 @@ class TrackerPage(TrainerCallback):
         curve = folder.root / ".curve-for-trackers.png"
         draws = draw_curve(read_metrics(folder.metrics), curve, folder.root.name)
         for tracker in _modules(args.report_to):
-            with _opened(tracker, args):
+            with _spared(tracker), _opened(tracker, args):
                 found = {_REPORT: tracker.Html(_report(folder, self._config))}
                 found |= {_CURVE: tracker.Image(str(curve))} if draws else {}
                 found |= {_SAMPLES: tracker.Table(columns=list(table[0]), data=list(table[1]))} if table[1] else {}
@@ -94,9 +94,10 @@ def tell_evaluation(config: AnyConfig, folder: RunFolder, figures: Mapping[str, 
     about = {"project": project, "name": folder.root.name, "resume": "allow", "group": os.environ.get(TRACKER_GROUP)}
     for tracker in _modules(names):
         own = {"id": folder.run_id, "job_type": "eval"} if tracker.__name__ == "wandb" else {}
-        tracker.init(**about, **own, config={f"ycore/{key}": value for key, value in description.items()})
-        tracker.log(told | {_SAMPLES: tracker.Table(columns=list(table[0]), data=list(table[1]))})
-        tracker.finish()
+        with _spared(tracker):
+            tracker.init(**about, **own, config={f"ycore/{key}": value for key, value in description.items()})
+            tracker.log(told | {_SAMPLES: tracker.Table(columns=list(table[0]), data=list(table[1]))})
+            tracker.finish()
     if "tensorboard" in names:
         from torch.utils.tensorboard import SummaryWriter
 
@@ -109,6 +110,15 @@ def tell_evaluation(config: AnyConfig, folder: RunFolder, figures: Mapping[str, 
 
 def _modules(names: Sequence[str]) -> list[Any]:
     return [importlib.import_module(name) for name in ("wandb", "trackio") if name in names]
+
+
+@contextmanager
+def _spared(tracker: Any) -> Iterator[None]:
+    """The run is finished and saved: a tracker that fails now costs its page, and no more."""
+    try:
+        yield
+    except Exception as problem:  # noqa: BLE001 (whatever a tracker or its network raises)
+        print(f"{tracker.__name__} did not take what came last: {type(problem).__name__}: {problem}", flush=True)
 
 
 @contextmanager

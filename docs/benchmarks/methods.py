@@ -40,7 +40,7 @@ TASKS = {
     "sums": ["--dataset", "task:addition?digits=1", "--eval-dataset", "task:addition?digits=1"],
     "gym": ["--dataset", "gym:{family}&size=400", "--eval-dataset", "gym:{family}&size=40", "--reward", "gym"],
 }
-_FAMILY = "chain_sum?min_terms=3&max_terms=3&min_digits=1&max_digits=1"
+_FAMILY = "chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
 REWARDS = {"sums": "exact_answer", "gym": "gym"}
 TRL = "trl"
 METHODS: dict[str, list[str]] = {

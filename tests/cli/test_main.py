@@ -34,7 +34,7 @@ VISIBLE = {
         "--model", "--dataset", "--reward", "--split", "--prompt-column", "--answer-column", "--system-prompt",
         "--trust-remote-code", "--num-samples", "--limit", "--max-tokens", "--engine", "--sandbox", "--seed", "--set",
         "--recipe", "--tools", "--env", "--env-python", "--agent", "--actions", "--max-turns", "--output", "--dry-run",
-        "--benchmark", "--pairs", "--constraint", "--json",
+        "--benchmark", "--pairs", "--constraint", "--json", "--wandb-project",
     ],
 }  # fmt: skip
 VISIBLE["rloo"] = [option for option in VISIBLE["grpo"] if option not in ("--preset", "--advantage")]

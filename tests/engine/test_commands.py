@@ -212,6 +212,9 @@ def test_a_real_engine_starts_answers_and_leaves_nothing(tmp_path: Path, cpu_eng
             time.sleep(0.2)
         living = watch.look()
         assert len(living) >= 2  # the server and its engine core
+        # Only a fork has the environment that the server began with: a spawned core gets what vLLM has added since.
+        own = started_with(process.pid)
+        assert [one.pid for one in living if one.pid != process.pid and started_with(one.pid) == own]
         for member in living:  # the worst way to end: everything at once, and nobody cleans up after itself
             member.kill()
         process.wait(timeout_s=20)
@@ -223,6 +226,10 @@ def test_a_real_engine_starts_answers_and_leaves_nothing(tmp_path: Path, cpu_eng
     wait_for(lambda: not unused(shared_memory_files() - before))
     assert not folder.sockets.exists()
     assert not engine.temporary.exists()
+
+
+def started_with(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/environ").read_bytes()
 
 
 def shared_memory_files() -> set[Path]:

@@ -23,7 +23,7 @@ from ycore.engine.vllm_extension import (
     parts_of,
     use_faster_sampler,
 )
-from ycore.engine.vllm_sight import NAMES
+from ycore.engine.vllm_plugin import NAMES
 from ycore.engine.weight_proof import check_read_back, part_sums, pieces_of, tensor_sums
 from ycore.errors import SyncError
 

@@ -23,7 +23,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
-from ycore.engine.vllm_sight import SIGHTED
+from ycore.engine.vllm_plugin import FORKED, SIGHTED
 from ycore.errors import ConfigError, nearest
 from ycore.models.hub import cache_dir
 from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT, TEACHER
@@ -214,6 +214,7 @@ def engine_environment(engine: EngineSpec, *, base: Mapping[str, str] | None = N
         environment["VLLM_CPU_OMP_THREADS_BIND"] = "|".join(",".join(map(str, share)) for share in shares)
     return environment | {
         "CUDA_VISIBLE_DEVICES": "",
+        FORKED: "1",
         # Of each worker, in GiB; by default vLLM takes a share of all memory.
         "VLLM_CPU_KVCACHE_SPACE": str(math.ceil(engine.memory_gib / engine.tensor_parallel)),
         "OMP_NUM_THREADS": str(num_threads),

@@ -18,7 +18,7 @@ from ycore.engine.server import Server
 from ycore.engine.shared_bucket import Bucket, Source
 from ycore.engine.sight import Sight
 from ycore.engine.sleeping import SleepingEngine, reload_from_disk
-from ycore.engine.vllm_sight import NOT_HELD
+from ycore.engine.vllm_plugin import NOT_HELD
 from ycore.engine.weight_proof import Piece, TensorSums, check_read_back, has_adapters, read_manifest
 from ycore.errors import EngineError, SyncError
 from ycore.placement.placement import REWARD_MODEL, ROLLOUT, TEACHER

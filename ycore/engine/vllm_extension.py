@@ -21,7 +21,7 @@ from vllm.platforms import current_platform
 
 from ycore.engine.commands import REPEATABLE
 from ycore.engine.shared_bucket import Entry, opened, weights_in
-from ycore.engine.vllm_sight import NAMES, SIGHTED
+from ycore.engine.vllm_plugin import NAMES, SIGHTED
 from ycore.engine.weight_proof import Part, PartSums, Piece, part_sums, pieces_of
 from ycore.run.reports import dump_stacks_on_signal
 

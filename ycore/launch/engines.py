@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from ycore.config.schema import RunConfig
 from ycore.engine.commands import EngineSpec, kv_cache_gib, split_evenly
-from ycore.engine.vllm_sight import SERVED
+from ycore.engine.vllm_plugin import SERVED
 from ycore.errors import ConfigError
 from ycore.launch.device_memory import (
     MAX_MODEL_LEN,

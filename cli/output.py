@@ -70,6 +70,7 @@ def print_closing(config: "RunConfig") -> None:
             ("curve", str(folder.curve)),
             ("metrics", str(folder.metrics)),
             *_plan_rows(folder),
+            *_advice_row(folder),
             ("try next", _eval_command(config, folder)),
             ("", "ycore grpo --model MODEL --dataset your.jsonl --reward your.py:score"),
         ]
@@ -101,6 +102,12 @@ def _evaluation_rows(folder: RunFolder) -> list[tuple[str, str]]:
     if best := summary.get("best"):
         rows.append(("best model", f"{folder.best}, of step {best['step']}"))
     return rows
+
+
+def _advice_row(folder: RunFolder) -> list[tuple[str, str]]:
+    """Which setting to change, where the reward did not rise."""
+    told = read_json(folder.summary).get("advice") if folder.summary.is_file() else None
+    return [("advice", str(told))] if told else []
 
 
 def _plan_rows(folder: RunFolder) -> list[tuple[str, str]]:

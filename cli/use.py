@@ -61,10 +61,11 @@ def chat(
     if is_asked:
         print_line(f"{' and '.join(names)}; Ctrl-D ends")
     for text in prompt or _typed(is_asked):
-        answers = [talker.say(text) for talker in talkers]
         if against is None:
-            print(printable(answers[0].strip()), flush=True)
+            talkers[0].say(text, show=lambda words: print(printable(words), end="", flush=True))
+            print(flush=True)
             continue
+        answers = [talker.say(text) for talker in talkers]
         table = Table(*names, title=Text(printable(text)), title_justify="left")
         table.add_row(*(Text(printable(answer.strip())) for answer in answers))
         Console().print(table)

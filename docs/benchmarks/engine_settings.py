@@ -1,6 +1,10 @@
-"""Two settings of engines on a CPU, each with and without: blocks of 32 tokens, and a short spin.
+"""Three settings of engines on a CPU, each with and without: a core that is forked, blocks of 32 tokens, a short spin.
 
     python docs/benchmarks/engine_settings.py --output runs/settings
+    python docs/benchmarks/engine_settings.py --output runs/settings --only starts --repeats 3
+
+Starts: four engines, two on each of two cores, until all of them answer; vLLM's engine cores are spawned and forked in
+turn.
 
 Blocks: eight prompts of 40, 70 and 140 tokens, eight completions of 24 tokens each, on one core, with vLLM's blocks of
 128 tokens and with ycore's. A prompt is read once for all of its completions, as far as it fills blocks.
@@ -25,6 +29,7 @@ from machine import describe_machine
 from placement_engines import Engines, SeededEngine, clients, engines_running
 
 from ycore.engine.commands import EngineSpec
+from ycore.engine.vllm_plugin import FORKED
 
 _TOKENS, _GROUPS, _GROUP_SIZE = 24, 8, 8
 _PROMPTS = (40, 70, 140)
@@ -101,16 +106,37 @@ async def spin(engines: Sequence[SeededEngine], repeats: int) -> dict[str, list[
     }
 
 
+def time_starts(job: argparse.Namespace) -> Iterator[tuple[str, object]]:
+    told: dict[str, list[float]] = {"spawned": [], "forked": []}
+    for _ in range(job.repeats):
+        for how, value in zip(told, ("0", "1"), strict=True):
+            began = time.perf_counter()
+            with changed(job, job.output, variables={FORKED: value}):
+                told[how].append(round(time.perf_counter() - began, 1))
+    yield from told.items()
+
+
+def time_blocks(job: argparse.Namespace) -> Iterator[tuple[str, object]]:
+    for size in ("128", "32"):
+        with changed(job, job.output, words={"--block-size": size}) as engines:
+            yield f"blocks of {size}", asyncio.run(blocks(engines.rollouts[0], job.repeats))
+
+
+def time_spin(job: argparse.Namespace) -> Iterator[tuple[str, object]]:
+    for name, variables in (("libgomp's spin", {}), ("short spin", {"GOMP_SPINCOUNT": "1000"})):
+        with changed(job, job.output, variables=variables, cores=(0, 1)) as engines:
+            yield name, asyncio.run(spin([engines.rollouts[0], engines.judges[0]], job.repeats))
+
+
+PARTS = {"starts": time_starts, "blocks": time_blocks, "spin": time_spin}
+
+
 def main() -> None:
     job = arguments()
     job.output.mkdir(parents=True, exist_ok=True)
     told: dict[str, object] = {"machine": describe_machine()}
-    for size in ("128", "32"):
-        with changed(job, job.output, words={"--block-size": size}) as engines:
-            told[f"blocks of {size}"] = asyncio.run(blocks(engines.rollouts[0], job.repeats))
-    for name, variables in (("libgomp's spin", {}), ("short spin", {"GOMP_SPINCOUNT": "1000"})):
-        with changed(job, job.output, variables=variables, cores=(0, 1)) as engines:
-            told[name] = asyncio.run(spin([engines.rollouts[0], engines.judges[0]], job.repeats))
+    for part in job.only:
+        told |= PARTS[part](job)
     (job.output / "results.json").write_text(json.dumps(told, indent=2))
     print(json.dumps(told, indent=2))
 
@@ -120,6 +146,7 @@ def arguments() -> argparse.Namespace:
     parser.add_argument("--model", default="smollm2-135m")
     parser.add_argument("--repeats", type=int, default=2)
     parser.add_argument("--output", type=Path, default=Path("runs/settings"))
+    parser.add_argument("--only", nargs="+", choices=tuple(PARTS), default=tuple(PARTS))
     sizes = {"longest": 256, "prompt_tokens": 140, "judge_reads": 140, "judge_tokens": _TOKENS, "max_num_seqs": 64}
     return argparse.Namespace(**sizes, **vars(parser.parse_args()))
 

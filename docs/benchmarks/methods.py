@@ -44,6 +44,7 @@ _FAMILY = "chain_sum?min_terms=2&max_terms=2&min_digits=1&max_digits=1"
 REWARDS = {"sums": "exact_answer", "gym": "gym"}
 TRL = "trl"
 METHODS: dict[str, list[str]] = {
+    "default": ["grpo"],
     "grpo": ["grpo", "--preset", "grpo", "--beta", "0"],
     "dr-grpo": ["grpo", "--preset", "dr-grpo"],
     "dapo": ["grpo", "--preset", "dapo"],

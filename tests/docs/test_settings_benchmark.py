@@ -40,6 +40,20 @@ def test_two_engines_work_in_turn_and_at_once(script: Any) -> None:
     assert len(engines[0].prompts) == len(engines[1].prompts) == 2 * 2 * 8
 
 
+def test_both_ways_to_start_are_timed_in_turn(script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+
+    @contextmanager
+    def changed(job: argparse.Namespace, output: Path, *, variables: dict[str, str]) -> Iterator[None]:
+        seen.append(variables[script.FORKED])
+        yield
+
+    monkeypatch.setattr(script, "changed", changed)
+    told = dict(script.time_starts(argparse.Namespace(repeats=2, output=tmp_path)))
+    assert {how: len(seconds) for how, seconds in told.items()} == {"spawned": 2, "forked": 2}
+    assert seen == ["0", "1", "0", "1"]
+
+
 def test_an_engine_is_started_with_what_is_compared(
     script: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

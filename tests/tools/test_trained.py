@@ -55,6 +55,14 @@ def test_the_same_turns_have_the_same_answers(run: Path) -> None:
     assert answers(0) == answers(0) != answers(1)
 
 
+def test_what_is_shown_while_it_is_written_is_the_answer(run: Path) -> None:
+    shown: list[str] = []
+    talker = trained.Talker(run / "model", max_tokens=12, temperature=1.0, seed=0)
+    answer = talker.say("2 + 2", show=shown.append)
+    assert "".join(shown) == answer
+    assert len([words for words in shown if words]) > 1
+
+
 def test_a_card_says_what_it_is_and_how_it_was_made(run: Path) -> None:
     told = trained.card(run, repo="me/sums", has_curve=True)
     assert told.startswith("---\nbase_model: smollm2-135m\nlibrary_name: transformers\n")

@@ -129,18 +129,20 @@ def test_evaluations_and_runs_on_examples_have_pages_too(tmp_path: Path) -> None
     assert len(list(tmp_path.glob("wandb/offline-run-*/files/media/html/ycore/report_*.html"))) == 1
 
 
+@pytest.mark.parametrize("names", ["trackio", "all"])
 def test_a_tracker_that_fails_at_the_end_costs_its_page_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     def no_network(**_: Any) -> None:
         raise ConnectionError("nobody answers")
 
     monkeypatch.setitem(sys.modules, "trackio", SimpleNamespace(__name__="trackio", init=no_network))
+    monkeypatch.setattr("ycore.trainer.trackers.get_available_reporting_integrations", lambda: ["trackio"])
     folder = RunFolder(tmp_path)
     folder.config.write_text("{}")
     (tmp_path / "completions.jsonl").write_text("")
     told = {"algorithm": "eval", "model": "m", "dataset": "d", "rewards": ["length"], "output": str(tmp_path)}
-    tell_evaluation(resolve(options=told | {"trl": {"report_to": "trackio"}}), folder, {"reward": 1.0})
+    tell_evaluation(resolve(options=told | {"trl": {"report_to": names}}), folder, {"reward": 1.0})
     assert capfd.readouterr().out == "trackio did not take what came last: ConnectionError: nobody answers\n"
 
 

@@ -1,14 +1,17 @@
-"""What a report counts: where device seconds went, and runs at equal device seconds."""
+"""What a report counts: where device seconds went, runs at equal device seconds, rewards that did not rise."""
 
 import math
 import statistics
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from ycore.config.schema import RewardConfig, RunConfig, SamplingSettings
 from ycore.run.trace import Span
-from ycore.view.record import PARTS, at_equal_seconds, half_width, judging_share, reward_curve, spent
+from ycore.view.record import PARTS, advice, at_equal_seconds, half_width, judging_share, reward_curve, spent
 
 STEP = {
     "step": 1,
@@ -110,3 +113,62 @@ def test_steps_without_a_reward_or_a_time_are_left_out() -> None:
     found = reward_curve([{"step": 1, "reward": 1.0}, *rows(1, 2.0), {"step": 3, "step_time": 1.0}], num_slots=1)
     assert found == [(1.0, 1, 2.0)]
     assert at_equal_seconds([found, []]) == [[], []]
+
+
+CONFIG = RunConfig(model="m", dataset="task:addition", output="o", rewards=[RewardConfig(reward="exact_answer")])
+
+
+def around(reward: Callable[[int], float], *, steps: int = 30, **others: float) -> list[dict[str, Any]]:
+    """Steps whose rewards go up and down by 0.02 around `reward`."""
+    own = {"learning_rate": 2e-5, "frac_reward_zero_std": 0.5} | others
+    return [{"step": step, "ycore/reward": reward(step) + 0.02 * (-1) ** step, **own} for step in range(steps)]
+
+
+def flat(step: int) -> float:
+    return 0.2
+
+
+def test_a_reward_that_rose_needs_no_advice() -> None:
+    assert advice(around(lambda step: 0.2 + step / 100), CONFIG) is None
+    assert advice(around(lambda step: min(1.0, 0.2 + step / 10)), CONFIG) is None, "it is where it can be, since long"
+
+
+def test_where_groups_taught_the_rate_is_raised_first() -> None:
+    told = advice(around(flat), CONFIG)
+    assert told is not None
+    assert told.startswith(
+        "the reward did not rise (0.200 -> 0.200, first and last third of the steps), although groups"
+    )
+    assert "--learning-rate 8.0e-05" in told
+
+
+def test_where_hardly_a_group_taught_the_prompts_are_to_blame() -> None:
+    told = advice(around(flat, frac_reward_zero_std=0.0, **{"ycore/sampling/drawn": 100.0}), CONFIG)
+    assert told is not None and "within only 240 of 3000 groups; try prompts" in told, "eight a step taught"
+    told = advice(around(flat, frac_reward_zero_std=1.0), CONFIG)
+    assert told is not None and "within only 0 of 240 groups" in told
+
+
+def test_where_it_fell_the_rate_is_lowered() -> None:
+    told = advice(around(lambda step: 0.8 - step / 100), CONFIG)
+    assert told is not None and "the reward fell" in told and "--learning-rate 5.0e-06" in told
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"sampling": SamplingSettings(curriculum=True)},
+        {"rewards": [RewardConfig(reward="exact_answer", constraint=True)]},
+    ],
+)
+def test_a_reward_that_need_not_rise_is_not_judged(changes: dict[str, Any]) -> None:
+    assert advice(around(flat), CONFIG.model_copy(update=changes)) is None
+
+
+def test_a_short_run_is_not_judged() -> None:
+    assert advice(around(flat, steps=11), CONFIG) is None
+
+
+def test_groups_of_one_can_only_teach() -> None:
+    told = advice(around(flat, frac_reward_zero_std=1.0), CONFIG.model_copy(update={"group_size": 1}))
+    assert told is not None and "although groups taught" in told

@@ -1,7 +1,7 @@
-"""What vLLM loads into every process of a server (`vllm.general_plugins`); it does only what ycore's environment asks for.
+"""What vLLM loads into every process of a server (`vllm.general_plugins`); it acts only where ycore's environment says.
 
-An engine core that is forked: on a CPU vLLM spawns it, so that it imports again what the server just has. On one core of
-an AMD EPYC an engine of SmolLM2-135M starts in 17 s instead of 28 s. A fork is unsafe where torch has run on several
+An engine core that is forked: on a CPU vLLM spawns it, so that it imports again what the server has. On one core of an
+AMD EPYC an engine of SmolLM2-135M starts in 17 s instead of 28 s. A fork is unsafe where torch has run on several
 threads; until then the server has not. vLLM's default is a fork too, but for CPUs.
 
 A server whose model sees, which serves LLaVA: vLLM 0.31 asks transformers for a function of Pixtral's that needs

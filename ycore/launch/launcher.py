@@ -43,6 +43,7 @@ from ycore.sandbox.level import choose
 from ycore.view.activity import RunActivity
 from ycore.view.pictures import draw_curve, finish_trace_and_draw
 from ycore.view.progress import RunProgress, open_progress
+from ycore.view.record import advice
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +276,9 @@ class LocalRun:
         if isinstance(config, RunConfig) and config.sample_max_tokens:
             config = config.with_max_tokens(read_json(folder.config)["config"]["max_tokens"])
         compared = isinstance(config, RunConfig) and plan_and_measured(config, self.site, metrics)
-        return held_out | ({"plan_and_measured": compared} if compared else {})
+        advised = advice(metrics, config) if isinstance(config, RunConfig) else None
+        found = {"plan_and_measured": compared, "advice": advised}
+        return held_out | {name: value for name, value in found.items() if value}
 
     def _draw(self, metrics: list[dict[str, Any]]) -> None:
         """The curve and the timeline; a picture that cannot be drawn costs a line, not the run's result."""

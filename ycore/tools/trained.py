@@ -66,8 +66,8 @@ class Talker:
         self._max_tokens, self._temperature, self._seed = max_tokens, temperature, seed
         self._turns: list[dict[str, str]] = []
 
-    def say(self, text: str) -> str:
-        """The answer to the next turn; the same for the same turns and seed."""
+    def say(self, text: str, *, show: Callable[[str], None] | None = None) -> str:
+        """The answer to the next turn; the same for the same turns and seed. `show` gets its words meanwhile."""
         import torch
 
         if self._tokenizer.chat_template is None:  # no conversation: each text is continued by itself
@@ -82,11 +82,23 @@ class Talker:
             sampling = {"do_sample": True, "top_k": 0, "temperature": self._temperature}
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(self._seed + len(self._turns))
-            written = self._model.generate(**inputs, max_new_tokens=self._max_tokens, **sampling)
+            written = self._model.generate(
+                **inputs, max_new_tokens=self._max_tokens, streamer=self._shown_by(show), **sampling
+            )
         answer = str(self._tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
         if self._tokenizer.chat_template is not None:
             self._turns.append({"role": "assistant", "content": answer})
         return answer
+
+    def _shown_by(self, show: Callable[[str], None] | None) -> Any:
+        """What `generate` hands its tokens to, or None."""
+        from transformers import TextStreamer
+
+        if show is None:
+            return None
+        streamer: Any = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
+        streamer.on_finalized_text = lambda words, stream_end=False: show(words)
+        return streamer
 
 
 # -- serve -------------------------------------------------------------------------------------------------------------

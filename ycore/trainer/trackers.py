@@ -17,7 +17,12 @@ from itertools import islice
 from typing import Any, Literal
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.integrations import TensorBoardCallback, TrackioCallback, WandbCallback
+from transformers.integrations import (
+    TensorBoardCallback,
+    TrackioCallback,
+    WandbCallback,
+    get_available_reporting_integrations,
+)  # fmt: skip
 from transformers.trainer_callback import CallbackHandler
 
 from ycore.config.schema import AnyConfig, TuneConfig
@@ -72,7 +77,7 @@ class TrackerPage(TrainerCallback):
         curve = folder.root / ".curve-for-trackers.png"
         draws = draw_curve(read_metrics(folder.metrics), curve, folder.root.name)
         for tracker in _modules(args.report_to):
-            with _spared(tracker), _opened(tracker, args):
+            with _spared(tracker.__name__), _opened(tracker, args):
                 found = {_REPORT: tracker.Html(_report(folder, self._config))}
                 found |= {_CURVE: tracker.Image(str(curve))} if draws else {}
                 found |= {_SAMPLES: tracker.Table(columns=list(table[0]), data=list(table[1]))} if table[1] else {}
@@ -80,7 +85,8 @@ class TrackerPage(TrainerCallback):
                 for kind in self._config.tracker_files:
                     _send(tracker, folder, kind)
         if self._events is not None:  # TRL has closed its own writer
-            _write_events(self._events, table, curve=str(curve) if draws else None, step=step)
+            with _spared("tensorboard"):
+                _write_events(self._events, table, curve=str(curve) if draws else None, step=step)
         curve.unlink(missing_ok=True)
 
 
@@ -88,13 +94,15 @@ def tell_evaluation(config: AnyConfig, folder: RunFolder, figures: Mapping[str, 
     """Open a page for an evaluation in the run's trackers, with its settings, its figures and its completions."""
     given = config.trl.get("report_to") or "none"
     names = [given] if isinstance(given, str) else given
+    if "all" in names:
+        names = get_available_reporting_integrations()
     description, table = read_json(folder.config), _completions(folder)
     project = config.trl.get("project") or os.environ.get("WANDB_PROJECT") or _PROJECT
     told = {f"ycore/eval/{name}": value for name, value in figures.items()}
     about = {"project": project, "name": folder.root.name, "resume": "allow", "group": os.environ.get(TRACKER_GROUP)}
     for tracker in _modules(names):
         own = {"id": folder.run_id, "job_type": "eval"} if tracker.__name__ == "wandb" else {}
-        with _spared(tracker):
+        with _spared(tracker.__name__):
             tracker.init(**about, **own, config={f"ycore/{key}": value for key, value in description.items()})
             tracker.log(told | {_SAMPLES: tracker.Table(columns=list(table[0]), data=list(table[1]))})
             tracker.finish()
@@ -102,10 +110,11 @@ def tell_evaluation(config: AnyConfig, folder: RunFolder, figures: Mapping[str, 
         from torch.utils.tensorboard import SummaryWriter
 
         events = str(folder.root / "events")
-        with SummaryWriter(events) as writer:
-            for name, value in told.items():
-                writer.add_scalar(name, value)
-        _write_events(events, table, curve=None, step=0)
+        with _spared("tensorboard"):
+            with SummaryWriter(events) as writer:
+                for name, value in told.items():
+                    writer.add_scalar(name, value)
+            _write_events(events, table, curve=None, step=0)
 
 
 def _modules(names: Sequence[str]) -> list[Any]:
@@ -113,12 +122,12 @@ def _modules(names: Sequence[str]) -> list[Any]:
 
 
 @contextmanager
-def _spared(tracker: Any) -> Iterator[None]:
+def _spared(tracker: str) -> Iterator[None]:
     """The run is finished and saved: a tracker that fails now costs its page, and no more."""
     try:
         yield
     except Exception as problem:  # noqa: BLE001 (whatever a tracker or its network raises)
-        print(f"{tracker.__name__} did not take what came last: {type(problem).__name__}: {problem}", flush=True)
+        print(f"{tracker} did not take what came last: {type(problem).__name__}: {problem}", flush=True)
 
 
 @contextmanager

@@ -1,4 +1,5 @@
-"""A run's folder, read once for a report: its settings, numbers and completions, and where its device seconds went."""
+"""A run's folder, read once for a report: its settings, numbers and completions, where its device seconds went, and
+whether its rewards rose."""
 
 import math
 import statistics
@@ -10,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ycore.config.schema import RunConfig
 from ycore.errors import RunFolderError
 from ycore.run.files import read_json
 from ycore.run.metrics import REWARD, STEP_SECONDS, Row, number, read_metrics
@@ -359,3 +361,48 @@ def half_width(values: Sequence[float]) -> float | None:
     if len(values) < 3:
         return None
     return _T_975[min(len(values) - 1, len(_T_975) - 1)] * statistics.stdev(values) / math.sqrt(len(values))
+
+
+_LEAST_STEPS = 12  # a third of fewer steps has no spread to speak of
+_ENOUGH = 0.1  # of the groups that were drawn: below this share the prompts are to blame, not the rate
+
+
+def advice(metrics: Sequence[Row], config: RunConfig) -> str | None:
+    """One sentence where the reward did not rise from the first third of the steps to the last; None where it did.
+
+    A change counts where it is more than two standard errors of the difference of the two means. Nothing is said of
+    short runs, and of runs whose rewards do not show what was learned: with constraints, which may cost reward, and
+    with a curriculum, whose prompts become harder.
+    """
+    rows = [row for row in metrics if number(row, *REWARD) is not None]
+    if len(rows) < _LEAST_STEPS or config.sampling.curriculum or any(reward.constraint for reward in config.rewards):
+        return None
+    rewards = [number(row, *REWARD) or 0.0 for row in rows]
+    early, late = rewards[: len(rows) // 3], rewards[-(len(rows) // 3) :]
+    change, error = statistics.fmean(late) - statistics.fmean(early), _standard_error(early, late)
+    if change > 2 * error:
+        return None
+    ends = f"{statistics.fmean(early):.3f} -> {statistics.fmean(late):.3f}, first and last third of the steps"
+    rate = max((number(row, "learning_rate") or 0.0 for row in rows), default=0.0)
+    if change < -2 * error:
+        lower = f"--learning-rate {rate / 4:.1e}"
+        return f"the reward fell ({ends}): try {lower}, or --beta 0.05 to stay near the first policy"
+    taught, drawn = _groups(rows, config)
+    flat = f"the reward did not rise ({ends})"
+    if taught < _ENOUGH * drawn:
+        few = f"rewards differ within only {taught:.0f} of {drawn:.0f} groups"
+        return f"{flat}: {few}; try prompts that the model solves sometimes, or a larger --group-size"
+    return f"{flat}, although groups taught: try --learning-rate {4 * rate:.1e}, and then more --steps"
+
+
+def _standard_error(early: Sequence[float], late: Sequence[float]) -> float:
+    return float((statistics.variance(early) / len(early) + statistics.variance(late) / len(late)) ** 0.5)
+
+
+def _groups(rows: Sequence[Row], config: RunConfig) -> tuple[float, float]:
+    """How many groups had rewards that differ, and how many were drawn. Groups of one cannot differ, and count."""
+    size = config.prompts_per_step
+    drawn = sum(number(row, "ycore/sampling/drawn") or size for row in rows)
+    if config.group_size == 1:
+        return drawn, drawn
+    return sum(size * (1 - (number(row, "frac_reward_zero_std") or 0.0)) for row in rows), drawn

@@ -356,5 +356,11 @@ def _compare(
     else:
         print_table([(f"seed {name}", f"final {final:.3f}") for name, final in finals.items()])
         print_table([("", one.in_words) for one in verdicts] or [("band", "none is stored for this recipe")])
+        if known is not None and (settings := known.get("sets", [])) != list(sets):
+            print_table([("note", f"the band was made with {_as_sets(settings)}, these runs with {_as_sets(sets)}")])
         print_table([("page", str(page))])
     return int(any(not one.is_inside for one in verdicts))
+
+
+def _as_sets(words: Sequence[str]) -> str:
+    return " ".join(f"--set {word}" for word in words) or "the recipe alone"

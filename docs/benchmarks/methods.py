@@ -142,7 +142,7 @@ def write_rows(folder: Path, dataset: str, reward: str) -> Path:
 
 
 def runs_of(told: argparse.Namespace) -> Iterator[tuple[str, int, Path]]:
-    for seed in range(told.seeds):
+    for seed in range(told.first_seed, told.first_seed + told.seeds):
         for method in told.methods:
             yield method, seed, told.output / f"{told.task}-{method}-{seed}"
 
@@ -169,6 +169,7 @@ def parsed(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--methods", default=",".join(METHODS), help="those to run, in this order")
     add("--model", default="smollm2-135m", help="as `ycore grpo` takes it; it needs a chat template")
     add("--seeds", type=int, default=3)
+    add("--first-seed", type=int, default=0)
     add("--budget", type=int, default=120, help="seconds of steps")
     add("--lanes", type=int, default=1, help="runs at once, each on its share of the cores")
     add("--prompts", type=int, default=8, help="of a step")

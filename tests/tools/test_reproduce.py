@@ -73,10 +73,11 @@ def test_a_recipe_is_run_once_a_seed_and_compared(tmp_path: Path) -> None:
     assert band["metric"] == "rewards/accuracies" and len(band["steps"]) == 3 and band["versions"]["trl"]
     status, said = reproduce(tmp_path, "mine.yaml --band band.json")  # all three are finished: nothing is run again
     assert status == 0 and said.count("is inside the band") == 3 and "step 1/3" not in said
-    band |= {"final": [2.0, 3.0]}
+    band |= {"final": [2.0, 3.0], "sets": ["lora.r=4"]}
     (tmp_path / "other.json").write_text(json.dumps(band))
     status, said = reproduce(tmp_path, "mine.yaml --band other.json")
     assert status == 1 and said.count("is OUTSIDE the band") == 3
+    assert "the band was made with --set lora.r=4, these runs with the recipe alone" in " ".join(said.split())
     status, said = reproduce(tmp_path, "mine.yaml --set lora.r=4")
     assert status == 2 and "another run" in said and "lora.r" in said
 

@@ -58,10 +58,12 @@ class Talker:
     """One model and its side of a conversation, by transformers. `Talker(folder).say("2 + 2?")`"""
 
     def __init__(self, folder: Path, *, max_tokens: int, temperature: float, seed: int) -> None:
+        import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         dtype = "auto" if this_machine().has_bfloat16 else "float32"
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval()
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
         self._max_tokens, self._temperature, self._seed = max_tokens, temperature, seed
         self._turns: list[dict[str, str]] = []
@@ -83,7 +85,10 @@ class Talker:
         with torch.random.fork_rng(), torch.no_grad():
             torch.manual_seed(self._seed + len(self._turns))
             written = self._model.generate(
-                **inputs, max_new_tokens=self._max_tokens, streamer=self._shown_by(show), **sampling
+                **inputs.to(self._model.device),
+                max_new_tokens=self._max_tokens,
+                streamer=self._shown_by(show),
+                **sampling,
             )
         answer = str(self._tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
         if self._tokenizer.chat_template is not None:

@@ -57,7 +57,7 @@ def test_the_same_turns_have_the_same_answers(run: Path) -> None:
 
 def test_what_is_shown_while_it_is_written_is_the_answer(run: Path) -> None:
     shown: list[str] = []
-    talker = trained.Talker(run / "model", max_tokens=12, temperature=1.0, seed=0)
+    talker = trained.Talker(run / "model", max_tokens=60, temperature=1.0, seed=0)
     answer = talker.say("2 + 2", show=shown.append)
     assert "".join(shown) == answer
     assert len([words for words in shown if words]) > 1

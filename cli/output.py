@@ -63,14 +63,15 @@ def print_closing(config: "RunConfig") -> None:
     folder = RunFolder(Path(config.output))
     if folder.samples.is_file():
         _print_samples(read_json(folder.samples))
+    summary = read_json(folder.summary) if folder.summary.is_file() else {}
     print_table(
         [
-            *_evaluation_rows(folder),
+            *_evaluation_rows(folder, summary),
             ("model", str(folder.model)),
             ("curve", str(folder.curve)),
             ("metrics", str(folder.metrics)),
-            *_plan_rows(folder),
-            *_advice_row(folder),
+            *_plan_rows(summary),
+            *([("advice", str(summary["advice"]))] if "advice" in summary else []),
             ("try next", _eval_command(config, folder)),
             ("", "ycore grpo --model MODEL --dataset your.jsonl --reward your.py:score"),
         ]
@@ -89,9 +90,8 @@ def _print_samples(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     Console().print(table)
 
 
-def _evaluation_rows(folder: RunFolder) -> list[tuple[str, str]]:
+def _evaluation_rows(folder: RunFolder, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What the evaluations of the run found, and where the best model is."""
-    summary = read_json(folder.summary) if folder.summary.is_file() else {}
     rows = [("ended early", str(summary["ended_early"]))] if "ended_early" in summary else []
     if ends := summary.get("held_out"):
         before, after = ends["before"], ends["after"]
@@ -104,18 +104,11 @@ def _evaluation_rows(folder: RunFolder) -> list[tuple[str, str]]:
     return rows
 
 
-def _advice_row(folder: RunFolder) -> list[tuple[str, str]]:
-    """Which setting to change, where the reward did not rise."""
-    told = read_json(folder.summary).get("advice") if folder.summary.is_file() else None
-    return [("advice", str(told))] if told else []
-
-
-def _plan_rows(folder: RunFolder) -> list[tuple[str, str]]:
+def _plan_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What `ycore plan` predicted beside what was measured, where both are known."""
-    compared = read_json(folder.summary).get("plan_and_measured", []) if folder.summary.is_file() else []
     return [
         ("" if index else "planned", f"{row['what']} {row['planned']:.2f} {row['unit']}, was {row['measured']:.2f}")
-        for index, row in enumerate(compared)
+        for index, row in enumerate(summary.get("plan_and_measured", []))
     ]
 
 

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ycore.config.schema import RewardConfig, RunConfig, SamplingSettings
+from ycore.config.schema import CriticSettings, RewardConfig, RunConfig, SamplingSettings
 from ycore.run.trace import Span
 from ycore.view.record import PARTS, advice, at_equal_seconds, half_width, judging_share, reward_curve, spent
 
@@ -169,6 +169,7 @@ def test_a_short_run_is_not_judged() -> None:
     assert advice(around(flat, steps=11), CONFIG) is None
 
 
-def test_groups_of_one_can_only_teach() -> None:
-    told = advice(around(flat, frac_reward_zero_std=1.0), CONFIG.model_copy(update={"group_size": 1}))
+@pytest.mark.parametrize("changes", [{"group_size": 1}, {"algorithm": "ppo", "critic": CriticSettings()}])
+def test_where_a_completion_teaches_by_itself_groups_need_not_differ(changes: dict[str, Any]) -> None:
+    told = advice(around(flat, frac_reward_zero_std=1.0), CONFIG.model_copy(update=changes))
     assert told is not None and "although groups taught" in told

@@ -97,10 +97,10 @@ class Talker:
 
     def _shown_by(self, show: Callable[[str], None] | None) -> Any:
         """What `generate` hands its tokens to, or None."""
-        from transformers import TextStreamer
-
         if show is None:
             return None
+        from transformers import TextStreamer
+
         streamer: Any = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
         streamer.on_finalized_text = lambda words, stream_end=False: show(words)
         return streamer

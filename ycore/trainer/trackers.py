@@ -22,7 +22,7 @@ from transformers.integrations import (
     TrackioCallback,
     WandbCallback,
     get_available_reporting_integrations,
-)  # fmt: skip
+)
 from transformers.trainer_callback import CallbackHandler
 
 from ycore.config.schema import AnyConfig, TuneConfig

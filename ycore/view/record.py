@@ -11,6 +11,7 @@ from typing import Annotated, Any, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
+from ycore.config.learner_rules import teaches_alone
 from ycore.config.schema import RunConfig
 from ycore.errors import RunFolderError
 from ycore.run.files import read_json
@@ -371,19 +372,20 @@ def advice(metrics: Sequence[Row], config: RunConfig) -> str | None:
     """One sentence where the reward did not rise from the first third of the steps to the last; None where it did.
 
     A change counts where it is more than two standard errors of the difference of the two means. Nothing is said of
-    short runs, and of runs whose rewards do not show what was learned: with constraints, which may cost reward, and
-    with a curriculum, whose prompts become harder.
+    short runs, and of runs whose rewards do not show what was learned: from a teacher; with constraints, which may cost
+    reward; with a curriculum, whose prompts become harder.
     """
     rows = [row for row in metrics if number(row, *REWARD) is not None]
-    if len(rows) < _LEAST_STEPS or config.sampling.curriculum or any(reward.constraint for reward in config.rewards):
+    is_constrained = any(reward.constraint for reward in config.rewards)
+    if len(rows) < _LEAST_STEPS or config.algorithm == "distill" or is_constrained or config.sampling.curriculum:
         return None
-    rewards = [number(row, *REWARD) or 0.0 for row in rows]
+    rewards = [_or_zero(row, *REWARD) for row in rows]
     early, late = rewards[: len(rows) // 3], rewards[-(len(rows) // 3) :]
     change, error = statistics.fmean(late) - statistics.fmean(early), _standard_error(early, late)
     if change > 2 * error:
         return None
     ends = f"{statistics.fmean(early):.3f} -> {statistics.fmean(late):.3f}, first and last third of the steps"
-    rate = max((number(row, "learning_rate") or 0.0 for row in rows), default=0.0)
+    rate = max(_or_zero(row, "learning_rate") for row in rows)
     if change < -2 * error:
         lower = f"--learning-rate {rate / 4:.1e}"
         return f"the reward fell ({ends}): try {lower}, or --beta 0.05 to stay near the first policy"
@@ -400,9 +402,9 @@ def _standard_error(early: Sequence[float], late: Sequence[float]) -> float:
 
 
 def _groups(rows: Sequence[Row], config: RunConfig) -> tuple[float, float]:
-    """How many groups had rewards that differ, and how many were drawn. Groups of one cannot differ, and count."""
+    """How many groups taught, and how many were drawn; all of them where a completion teaches by itself."""
     size = config.prompts_per_step
     drawn = sum(number(row, "ycore/sampling/drawn") or size for row in rows)
-    if config.group_size == 1:
+    if teaches_alone(config):
         return drawn, drawn
-    return sum(size * (1 - (number(row, "frac_reward_zero_std") or 0.0)) for row in rows), drawn
+    return sum(size * (1 - _or_zero(row, "frac_reward_zero_std")) for row in rows), drawn

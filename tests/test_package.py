@@ -24,7 +24,7 @@ def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes((ROOT / name).read_bytes())
     command = [sys.executable, "-m", "build", "--wheel", "--outdir", str(output), str(source)]
-    built = subprocess.run(command, capture_output=True, text=True, timeout=240)
+    built = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert built.returncode == 0, built.stderr[-2000:]
     said = built.stdout + built.stderr
     assert "would be ignored" not in said, "a folder with files is no package of pyproject.toml; pip warns of it"
@@ -60,7 +60,7 @@ def test_the_command_works_from_the_wheel(wheel: Path, tmp_path: Path) -> None:
     script = "import sys, ycore_cli.main as m; sys.argv = ['ycore', 'recipes']; print(m.__file__); sys.exit(m.main())"
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     done = subprocess.run(
-        [str(python), "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        [str(python), "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=240
     )
     assert done.returncode == 0, done.stderr
     assert str(site) in done.stdout.splitlines()[0]

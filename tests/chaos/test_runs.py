@@ -35,7 +35,7 @@ def test_a_closed_terminal_is_a_hangup(tmp_path: Path) -> None:
     )
     log = tmp_path / "log"
     terminal = Terminal([sys.executable, "-c", code], cwd=tmp_path, environment={}, log=log)
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not log.exists() or b"ready" not in log.read_bytes():
         assert time.monotonic() < deadline
         time.sleep(0.01)

@@ -47,7 +47,7 @@ def start(model: Path, tmp_path: Path) -> Iterator[Start]:
             str(token_s),
         ]
         started.append(subprocess.Popen([sys.executable, "-m", "tests.chaos.scripted_engine", *words]))
-        deadline = time.monotonic() + 30
+        deadline = time.monotonic() + 120
         while not socket.exists():
             assert time.monotonic() < deadline
             time.sleep(0.01)

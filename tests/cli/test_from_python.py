@@ -10,8 +10,6 @@ import ycore
 from ycore.errors import ConfigError, UserError
 from ycore.models.tiny import write_tiny_model
 
-pytestmark = pytest.mark.timeout(600)
-
 SMALL: dict[str, Any] = {
     "engine": "transformers", "dtype": "float32", "prompts_per_step": 2, "group_size": 2, "max_tokens": 4,
     "reward_workers": {"workers": 1}, "learning_rate": 1e-3,

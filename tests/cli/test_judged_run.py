@@ -15,7 +15,6 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.slow,
     pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed"),
-    pytest.mark.timeout(300),
 ]
 JUDGE = """
 rubric: Is it a word?
@@ -38,7 +37,7 @@ def test_three_kinds_of_rewards_in_one_run(tmp_path: Path) -> None:
     command = [sys.executable, "-c", "from ycore_cli.main import main; main()", *LINE.split()]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=800, check=False
     )
     assert done.returncode == 0, done.stderr
     assert json.loads(done.stdout)["status"] == "finished"
@@ -82,7 +81,7 @@ def test_a_run_whose_teacher_is_the_policy_learns_nothing(tmp_path: Path) -> Non
     command.append("rewards=['teacher:model', {reward: 'teacher:other', weight: 0}]")
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=280, check=False
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=800, check=False
     )
     assert done.returncode == 0, done.stderr
     out = tmp_path / "out"

@@ -98,7 +98,7 @@ def test_help_imports_none_of_the_stack(arguments: str) -> None:
         "print([name for name in heavy if name in sys.modules])"
     )
     command = [sys.executable, "-c", code, *arguments.split()]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=10, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
 
 
@@ -109,11 +109,11 @@ def test_ctrl_c_while_the_command_is_imported_is_one_line(module: str, tmp_path:
     code = _STOPS_IN.format(module=module, begun=str(begun)) + "from ycore_cli import start; start()"
     words = [sys.executable, "-c", code, "grpo", "--recipe", "quickstart", "--dry-run"]
     process = subprocess.Popen(words, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not begun.exists() and process.poll() is None and time.monotonic() < deadline:
         time.sleep(0.01)
     process.send_signal(signal.SIGINT)
-    assert process.communicate(timeout=20) == ("", "interrupted\n")
+    assert process.communicate(timeout=60) == ("", "interrupted\n")
     assert process.returncode == 130 and begun.exists()
 
 
@@ -140,5 +140,5 @@ def test_help_is_there_in_half_a_second() -> None:
 
 def _seconds(command: list[str]) -> float:
     begun = time.monotonic()
-    subprocess.run(command, capture_output=True, timeout=10, check=True)
+    subprocess.run(command, capture_output=True, timeout=60, check=True)
     return time.monotonic() - begun

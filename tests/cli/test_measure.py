@@ -15,8 +15,6 @@ from ycore.models.tiny import write_tiny_model
 from ycore.plan.preflight_verdict import Measurements, verdict
 from ycore.trainer.evaluator import _position_bias
 
-pytestmark = pytest.mark.timeout(300)
-
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
 
 REWARD = """

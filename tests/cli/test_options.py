@@ -69,7 +69,7 @@ def test_an_error_does_nothing_to_the_terminal(tmp_path: Path, capfd: pytest.Cap
 def test_the_installed_command_ends_the_same_way(more: str, place: Path) -> None:
     command = [sys.executable, "-c", "from ycore_cli.main import main; main()"]
     arguments = (GRPO + more).format(place=place).split()
-    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=10, check=False)
+    done = subprocess.run([*command, *arguments], capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1 and done.stderr.startswith("error: ")

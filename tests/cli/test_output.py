@@ -108,7 +108,7 @@ def test_a_table_is_data_too(capsys: pytest.CaptureFixture[str]) -> None:
 def test_how_a_command_ends(raised: str, status: int, last_line: str) -> None:
     code = _MAIN.format(body=f"(_ for _ in ()).throw({raised})")
     done = subprocess.run(
-        [sys.executable, "-c", code, "recipes"], capture_output=True, text=True, timeout=10, check=False
+        [sys.executable, "-c", code, "recipes"], capture_output=True, text=True, timeout=60, check=False
     )
     assert (done.returncode, done.stderr.splitlines()[-1]) == (status, last_line)
     assert ("Traceback" in done.stderr) == ("bug" in raised)

@@ -12,8 +12,6 @@ from ycore.errors import ConfigError, RunError
 from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
 
-pytestmark = pytest.mark.timeout(600)
-
 SMALL: dict[str, Any] = {
     "engine": "transformers", "dtype": "float32", "prompts_per_step": 2, "group_size": 4, "max_tokens": 8, "steps": 2,
     "sampling": {"dynamic": False}, "reward_workers": {"workers": 1}, "learning_rate": 1e-2,

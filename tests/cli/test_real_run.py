@@ -15,7 +15,6 @@ COMMON = "--dataset task:addition?digits=1 --reward exact_answer --max-tokens 8 
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(240)
 def test_train_then_measure(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model")
     sizes = "--steps 2 --prompts-per-step 2 --group-size 4 --set dtype=float32 --full"
@@ -31,7 +30,7 @@ def _ycore(folder: Path, line: str) -> dict[str, Any]:
     command = [sys.executable, "-c", "from ycore_cli.main import main; main()", *line.split()]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False
+        command, cwd=folder, env=environment, capture_output=True, text=True, timeout=400, check=False
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.count("\n") == 1

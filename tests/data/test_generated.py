@@ -133,7 +133,7 @@ def refused_gym(text: str, *, split: str = "train") -> str:
 
 
 def test_without_the_package_the_way_out_is_named() -> None:
-    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=60, check=True)
+    done = subprocess.run([sys.executable, "-c", WITHOUT], capture_output=True, text=True, timeout=240, check=True)
     assert "pip install 'ycore[gym]'" in done.stdout
 
 

@@ -133,7 +133,7 @@ def test_ten_thousand_rows_are_checked_in_two_seconds_without_torch(tmp_path: Pa
     rows = [{"prompt": f"What is {n} + {n}? " * 10, "answer": str(2 * n)} for n in range(10_000)]
     path = write(tmp_path / "d.jsonl", *rows)
     done = subprocess.run(
-        [sys.executable, "-c", COLD, str(path)], capture_output=True, text=True, timeout=60, check=True
+        [sys.executable, "-c", COLD, str(path)], capture_output=True, text=True, timeout=240, check=True
     )
     num_rows, seconds, *loaded = done.stdout.split()
     assert (num_rows, loaded) == ("10000", [])

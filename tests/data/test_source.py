@@ -100,7 +100,7 @@ def ask(home: Path, endpoint: str, name: str, *, split: str = "train", limit: in
     environment = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     environment |= {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, **more}
     command = [sys.executable, "-c", ASK, name, split, str(limit)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment, check=True)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, env=environment, check=True)
     said, torch_loaded = done.stdout.strip().splitlines()
     assert torch_loaded == "False"
     return said

@@ -18,7 +18,7 @@ from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.reports import RUN_MARKER
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 REWARD = "def spread(completion_ids, **columns):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
 COMMON = (
@@ -63,8 +63,8 @@ def start(tmp_path: Path, model: Path) -> Iterator[Start]:
     yield start_ycore
     for process in started:
         process.kill()
-        process.communicate(timeout=30)
-    deadline = time.monotonic() + 30
+        process.communicate(timeout=120)
+    deadline = time.monotonic() + 120
     while marked(tmp_path):
         assert time.monotonic() < deadline, f"left behind: {marked(tmp_path)}"
         time.sleep(0.2)
@@ -86,7 +86,7 @@ def marked(place: Path) -> list[str]:
 def wait_for_step(place: Path, step: int, process: "subprocess.Popen[str]") -> None:
     deadline = time.monotonic() + WITHIN_S
     while len(read_metrics(place / "run" / "metrics.jsonl")) < step:
-        assert time.monotonic() < deadline and process.poll() is None, process.communicate(timeout=30)
+        assert time.monotonic() < deadline and process.poll() is None, process.communicate(timeout=120)
         time.sleep(0.1)
 
 

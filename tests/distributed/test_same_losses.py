@@ -17,7 +17,7 @@ from ycore.launch.layout import accelerate_config
 from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 WORKER = Path(__file__).with_name("recorded_run.py")
 STEPS = 3
@@ -89,7 +89,7 @@ def run(place: Path, name: str, job: str) -> Path:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        timeout=200,
+        timeout=600,
         check=False,
     )
     assert done.returncode == 0, done.stdout[-4000:]

@@ -68,7 +68,7 @@ def shard(folder: Path, kind: str) -> tuple[dict[str, torch.Tensor], Path]:
         for rank in range(2)
     ]
     try:
-        said = [rank.communicate(timeout=90)[0] for rank in ranks]
+        said = [rank.communicate(timeout=400)[0] for rank in ranks]
     finally:
         for rank in ranks:
             rank.kill()

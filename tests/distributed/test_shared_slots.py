@@ -18,7 +18,6 @@ from ycore.run.paths import RunFolder
 from ycore.run.trace import read_trace
 
 pytestmark = [
-    pytest.mark.timeout(560),
     pytest.mark.slow,
     pytest.mark.engine,
     pytest.mark.skipif(not is_vllm_installed(), reason="needs vLLM"),
@@ -50,7 +49,7 @@ def run(place: Path, ranks: int) -> RunFolder:
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         capture_output=True,
         text=True,
-        timeout=270,
+        timeout=800,
         check=False,
     )
     assert done.returncode == 0, done.stderr

@@ -17,7 +17,7 @@ SETTINGS = "--dataset task:addition?digits=1 --steps 6 --batch-size 8 --held-out
 
 def losses(model: Path, output: Path, *more: str) -> list[float]:
     words = [*SETTINGS.split(), "--model", str(model), "--output", str(output), "--learning-rate", "1e-3", *more]
-    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=280, env={**os.environ})
+    done = subprocess.run([*COMMAND, *words], capture_output=True, text=True, timeout=800, env={**os.environ})
     assert done.returncode == 0, done.stderr
     return [row["loss"] for row in read_metrics(output / "metrics.jsonl")]
 

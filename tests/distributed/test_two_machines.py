@@ -19,7 +19,7 @@ from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 
-pytestmark = [pytest.mark.timeout(300), pytest.mark.slow]
+pytestmark = pytest.mark.slow
 
 REWARD = "def spread(completion_ids, **columns):\n    return [sum(ids) % 7 / 7 for ids in completion_ids]\n"
 COMMON = (

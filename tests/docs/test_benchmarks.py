@@ -223,7 +223,7 @@ def test_the_script_stops_what_it_runs_when_it_is_stopped(tmp_path: Path) -> Non
 
 
 def _first_child(parent: int) -> int:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not (children := psutil.Process(parent).children()):
         assert time.monotonic() < deadline
         time.sleep(0.05)
@@ -239,10 +239,9 @@ def _assert_gone(pid: int) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(480)
 def test_the_script_measures_both_and_the_bare_passes(tmp_path: Path) -> None:
     write_tiny_model(tmp_path / "model")
-    done = subprocess.run(_command(tmp_path), capture_output=True, text=True, timeout=450, check=False)
+    done = subprocess.run(_command(tmp_path), capture_output=True, text=True, timeout=900, check=False)
     assert done.returncode == 0, done.stderr
     assert "| 8 | TRL, micro-batch 8 |" in done.stdout
     results = json.loads((tmp_path / "out" / "results.json").read_text())
@@ -259,7 +258,7 @@ def test_the_script_measures_both_and_the_bare_passes(tmp_path: Path) -> None:
     bare = results["levels"]["8"]["bare"]
     assert bare["num_sequences"] == 8
     assert bare["tokens"] == runs["ycore-0"]["steps"][-1]["tokens"]
-    again = subprocess.run(_command(tmp_path), capture_output=True, text=True, timeout=60, check=False)
+    again = subprocess.run(_command(tmp_path), capture_output=True, text=True, timeout=240, check=False)
     assert again.returncode == 2
     assert "new or empty" in again.stderr
 

@@ -11,12 +11,11 @@ import pytest
 BENCHMARKS = Path(__file__).resolve().parents[2] / "docs" / "benchmarks"
 
 
-@pytest.mark.timeout(150)
 def test_one_and_two_controllers_play_a_round(tmp_path: Path) -> None:
     script, output = BENCHMARKS / "coordination.py", tmp_path / "out"
     sizes = ["--controllers", "1", "2", "--rounds", "1", "--payload-mb", "0.01", "--timeout", "60"]
     command = [sys.executable, str(script), *sizes, "--output", str(output)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=140, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600, check=False)
     assert done.returncode == 0, done.stderr
     assert "Machine: " in done.stdout
     results = json.loads((output / "results.json").read_text())

@@ -106,7 +106,7 @@ def test_the_sweep_compares_and_draws(tmp_path: Path) -> None:
         "--even-steps 1 --ratios 10"
     )
     command = [sys.executable, str(BENCHMARKS / "simulate_sweep.py"), *sizes.split(), "--output", str(tmp_path)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400, check=False)
     assert done.returncode == 0, done.stderr
     told = json.loads((tmp_path / "results.json").read_text())
     (row,) = told["points"]

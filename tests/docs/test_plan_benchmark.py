@@ -85,7 +85,7 @@ def test_the_clock_reads_a_run_that_goes_on(parts: Any, tmp_path: Path) -> None:
             for step in (1, 2):
                 with folder.metrics.open("a") as file:
                     file.write(json.dumps({"step": step}) + "\n")
-                deadline = time.monotonic() + 20
+                deadline = time.monotonic() + 120
                 while step not in clock._at_step and time.monotonic() < deadline:
                     time.sleep(0.05)
     finally:
@@ -97,7 +97,7 @@ def test_the_clock_reads_a_run_that_goes_on(parts: Any, tmp_path: Path) -> None:
 
 def test_the_processors_speed_is_measured_on_one_core(parts: Any) -> None:
     done = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "processor_speed.py")], capture_output=True, text=True, timeout=120
+        [sys.executable, str(BENCHMARKS / "processor_speed.py")], capture_output=True, text=True, timeout=400
     )
     told = [json.loads(line) for line in done.stdout.splitlines()]
     assert told[0]["threads"] == 1 and min(told[0].values()) > 0

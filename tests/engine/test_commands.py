@@ -205,7 +205,7 @@ def test_a_real_engine_starts_answers_and_leaves_nothing(tmp_path: Path, cpu_eng
     )
     began, watch = time.time(), RunWatch(folder.run_id)
     try:
-        deadline = time.monotonic() + 180
+        deadline = time.monotonic() + 600
         while not is_healthy(engine.socket):
             assert process.exit_code is None, process.last_line()
             assert time.monotonic() < deadline, process.last_line()

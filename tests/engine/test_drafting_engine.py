@@ -23,7 +23,6 @@ from ycore.types import Completion
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed"),
-    pytest.mark.timeout(300),
 ]
 PROMPTS = [[9, 8, 7, 5] * 4, [30, 31, 32, 33] * 4, [50, 51, 52] * 5, [60, 61, 62, 60, 61, 62]]
 

@@ -65,7 +65,7 @@ def rows(output: Path) -> list[dict[str, Any]]:
 
 
 def wait_for_row(output: Path, number: int, run: subprocess.Popen[str]) -> None:
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 600
     while len(rows(output)) < number:
         assert run.poll() is None, run.communicate()[0]
         assert time.monotonic() < deadline
@@ -84,7 +84,7 @@ def test_a_run_whose_trainer_and_engine_were_killed_equals_one_in_peace(model: P
     whole, harmed = tmp_path / "whole", tmp_path / "harmed"
     sets = ("engine.count=2", "checkpoint_every=2", "restarts=1")
     run = start(SCRIPTED, model, whole, *sets)
-    shown, _ = run.communicate(timeout=240)
+    shown, _ = run.communicate(timeout=600)
     assert run.returncode == 0, shown
 
     run = start(SCRIPTED, model, harmed, *sets)
@@ -92,7 +92,7 @@ def test_a_run_whose_trainer_and_engine_were_killed_equals_one_in_peace(model: P
     process_of(run, "ycore.trainer").send_signal(signal.SIGKILL)
     wait_for_row(harmed, 4, run)
     process_of(run, "rollout-0.sock").send_signal(signal.SIGKILL)
-    shown, _ = run.communicate(timeout=240)
+    shown, _ = run.communicate(timeout=600)
     assert run.returncode == 0, shown
     assert "trainer ended with killed by SIGKILL" in shown and "resuming from the newest checkpoint (1 of 1)" in shown
     assert "rollout-0 ended with killed by SIGKILL" in shown and "starting it again (1 of 3)" in shown
@@ -106,7 +106,6 @@ def test_a_run_whose_trainer_and_engine_were_killed_equals_one_in_peace(model: P
 
 @pytest.mark.engine
 @pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed")
-@pytest.mark.timeout(300)
 def test_a_real_engine_that_loses_its_core_in_a_round_is_back_with_the_policys_weights(
     model: Path, tmp_path: Path
 ) -> None:
@@ -116,7 +115,7 @@ def test_a_real_engine_that_loses_its_core_in_a_round_is_back_with_the_policys_w
     core = process_of(run, "rollout-0.sock").children(recursive=True)
     for process in core:
         process.send_signal(signal.SIGKILL)
-    shown, _ = run.communicate(timeout=240)
+    shown, _ = run.communicate(timeout=600)
     assert run.returncode == 0, shown
     assert "rollout-0 lost its process" in shown and "rollout-0 is back after" in shown
     seen = rows(output)

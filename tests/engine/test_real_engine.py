@@ -39,7 +39,6 @@ from ycore.types import Completion, Draw, Prompt
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed"),
-    pytest.mark.timeout(300),
 ]
 SAMPLING = Sampling(max_tokens=12, stop_token_ids=(2,))
 PROMPTS = [[9, 8, 7], [30, 31, 32, 33, 34, 35, 36], [50], [60, 61]]

@@ -20,7 +20,6 @@ from ycore.types import Completion
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed"),
-    pytest.mark.timeout(300),
 ]
 PROMPTS = [[first + place for place in range(length)] for first, length in ((5, 3), (7, 9), (11, 34), (6, 40))]
 

@@ -25,7 +25,6 @@ from ycore.types import Prompt
 pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed"),
-    pytest.mark.timeout(300),
 ]
 T = TypeVar("T")
 LABELS = {"kind": "labels", "labels": {"a": 1.0, "b": 0.0}, "min_mass": 0.001}

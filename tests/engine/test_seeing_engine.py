@@ -37,7 +37,6 @@ pytestmark = [
         "ycore" not in {one.name for one in entry_points(group="vllm.general_plugins")},
         reason="ycore was installed before it had a plugin for vLLM; install it again",
     ),
-    pytest.mark.timeout(400),
 ]
 SAMPLING = Sampling(max_tokens=8, stop_token_ids=(2,))
 

@@ -258,7 +258,7 @@ def run_with_devices(place: Path, name: str, *sets: str) -> str:
     words += [word for value in own for word in ("--set", value)]
     command = [sys.executable, "-c", COMMAND, "0,1", json.dumps({"--think-s": "0.01"}), "grpo", *words]
     ran = subprocess.run(
-        command, capture_output=True, text=True, timeout=200, env={**os.environ, "COLUMNS": "300"}, check=False
+        command, capture_output=True, text=True, timeout=600, env={**os.environ, "COLUMNS": "300"}, check=False
     )
     assert ran.returncode == 0, ran.stdout + ran.stderr
     return ran.stdout + ran.stderr

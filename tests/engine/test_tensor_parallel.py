@@ -26,7 +26,6 @@ pytestmark = [
     pytest.mark.engine,
     pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed"),
     pytest.mark.skipif(len(CORES) < 2, reason="two workers need two cores"),
-    pytest.mark.timeout(300),
 ]
 SAMPLING = Sampling(max_tokens=12, stop_token_ids=(2,))
 PROMPTS = [[9, 8, 7], [30, 31, 32, 33, 34, 35, 36], [50], [60, 61]]

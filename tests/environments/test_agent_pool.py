@@ -81,7 +81,7 @@ def play(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[...,
         async def whole() -> Any:
             config = config_of(agent, turns={"completion_s": completion_s})
             pool = AgentPool(config, log=place / "run" / "agents.log", run_id="t", run_folder=place / "run")
-            async with asyncio.timeout(120), pool.run(Prompt(0, "go", columns), position=4, index=1) as run:
+            async with asyncio.timeout(400), pool.run(Prompt(0, "go", columns), position=4, index=1) as run:
                 return await work(run)
 
         return asyncio.run(whole())

@@ -154,7 +154,7 @@ def test_each_completion_has_a_server_of_its_own_held_as_tools_are(place: Path) 
     async def work() -> tuple[list[Answer], list[Answer]]:
         pool = ToolPool(config_of("mcp:python notes.py"), log=place / "log", run_id="t", run_folder=place / "run")
         try:
-            async with asyncio.timeout(120):
+            async with asyncio.timeout(400):
                 note = ("add_note", {"text": "a", "times": 2})
                 first = await play(pool, note, ("fail", {}), ("look", {}), note)
                 second = await play(pool, note, ("end", {}), note, ("none", {}))

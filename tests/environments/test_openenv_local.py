@@ -130,7 +130,7 @@ class Neither:
 def openenv_python() -> str:
     """A Python with openenv: this one, or that of the variable OPENENV_PYTHON."""
     python = os.environ.get("OPENENV_PYTHON", sys.executable)
-    if subprocess.run([python, "-c", "import openenv"], capture_output=True, timeout=120, check=False).returncode:
+    if subprocess.run([python, "-c", "import openenv"], capture_output=True, timeout=400, check=False).returncode:
         pytest.skip("no Python with the package openenv; name one in OPENENV_PYTHON")
     return python
 
@@ -153,7 +153,7 @@ def played(place: Path, name: str, play: Callable[[Episode], Awaitable[Any]]) ->
         pool = ToolPool(config, log=place / "log", run_id="t", run_folder=place / "run")
         try:
             async with (
-                asyncio.timeout(200),
+                asyncio.timeout(400),
                 Episode(pool, Prompt(0, "go", {"start": 7}), position=0, index=0) as episode,
             ):
                 return await play(episode)

@@ -156,7 +156,7 @@ def run(place: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., 
                 config_of(place, **keys), log=place / "run" / "tools.log", run_id="t", run_folder=place / "run"
             )
             try:
-                async with asyncio.timeout(60):
+                async with asyncio.timeout(400):
                     return await work(pool)
             finally:
                 await pool.close()
@@ -311,7 +311,7 @@ def test_the_interpreter_keeps_variables_for_one_completion_and_sees_no_file(
 def test_another_python_runs_them_with_its_own_packages_alone(
     run: Callable[..., Any], tmp_path: Path, level: str
 ) -> None:
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / ".other"], check=True, timeout=120)
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / ".other"], check=True, timeout=400)
     (packages,) = (tmp_path / ".other").glob("lib/*/site-packages")
     (packages / "greeting.py").write_text("WORD = 'hello'")
     (tmp_path / "other.py").write_text(OTHER)

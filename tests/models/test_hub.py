@@ -109,7 +109,12 @@ def ask(home: Path, endpoint: str, *arguments: str, **more: str) -> list[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("HF_")}
     environment |= {"HF_HOME": str(home), "HF_ENDPOINT": endpoint, "YCORE_CACHE": str(home), **more}
     done = subprocess.run(
-        [sys.executable, "-c", ASK, *arguments], capture_output=True, text=True, timeout=60, env=environment, check=True
+        [sys.executable, "-c", ASK, *arguments],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env=environment,
+        check=True,
     )
     return done.stdout.strip().splitlines()
 
@@ -228,7 +233,7 @@ def test_the_cache_can_be_moved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 
 def test_a_killed_build_is_not_used(tmp_path: Path) -> None:
     entry = tmp_path / "cache" / "entry"
-    killed = subprocess.run([sys.executable, "-c", KILLED, str(entry)], timeout=60, check=False)
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(entry)], timeout=240, check=False)
     assert killed.returncode < 0 and not entry.exists()
 
     build_once(entry, lambda folder: (folder / "whole").touch())
@@ -248,7 +253,7 @@ def test_a_build_that_fails_leaves_nothing(tmp_path: Path) -> None:
 def test_two_that_meet_build_once(tmp_path: Path) -> None:
     command = [sys.executable, "-c", COUNTED, str(tmp_path / "entry"), str(tmp_path / "log")]
     both = [subprocess.Popen(command) for _ in range(2)]
-    assert [process.wait(timeout=60) for process in both] == [0, 0]
+    assert [process.wait(timeout=240) for process in both] == [0, 0]
     assert (tmp_path / "log").read_text() == "built\n"
 
 

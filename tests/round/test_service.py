@@ -18,8 +18,6 @@ from ycore.round.line import SocketLine
 from ycore.round.slots import Slots
 from ycore.run.trace import IN_FLIGHT, ROUND, Levels, Span, TraceWriter, parse_event
 
-pytestmark = pytest.mark.timeout(60)
-
 ROLES = (ROLLOUT, JUDGE)
 Start = Callable[[int], subprocess.Popen[bytes]]
 

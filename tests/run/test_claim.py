@@ -193,7 +193,7 @@ def test_of_two_commands_on_one_folder_one_is_refused(tmp_path: Path) -> None:
     """Both find the folder empty before either has it; the second must look again once it has the lock."""
     command = [sys.executable, "-c", CLAIMS, str(tmp_path / "run")]
     both = [subprocess.Popen([*command, str(seed)], stdout=subprocess.PIPE, text=True) for seed in (1, 2)]
-    said = [one.communicate(timeout=60)[0] for one in both]
+    said = [one.communicate(timeout=240)[0] for one in both]
     assert sorted(one.returncode for one in both) == [0, 2]
     winner = 1 + [one.returncode for one in both].index(0)
     assert f"holds another run (seed: {winner} there, {3 - winner} here)" in said[2 - winner]
@@ -260,7 +260,7 @@ print(Claim(RunFolder(Path(sys.argv[1]) / "run")).record.run_id)
 @pytest.mark.skipif(os.geteuid() != 0 or shutil.which("unshare") is None, reason="needs root and unshare")
 def test_one_path_in_two_mount_namespaces_has_two_ids(tmp_path: Path) -> None:
     command = ["unshare", "-m", "sh", "-c", NAMESPACE, sys.executable, CLAIM_HERE, str(tmp_path)]
-    ids = [subprocess.run(command, capture_output=True, text=True, check=True, timeout=60).stdout for _ in range(2)]
+    ids = [subprocess.run(command, capture_output=True, text=True, check=True, timeout=240).stdout for _ in range(2)]
     assert len(set(ids)) == 2 and all(len(line) == 13 for line in ids)
 
 

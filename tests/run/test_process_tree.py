@@ -20,7 +20,7 @@ def start(code: str) -> "subprocess.Popen[bytes]":
 
 
 def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 20
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, "waited too long"
         time.sleep(0.02)

@@ -37,7 +37,6 @@ def attempts(rights: str, level: str, where: str) -> dict[str, dict]:
     return {line["probe"]: line for line in lines(rights, level) if line.get("where") == where and "probe" in line}
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("place", PLACES, ids=" ".join)
 def test_honest_work_ran_and_the_machine_could_make_every_attempt(place: tuple[str, str, str]) -> None:
     tried_here = attempts(*place)
@@ -47,7 +46,6 @@ def test_honest_work_ran_and_the_machine_could_make_every_attempt(place: tuple[s
     assert sum(controls.values()) >= 100
 
 
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("place", PLACES, ids=" ".join)
 @pytest.mark.parametrize("probe", PROBES, ids=lambda probe: probe.name)
 def test_it_is_stopped(probe: Probe, place: tuple[str, str, str]) -> None:

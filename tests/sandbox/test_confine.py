@@ -137,12 +137,12 @@ print(json.dumps({
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root has something to give up")
 def test_where_nothing_confines_root_keeps_the_right_to_read_at_most(tmp_path: Path) -> None:
     source = WHO.replace("PARENT", str(os.getpid())).replace("FOLDER", str(tmp_path))
-    plain = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=60)
+    plain = subprocess.run([sys.executable, "-c", source], capture_output=True, text=True, timeout=240)
     control = json.loads(plain.stdout)
     assert control["uid"] == 0 and all(control[name] for name in ("root", "signal", "look", "write"))
     at_once = ["-n1", "-r1", source]
     launch = launch_of("timeit", at_once, Confinement(Level.NONE, "x"))
-    done = subprocess.run(launch.command, env=launch.environment, cwd=launch.working, capture_output=True, timeout=60)
+    done = subprocess.run(launch.command, env=launch.environment, cwd=launch.working, capture_output=True, timeout=240)
     launch.clear()
     assert done.returncode == 0, done.stderr
     seen = json.loads(done.stdout.splitlines()[0])
@@ -156,7 +156,7 @@ def test_a_launch_runs_a_module_and_removes_its_scratch(level: Level) -> None:
     if (reason := tried(level)) is not None:
         pytest.skip(reason)
     launch = launch_of("timeit", ["-n1", "-r1", "print(6*7)"], Confinement(level, "x"))
-    done = subprocess.run(launch.command, env=launch.environment, cwd=launch.working, capture_output=True, timeout=60)
+    done = subprocess.run(launch.command, env=launch.environment, cwd=launch.working, capture_output=True, timeout=240)
     assert done.returncode == 0 and done.stdout.startswith(b"42\n"), done.stderr
     launch.clear()
     assert launch.scratch is None or not launch.scratch.exists()

@@ -54,7 +54,7 @@ def start(
 
 def run(code: str, scratch: Path, folder: Path, **keywords) -> tuple[int, str, str]:
     process = start(code, scratch, folder, **keywords)
-    output, errors = process.communicate(timeout=60)
+    output, errors = process.communicate(timeout=240)
     return process.returncode, output, errors
 
 
@@ -161,7 +161,7 @@ print("ready", flush=True)
         if stays:
             assert len(family) >= 6
             process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=120)
         deadline = time.monotonic() + 10
         while any(one.is_running() for one in family) and time.monotonic() < deadline:
             time.sleep(0.02)
@@ -185,7 +185,7 @@ while True:
 """
     process = start(code, scratch, open_path, limits={"processes": 40})
     assert process.stdout is not None and process.stdout.readline() == "ready\n"
-    process.communicate(timeout=60)  # too many processes: the stage ends them by itself
+    process.communicate(timeout=240)  # too many processes: the stage ends them by itself
     left = []
     for one in psutil.process_iter(["cmdline", "status"]):
         if str(scratch) in " ".join(one.info["cmdline"] or []) and one.info["status"] != psutil.STATUS_ZOMBIE:

@@ -146,7 +146,6 @@ def test_without_a_gpu_one_line_says_so(monkeypatch: pytest.MonkeyPatch, capfd: 
 
 
 @pytest.mark.engine
-@pytest.mark.timeout(600)
 @pytest.mark.skipif(not is_vllm_installed(), reason="vLLM is not installed")
 def test_engines_sleep_wake_and_are_replaced(tmp_path: Path) -> None:
     """Real servers: sleep at both levels, the same tokens after it, one that is killed asleep."""

@@ -29,7 +29,7 @@ from ycore.trainer import __main__ as main
 from ycore.trainer.rollout_run import RolloutRun
 from ycore.trainer.saved_state import Checkpoints
 
-pytestmark = [pytest.mark.timeout(200), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 STEPS = 4
 REWARD = """

@@ -27,7 +27,7 @@ from ycore.run.paths import RunFolder
 from ycore.run.resuming import rounds_in
 from ycore.trainer.rollout_run import RolloutRun
 
-pytestmark = [pytest.mark.timeout(200), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 STEPS = 6
 SAME = ("loss", "grad_norm", "reward", "entropy", "completions/mean_length", "learning_rate", "epoch", "num_tokens")

@@ -19,7 +19,7 @@ from ycore.run.paths import RunFolder
 from ycore.trainer.training_run import StepMetrics
 from ycore.trl.seam import SeamGRPOTrainer
 
-pytestmark = [pytest.mark.timeout(200), pytest.mark.filterwarnings("ignore")]
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 SAME = "def same(completions, **columns):\n    return [0.1 for _ in completions]\n"
 

@@ -108,7 +108,7 @@ def rows(output: Path) -> list[dict[str, Any]]:
 
 
 def wait_for_row(output: Path, number: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while len(rows(output)) < number:
         assert process.poll() is None and time.monotonic() < deadline, "the run ended before it could be killed"
         time.sleep(0.005)
@@ -133,7 +133,6 @@ def kill_and_resume(arguments: list[str], killed: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(600)
 @pytest.mark.parametrize("algorithm", ["grpo", "ppo", "distill", "online-dpo", PICTURES])
 def test_killed_and_resumed_is_never_killed(
     algorithm: str, model: Path, sighted: Path, teacher: str, tmp_path: Path

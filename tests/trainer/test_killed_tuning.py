@@ -34,7 +34,7 @@ def test_killed_and_resumed_is_never_killed(tmp_path: Path) -> None:
     assert start(options(model, whole), tmp_path / "whole.log").wait(240) == 0, (tmp_path / "whole.log").read_text()
 
     run = start(options(model, killed), tmp_path / "killed.log")
-    deadline = time.monotonic() + 240
+    deadline = time.monotonic() + 600
     while len(read_metrics(killed / "metrics.jsonl")) < 6:
         assert run.poll() is None and time.monotonic() < deadline, (tmp_path / "killed.log").read_text()
         time.sleep(0.005)

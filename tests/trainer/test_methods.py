@@ -22,8 +22,6 @@ from ycore.sandbox import Level
 from ycore.sandbox.level import tried
 from ycore.trainer.rollout_run import RolloutRun
 
-pytestmark = pytest.mark.timeout(120)
-
 # The tiny model writes noise: only a reward of its letters tells its completions apart.
 SPREAD = """
 def spread(completion_ids, **columns):

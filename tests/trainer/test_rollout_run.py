@@ -25,8 +25,6 @@ from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.process_tree import is_alive
 
-pytestmark = pytest.mark.timeout(300)
-
 REWARD = """
 def spread(completion_ids, answer):
     return [sum(ids) % 7 / 7 + float(a) for ids, a in zip(completion_ids, answer)]
@@ -89,13 +87,13 @@ def ended() -> Iterator[list["subprocess.Popen[str]"]]:
             for child in psutil.Process(process.pid).children(recursive=True):
                 child.kill()
             process.kill()
-        process.communicate(timeout=20)
+        process.communicate(timeout=60)
 
 
 def finish(folder: RunFolder, ended: list["subprocess.Popen[str]"]) -> tuple[int, str]:
     process = start(folder)
     ended.append(process)
-    _, told = process.communicate(timeout=200)
+    _, told = process.communicate(timeout=600)
     return process.returncode, told
 
 
@@ -177,14 +175,14 @@ def test_an_interrupted_run_leaves_a_checkpoint_and_goes_on_from_it(
     folder = run_folder(tmp_path, model, steps=300, checkpoint_every=300)
     process = start(folder)
     ended.append(process)
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while len(read_metrics(folder.metrics)) < 2:
         assert process.poll() is None, process.communicate()[1]
         assert time.monotonic() < deadline
         time.sleep(0.05)
     children = psutil.Process(process.pid).children(recursive=True)
     process.send_signal(signal.SIGINT)
-    _, told = process.communicate(timeout=60)
+    _, told = process.communicate(timeout=240)
     assert process.returncode == 130, told
     done = len(read_metrics(folder.metrics))
     assert [path.name for path in folder.checkpoints.glob("checkpoint-*")] == [f"checkpoint-{done}"]

@@ -44,7 +44,7 @@ def environment(place: Path) -> dict[str, str]:
 def run(words: Sequence[Any], place: Path) -> None:
     """ycore in `place`."""
     done = subprocess.run(
-        [*YCORE, *map(str, words)], cwd=place, env=environment(place), capture_output=True, text=True, timeout=300
+        [*YCORE, *map(str, words)], cwd=place, env=environment(place), capture_output=True, text=True, timeout=800
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
@@ -92,7 +92,7 @@ def test_trackers_that_keep_files_get_model_and_journal_and_report(tmp_path: Pat
     assert "finished" in report.read_text() and "Before and after" in report.read_text()
 
     told = subprocess.run(
-        [sys.executable, "-c", TRACKIO], env=environment(tmp_path), capture_output=True, text=True, timeout=100
+        [sys.executable, "-c", TRACKIO], env=environment(tmp_path), capture_output=True, text=True, timeout=300
     )
     name, logged, artifacts = json.loads(told.stdout)
     assert name == "run", "one page, named like the folder"
@@ -168,14 +168,14 @@ def test_wandb_offline_and_tensorboard(tmp_path: Path) -> None:
     words = [str(word) for option, value in options.items() for word in (option, value)]
     environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
     done = subprocess.run(
-        [*COMMAND, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=200
+        [*COMMAND, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
     )
     assert done.returncode == 0, done.stdout + done.stderr
 
     # The same folder goes on: a second file of the same page, whose id is the folder's.
     resumed = subprocess.run(
         [*COMMAND, "--resume", "--output", str(output), "--steps", "3"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=400,
+        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900,
     )  # fmt: skip
     assert resumed.returncode == 0, resumed.stdout + resumed.stderr
     files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime)

@@ -13,7 +13,7 @@ SCRIPT = Path(__file__).with_name("fake_device.py")
 def run(case: str) -> subprocess.CompletedProcess[str]:
     environment = {**os.environ, "TRL_EXPERIMENTAL_SILENCE": "1", "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, str(SCRIPT), case]
-    return subprocess.run(command, capture_output=True, text=True, timeout=280, env=environment)
+    return subprocess.run(command, capture_output=True, text=True, timeout=800, env=environment)
 
 
 @pytest.mark.parametrize("case", ["score", "merge", "offload"])

@@ -210,6 +210,6 @@ def test_a_browser_draws_it(run: Path, tmp_path: Path) -> None:
     """The page as Chromium has it once scripts would have run: hostile text did nothing, every picture has a size."""
     (page, *_) = write_report(make_report([read_run(run)]), tmp_path / "report.html")
     command = [str(CHROMIUM), *QUIET.split(), f"--user-data-dir={tmp_path / 'profile'}", "--dump-dom", page.as_uri()]
-    drawn = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True).stdout
+    drawn = subprocess.run(command, capture_output=True, text=True, timeout=400, check=True).stdout
     assert "<title>first</title>" in drawn and '<h2 id="spent">' in drawn
     assert drawn.count("<svg") == 2 and "<b>bold" not in drawn

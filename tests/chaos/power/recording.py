@@ -46,7 +46,7 @@ def build_recorder(folder: Path) -> Path:
     library = folder / "recorder.so"
     source = Path(__file__).with_name("recorder.c")
     command = [compiler, "-shared", "-fPIC", "-O2", "-o", str(library), str(source), "-ldl"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(command, capture_output=True, text=True, timeout=400)
     if done.returncode != 0:
         raise RunError(f"the recorder does not compile: {done.stderr.strip()}")
     return library

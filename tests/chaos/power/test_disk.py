@@ -131,7 +131,7 @@ def test_the_recorder_sees_all_that_processes_do(tmp_path: Path) -> None:
     root.mkdir()
     environment = {**os.environ, **recording_environment(library, root, log)}
     subprocess.run(
-        [sys.executable, "-c", WRITER, str(root)], input=WRITER, text=True, env=environment, check=True, timeout=60
+        [sys.executable, "-c", WRITER, str(root)], input=WRITER, text=True, env=environment, check=True, timeout=240
     )
     operations = read_log(log, root)
     _, world = follow(operations)

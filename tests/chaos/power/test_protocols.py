@@ -74,7 +74,7 @@ def operations(tmp_path_factory: pytest.TempPathFactory) -> Sequence[Operation]:
     root = place / "root"
     root.mkdir()
     environment = {**os.environ, **recording_environment(library, root, place / "log")}
-    subprocess.run([sys.executable, "-c", DEEDS], cwd=root, env=environment, check=True, timeout=120)
+    subprocess.run([sys.executable, "-c", DEEDS], cwd=root, env=environment, check=True, timeout=400)
     return read_log(place / "log", root)
 
 

@@ -102,7 +102,7 @@ def test_a_run_that_finishes(worker: Callable[..., Worker], config: RunConfig) -
     """
     summary, shown = run(worker(code), config)
     assert summary == read_json(RunFolder(Path(config.output)).summary)
-    assert (summary["status"], summary["steps"], summary["reward_first"]) == ("finished", 3, 0.5)
+    assert (summary["status"], summary["steps"], summary["reward_first"]) == ("finished", 3, 0.25)
     assert RunFolder(Path(config.output)).curve.is_file()
     assert "step 3/3  reward 0.750" in shown
     assert "transformers" in shown

@@ -3,6 +3,8 @@ import json
 import math
 import random
 import re
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -19,6 +21,7 @@ from ycore.rewards.builtin import (
     before_the_answer,
     reference_reward,
 )
+from ycore.rewards.loading import load_reward
 from ycore.rewards.worker_client import check_reward
 
 # Tasks whose scorer evaluates something, but never the text that the policy wrote.
@@ -34,7 +37,7 @@ def score(name: str, completion: Any, *, ids: list[int] | None = None, **row: An
     return reward
 
 
-SETTINGS = {"pattern", "target", "n", "max_penalty", "max_tokens", "cache_tokens"}
+SETTINGS = {"pattern", "target", "n", "max_penalty", "max_tokens", "cache_tokens", "score"}
 
 
 @pytest.mark.parametrize(
@@ -295,3 +298,47 @@ def test_reference_probability_is_checked_before_the_run() -> None:
         check_reward(RewardConfig(reward="reference_probability", args={"debiased": True}), ["answer"])
     with pytest.raises(RewardError, match="did you mean 'reference_probability'"):
         check_reward(RewardConfig(reward="reference_probabilty"), ["answer"])
+
+
+INSTRUCTED = {
+    "instruction_id_list": ["punctuation:no_comma", "keywords:frequency", "language:response_language"],
+    "kwargs": [{"keyword": None}, {"keyword": "sun", "frequency": 2, "relation": "at least"}, {"language": "en"}],
+}
+
+
+@pytest.fixture
+def without_sentences(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """NLTK, which finds no data at all."""
+    pytest.importorskip("lm_eval")
+    nltk = pytest.importorskip("nltk")
+    monkeypatch.setattr(nltk.data, "path", [])
+    builtin._ifeval_checker.cache_clear()
+    yield nltk.data
+    builtin._ifeval_checker.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("completion", "strict", "loose", "share"),
+    [
+        ("The sun is up and the sun is warm today.", 1.0, 1.0, 1.0),
+        ("<think>First, a plan.</think>The sun is up and the sun is warm today.", 1.0, 1.0, 1.0),
+        ("Sure, here it is:\nThe sun is up and the sun is warm today.", 0.0, 1.0, 2 / 3),
+        ("The sun, the moon, and the stars are all out tonight.", 0.0, 0.0, 1 / 3),
+        ("", 0.0, 0.0, 0.0),
+    ],
+)
+def test_ifeval_counts_the_instructions_that_are_followed(
+    without_sentences: Any, tmp_path: Path, completion: str, strict: float, loose: float, share: float
+) -> None:
+    (tmp_path / "tokenizers/punkt_tab/english").mkdir(parents=True)  # these instructions read no sentences
+    without_sentences.path.append(str(tmp_path))
+    for name, expected in (("strict", strict), ("loose", loose), ("share", share)):
+        assert score("ifeval", completion, **INSTRUCTED, score=name) == pytest.approx(expected), name
+    assert score("ifeval", completion, instruction_id_list=[], kwargs=[]) is None
+
+
+def test_ifeval_says_before_a_run_what_it_needs(without_sentences: Any) -> None:
+    with pytest.raises(RewardError, match=r"sentences is not in .*nltk_data; fetch it once: .*nltk\.downloader -d"):
+        load_reward(RewardConfig(reward="ifeval"))
+    with pytest.raises(RewardError, match="score must be strict, loose or share: 'all'"):
+        load_reward(RewardConfig(reward="ifeval", args={"score": "all"}))

@@ -146,6 +146,12 @@ def test_rows_without_a_reward_do_not_count() -> None:
     assert (summary["steps"], summary["reward_last"]) == (2, 1.0)
 
 
+def test_the_ends_of_a_short_run_do_not_overlap() -> None:
+    rows = [{"step": step, "ycore/reward": step / 4} for step in range(1, 5)]
+    told = summarise(rows, "interrupted", 1.0)
+    assert (told["reward_first"], told["reward_last"]) == (0.375, 0.875)
+
+
 def test_the_summary_has_the_ends_of_the_loss() -> None:
     rows = [{"step": step, "loss": 1.0 / step} for step in range(1, 7)]
     told = summarise(rows, "finished", 3.0, measure="loss")

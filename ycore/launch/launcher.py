@@ -260,7 +260,7 @@ class LocalRun:
             where = f"; model in {folder.model}, curve in {folder.curve}" if status == "finished" else ""
             say(
                 f"{status} after {summary['steps']} steps, {as_duration(summary['wall_s'])}: "
-                f"{measure} {change} (means of the first and last five steps){where}"
+                f"{measure} {change} (means of up to five steps at either end){where}"
             )
         return summary
 

@@ -6,6 +6,7 @@ Keyword-only parameters are the settings that a run may give; None means "does n
 
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from decimal import Decimal
@@ -18,7 +19,7 @@ from pydantic import ValidationError
 
 from ycore.config.schema import RewardConfig, Strict
 from ycore.errors import RewardError
-from ycore.rewards.answers import answer_text, gives, gold_of, holds, number_of, numbers_in, text_of
+from ycore.rewards.answers import answer_text, gives, gold_of, holds, number_of, numbers_in, text_of, without_thinking
 from ycore.types import Content
 
 Contents = list[Content]
@@ -86,6 +87,48 @@ def gym(
     """The score of reasoning-gym's own scorer of the task."""
     rows = zip(completions, gym_task, gym_entry, strict=True)
     return [_gym_score(answer_text(completion), task, json.loads(entry)) for completion, task, entry in rows]
+
+
+def ifeval(
+    prompts: Contents,
+    completions: Contents,
+    instruction_id_list: list[list[str]],
+    kwargs: list[list[dict[str, Any]]],
+    *,
+    score: str = "strict",
+    **_columns: Any,
+) -> Rewards:
+    """IFEval's instructions (arXiv 2311.07911), checked by lm-eval. Each is a name with its own arguments in `kwargs`.
+
+    `strict`: 1 where the completion, without its thinking, follows all of them, else 0. `loose`: the same, where each
+    may also be followed without the first line, the last line or asterisks. `share`: the share of them that it follows.
+    """
+    if score not in ("strict", "loose", "share"):
+        raise ValueError(f"score must be strict, loose or share: {score!r}")
+    checker = _ifeval_checker()
+    check = checker.test_instruction_following_loose if score == "loose" else checker.test_instruction_following_strict
+    scores: Rewards = []
+    for prompt, completion, names, given in zip(prompts, completions, instruction_id_list, kwargs, strict=True):
+        row = checker.InputExample(key=0, instruction_id_list=names, prompt=text_of(prompt), kwargs=given)
+        followed = check(row, text_of(without_thinking(completion))).follow_instruction_list
+        scores.append(None if not followed else fmean(followed) if score == "share" else float(all(followed)))
+    return scores
+
+
+@cache
+def _ifeval_checker() -> Any:
+    import nltk
+
+    try:
+        nltk.data.find("tokenizers/punkt_tab/english/")
+    except LookupError:  # lm-eval would fetch it in the worker, which has no network
+        fetch = f"{sys.executable} -m nltk.downloader -d {sys.prefix}/nltk_data punkt_tab"
+        raise ValueError(f"NLTK's data of sentences is not in {sys.prefix}/nltk_data; fetch it once: {fetch}") from None
+    import langdetect
+    from lm_eval.tasks.ifeval import utils
+
+    langdetect.DetectorFactory.seed = 0  # its guesses are random otherwise
+    return utils
 
 
 def _compared(completions: Contents, answers: list[Any], is_right: Callable[[str, str], bool]) -> Rewards:
@@ -216,7 +259,7 @@ def _f1(one: Counter[tuple[str, ...]], other: Counter[tuple[str, ...]]) -> float
     return 2 * (one & other).total() / total if total else 0.0
 
 
-_REWARDS: list[Reward] = [exact_answer, contains_answer, numeric_answer, math, gym]
+_REWARDS: list[Reward] = [exact_answer, contains_answer, numeric_answer, math, gym, ifeval]
 _REWARDS += [format, length, repetition, overlong, similarity]
 BUILTIN = {reward.__name__: reward for reward in _REWARDS}
 
@@ -224,6 +267,7 @@ BUILTIN = {reward.__name__: reward for reward in _REWARDS}
 LIBRARIES = {
     "math": ("math_verify", "pip install math-verify"),
     "gym": ("reasoning_gym", "pip install 'ycore[gym]'"),
+    "ifeval": ("lm_eval", "pip install 'ycore[ifeval]'"),
 }
 
 

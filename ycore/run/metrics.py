@@ -157,14 +157,13 @@ def summarise(
     measure: Literal["reward", "loss"] = "reward",
     error: str | None = None,
 ) -> dict[str, Any]:
-    """The content of summary.json: among it the means of the reward over the first and the last five steps.
+    """The content of summary.json: among it the means of `measure` over the first and the last five steps.
 
-    Args:
-        measure: `loss` for a run without rollouts. Such runs may be short: a mean is of half the steps at most.
+    Of a run of fewer than ten steps, each mean is of half the steps. `measure` is `loss` for a run without rollouts.
     """
     names = REWARD if measure == "reward" else ("loss",)
     values = [value for row in metrics if (value := number(row, *names)) is not None]
-    window = _WINDOW if measure == "reward" else min(_WINDOW, max(1, len(values) // 2))
+    window = min(_WINDOW, max(1, len(values) // 2))
     steps = [step for row in metrics if (step := number(row, "step")) is not None]
     summary: dict[str, Any] = {
         "status": status,

@@ -86,6 +86,14 @@ def test_accepted_changes_are_named_and_the_old_future_is_dropped(folder: RunFol
     claim(folder, config_for(folder, seed=3), resume=True).release()
 
 
+def test_a_finished_run_goes_on_for_longer_with_accepted_changes(folder: RunFolder) -> None:
+    write_json_atomic(folder.summary, {"status": "finished"})
+    with pytest.raises(RunFolderError, match=r"finished; go on for longer with `ycore resume .*/run --steps N`"):
+        settled(folder, Resume())
+    settled(folder, Resume(accept_changes=True), steps=101)
+    claim(folder, config_for(folder, steps=101), resume=True).release()
+
+
 @pytest.mark.parametrize(("asked", "step"), [("4", 4), ("0", 0), ("{checkpoints}/checkpoint-6", 6)])
 def test_a_checkpoint_is_named_by_step_or_path(folder: RunFolder, asked: str, step: int) -> None:
     assert parse_checkpoint(asked.format(checkpoints=folder.checkpoints), folder) == step

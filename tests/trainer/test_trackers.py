@@ -30,9 +30,21 @@ TRACKIO = """
 import json, trackio
 from trackio.sqlite_storage import SQLiteStorage
 (run,) = trackio.Api().runs("sums")
-logged = sorted({name for row in SQLiteStorage.get_logs("sums", run.name) for name in row})
-print(json.dumps([run.name, logged, [one["name"] for one in SQLiteStorage.list_artifacts("sums")]]))
+rows = SQLiteStorage.get_logs("sums", run.name)
+artifacts = [one["name"] for one in SQLiteStorage.list_artifacts("sums")]
+told = {"name": run.name, "group": run.config["_Group"], "artifacts": artifacts}
+told["logged"] = sorted({name for row in rows for name in row})
+told["steps"] = [row["train/global_step"] for row in rows if "train/reward" in row]
+print(json.dumps(told))
 """
+
+
+def trackio_page(place: Path) -> dict[str, Any]:
+    """The one page of the project `sums`, read in a process of its own, because trackio keeps its folder."""
+    words = [sys.executable, "-c", TRACKIO]
+    done = subprocess.run(words, env=environment(place), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return dict(json.loads(done.stdout))
 
 
 def environment(place: Path) -> dict[str, str]:
@@ -91,13 +103,10 @@ def test_trackers_that_keep_files_get_model_and_journal_and_report(tmp_path: Pat
     (report,) = file.parent.glob("files/media/html/ycore/report_*.html")
     assert "finished" in report.read_text() and "Before and after" in report.read_text()
 
-    told = subprocess.run(
-        [sys.executable, "-c", TRACKIO], env=environment(tmp_path), capture_output=True, text=True, timeout=300
-    )
-    name, logged, artifacts = json.loads(told.stdout)
-    assert name == "run", "one page, named like the folder"
-    assert {"ycore/curve", "ycore/report", "ycore/completions", "train/reward"} <= set(logged)
-    assert set(artifacts) == {"run-model", "run-journal"}
+    page = trackio_page(tmp_path)
+    assert (page["name"], page["group"]) == ("run", None), "one page, named like the folder"
+    assert {"ycore/curve", "ycore/report", "ycore/completions", "train/reward"} <= set(page["logged"])
+    assert set(page["artifacts"]) == {"run-model", "run-journal"}
 
 
 @pytest.mark.slow
@@ -147,8 +156,9 @@ def test_a_tracker_that_fails_at_the_end_costs_its_page_alone(
 
 
 @pytest.mark.slow
-def test_wandb_offline_and_tensorboard(tmp_path: Path) -> None:
+def test_a_resumed_run_goes_on_with_its_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("wandb")
+    pytest.importorskip("trackio")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     model, output = write_tiny_model(tmp_path / "model"), tmp_path / "run"
@@ -162,22 +172,17 @@ def test_wandb_offline_and_tensorboard(tmp_path: Path) -> None:
         "--group-size": 2,
         "--max-tokens": 6,
         "--engine": "transformers",
-        "--report-to": "wandb,tensorboard",
+        "--report-to": "wandb,tensorboard,trackio",
         "--project": "sums",
     }
     words = [str(word) for option, value in options.items() for word in (option, value)]
-    environment = {**os.environ, "WANDB_MODE": "offline", "WANDB_DIR": str(tmp_path), "HF_HUB_OFFLINE": "1"}
-    done = subprocess.run(
-        [*COMMAND, *words], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
+    monkeypatch.setenv("WANDB_RUN_GROUP", "family")
+    run(["grpo", *words], tmp_path)
+    run(["resume", output, "--steps", 3], tmp_path)
+    page = trackio_page(tmp_path)
+    assert (page["name"], page["group"], page["steps"]) == ("run", "family", [1, 2, 3])
 
-    # The same folder goes on: a second file of the same page, whose id is the folder's.
-    resumed = subprocess.run(
-        [*COMMAND, "--resume", "--output", str(output), "--steps", "3"],
-        cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900,
-    )  # fmt: skip
-    assert resumed.returncode == 0, resumed.stdout + resumed.stderr
+    # A second file of the same page, whose id is the folder's.
     files = sorted(tmp_path.glob("wandb/offline-run-*/run-*.wandb"), key=lambda path: path.stat().st_mtime)
     run_id = RunFolder(output).run_id
     assert [path.name for path in files] == [f"run-{run_id}.wandb"] * 2

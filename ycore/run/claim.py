@@ -159,7 +159,7 @@ def _check_same_run(folder: RunFolder, config: BaseModel, *, resume: bool, how: 
     is_longer = how.step is not None or (isinstance(before, int) and isinstance(now, int) and now > before)
     if is_finished(folder) and not (resume and is_longer):
         raise RunFolderError(
-            f"{root} holds this run, finished; go on for longer with --resume and more --steps, "
+            f"{root} holds this run, finished; go on for longer with `ycore resume {root} --steps N`, "
             "or choose another --output to run it again"
         )
     if not resume:

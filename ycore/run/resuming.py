@@ -182,6 +182,7 @@ def settle(folder: RunFolder, config: BaseModel, how: Resume, *, world: int, say
                 say(f"accepted: {in_words(differences)}")
             drop_rounds(folder.journal, after=step - 1)
             folder.identity.unlink(missing_ok=True)
+            folder.summary.unlink(missing_ok=True)  # of a finished run that is to have more steps
             write_description(folder, config, resume=True)
     finally:
         held.release()

@@ -228,7 +228,8 @@ def _measured(summary: Mapping[str, Any]) -> str:
     ends = {end: summary.get(f"reward_{end}") for end in ("first", "last")}
     if any(value is None for value in ends.values()):
         return ""
-    return f"The mean training reward went from {ends['first']:.3f} to {ends['last']:.3f} (means of up to five steps at either end)."
+    change = f"from {ends['first']:.3f} to {ends['last']:.3f}"
+    return f"The training reward went {change} (means of up to five steps at either end)."
 
 
 def push(folder: Path, *, repo: str, private: bool, say: Callable[[str], None]) -> None:

@@ -1,6 +1,7 @@
 """The pages are true: what they tell a reader to type works, and what they list is what there is."""
 
 import ast
+import gzip
 import itertools
 import json
 import os
@@ -138,16 +139,23 @@ def test_lines_of_the_scorecard_name_rows_that_are_there(page: Path, line: str) 
     assert "Nothing was started" in done.stdout
 
 
+HARMLESS = "harmless-base-test.jsonl.gz"  # of hh-rlhf, which a reader fetches
+
+
 @pytest.mark.parametrize(("page", "line"), of_program("ycore"))
 def test_ycore_lines_work(page: Path, line: str, tmp_path: Path) -> None:
     if "textarena:" in line or "game-quickstart" in line:
         pytest.importorskip("textarena", reason="the optional package textarena is not installed")
     for name, text in files_of(page).items():
         (tmp_path / name).write_text(text, encoding="utf-8")
+    if HARMLESS in line:
+        texts = [f"\n\nHuman: What is {number}?\n\nAssistant: " for number in range(1000)]
+        with gzip.open(tmp_path / HARMLESS, "wt") as file:
+            file.writelines(json.dumps({"chosen": f"{text}a", "rejected": f"{text}b"}) + "\n" for text in texts)
     words = shlex.split(line, comments=True)
     if "--resume" in line or words[1] == "resume":
         write_unfinished_run(page, words[2] if words[1] == "resume" else option(line, "--output"), tmp_path)
-    if words[1] == "distill":
+    if words[1] == "distill" or "distill-quickstart" in words:
         write_stand_in(tmp_path / "runs" / "quickstart")
     if words[1] in ("watch", "report"):
         for run in [word for word in words[2:] if word.startswith("runs/")]:

@@ -124,6 +124,14 @@ def test_a_finished_run_is_refused(folder: RunFolder) -> None:
     check_claim(folder, config_for(folder), resume=True)
 
 
+@pytest.mark.parametrize("status", ["finished", "interrupted"])
+def test_an_evaluation_never_goes_on(folder: RunFolder, status: str) -> None:
+    claim_and_release(folder, algorithm="eval")
+    write_json_atomic(folder.summary, {"status": status})
+    with pytest.raises(RunFolderError, match="holds this evaluation already, and none goes on; choose another --outp"):
+        check_claim(folder, config_for(folder, algorithm="eval"), resume=False)
+
+
 def test_foreign_files_are_refused_and_left_alone(folder: RunFolder) -> None:
     folder.root.mkdir(parents=True)
     (folder.root / "thesis.tex").write_text("mine")

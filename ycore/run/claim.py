@@ -155,6 +155,8 @@ def _check_same_run(folder: RunFolder, config: BaseModel, *, resume: bool, how: 
             f"{root} is another run ({in_words(differences)}); leave these as they were, "
             "or go on all the same with --accept-changes"
         )
+    if getattr(config, "algorithm", None) == "eval":
+        raise RunFolderError(f"{root} holds this evaluation already, and none goes on; choose another --output")
     before, now = held_config(folder).get("steps"), config.model_dump().get("steps")
     is_longer = how.step is not None or (isinstance(before, int) and isinstance(now, int) and now > before)
     if is_finished(folder) and not (resume and is_longer):

@@ -166,11 +166,11 @@ def settle(folder: RunFolder, config: BaseModel, how: Resume, *, world: int, say
             check_checkpoint(folder, how.step)
             for path in set_aside_after(folder.checkpoints, how.step):
                 say(f"{path.name}: of a later step than {how.step}")
-            folder.summary.unlink(missing_ok=True)
         newest = newest_whole(folder.checkpoints, say=say)
         step = 0 if newest is None else step_of(newest)
         if newest is not None:
             check_ranks(newest, world=world)
+        folder.summary.unlink(missing_ok=True)  # a finished run that goes on is not finished
         say(f"going on from step {step}" if step else "going on from the first step: no checkpoint was saved yet")
         if (before := _world_before(folder, newest)) not in (None, world):
             say(
@@ -182,7 +182,6 @@ def settle(folder: RunFolder, config: BaseModel, how: Resume, *, world: int, say
                 say(f"accepted: {in_words(differences)}")
             drop_rounds(folder.journal, after=step - 1)
             folder.identity.unlink(missing_ok=True)
-            folder.summary.unlink(missing_ok=True)  # of a finished run that is to have more steps
             write_description(folder, config, resume=True)
     finally:
         held.release()

@@ -178,7 +178,7 @@ def test_a_resumed_run_goes_on_with_its_pages(tmp_path: Path, monkeypatch: pytes
     words = [str(word) for option, value in options.items() for word in (option, value)]
     monkeypatch.setenv("WANDB_RUN_GROUP", "family")
     run(["grpo", *words], tmp_path)
-    run(["resume", output, "--steps", 3], tmp_path)
+    run(["grpo", "--resume", "--output", output, "--steps", 3], tmp_path)
     page = trackio_page(tmp_path)
     assert (page["name"], page["group"], page["steps"]) == ("run", "family", [1, 2, 3])
 

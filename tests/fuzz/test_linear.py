@@ -75,7 +75,12 @@ def test_reading_is_linear(name: str) -> None:
 
 
 def test_a_square_is_found() -> None:
-    assert growth(lambda text: [text[:place].title() for place in range(0, len(text), 20)], "a", SHAPES[0])
+    """By one look of several: where other work slows the shorter text down, a look sees less growth than there is."""
+    assert any(growth(square, "a", SHAPES[0]) for _ in range(10))
+
+
+def square(text: str) -> list[str]:
+    return [text[:place].title() for place in range(0, len(text), 20)]
 
 
 def growth(reader: Callable[[str], object], part: str, shape: Callable[[str], str]) -> tuple[float, float] | None:

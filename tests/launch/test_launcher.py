@@ -15,10 +15,10 @@ from typing import Any
 import psutil
 import pytest
 
-from ycore.config.schema import EngineSettings, RewardConfig, RunConfig
+from ycore.config.schema import EngineSettings, RewardConfig, RunConfig, TuneConfig
 from ycore.errors import EngineError, Interrupted, TrainerError, UserError
 from ycore.launch import engine_watch, engines, launcher, layout, supervise
-from ycore.launch.launcher import Worker, run_worker
+from ycore.launch.launcher import Worker, run_worker, worker_environment
 from ycore.launch.layout import Machine
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
@@ -128,6 +128,22 @@ def test_one_rank_on_a_machine_with_several_devices_sees_one(
     assert summary["status"] == "finished"
 
 
+@pytest.mark.parametrize("on_cpu", [True, False])
+def test_training_on_given_examples_keeps_what_it_frees_on_a_cpu(
+    on_cpu: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("MALLOC_TOP_PAD_", raising=False)
+    monkeypatch.setenv("MALLOC_MMAP_MAX_", "7")
+    told = worker_environment(TuneConfig(algorithm="sft", model="m", dataset="d", output=str(tmp_path)), on_cpu=on_cpu)
+    assert ("MALLOC_TOP_PAD_" in told) == on_cpu
+    assert told["MALLOC_MMAP_MAX_"] == "7", "what the user has set counts first"
+
+
+def test_a_run_with_engines_leaves_malloc_alone(config: RunConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("MALLOC_TOP_PAD_", raising=False)
+    assert "MALLOC_TOP_PAD_" not in worker_environment(config, on_cpu=True)
+
+
 def test_run_json_has_the_number_of_processes(worker: Callable[..., Worker], config: RunConfig) -> None:
     """So that a resumed run has as many, wherever it goes on."""
     run(worker(""), config)
@@ -202,7 +218,7 @@ LAUNCH = """
 import json, sys
 from ycore.config.schema import RunConfig
 from ycore.errors import YcoreError
-from ycore.launch.launcher import Worker, run_worker
+from ycore.launch.launcher import Worker, run_worker, worker_environment
 from ycore.launch.layout import Machine
 config = RunConfig(**json.loads(sys.argv[1]))
 try:

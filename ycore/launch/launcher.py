@@ -8,7 +8,7 @@ import sys
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import Any, Literal, TextIO
 
@@ -184,23 +184,17 @@ class LocalRun:
         return EngineWatch(live, max_restarts=settings.restarts, start_timeout_s=settings.start_timeout_s, say=say)
 
     def _fetch(self, name: str) -> Path:
-        """A model's folder. A process that converts it carries the run's marker, so that it never outlives the run."""
+        """A model's folder. A process that makes or converts it carries the run's marker, and ends with the run."""
         if isinstance(self.config, FlowConfig):
-            return self._fetch_flow(name)
-        model = resolve_model(name, trust_remote_code=self.config.trust_remote_code)
-        self.progress.say(f"model {name}: {model.note}")
+            there, fetch = flow_model(name), partial(fetch_flow_model, name)
+            note = f"found in {there}" if there.is_dir() else "is made once, from scikit-learn's digits, in two minutes"
+        else:
+            model = resolve_model(name, trust_remote_code=self.config.trust_remote_code)
+            note, fetch = model.note, partial(fetch_model, model)
+        self.progress.say(f"model {name}: {note}")
         os.environ[RUN_MARKER] = self.site.folder.run_id
         try:
-            return fetch_model(model, log=self.site.folder.log("model"))
-        finally:
-            os.environ.pop(RUN_MARKER, None)
-
-    def _fetch_flow(self, name: str) -> Path:
-        if not flow_model(name).is_dir():
-            self.progress.say(f"model {name}: is made once, from scikit-learn's digits, in a minute or two")
-        os.environ[RUN_MARKER] = self.site.folder.run_id
-        try:
-            return fetch_flow_model(name, log=self.site.folder.log("model"))
+            return fetch(log=self.site.folder.log("model"))
         finally:
             os.environ.pop(RUN_MARKER, None)
 
@@ -294,9 +288,7 @@ class LocalRun:
 
 
 _KEEP_FREED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "8000000000", "MALLOC_TOP_PAD_": "67108864"}
-"""glibc keeps what a step frees for the next step. By default it gives each large block back to the kernel, which has
-to clear it again: a fifth of the processor time of `ycore sft` (docs/benchmarks.md).
-"""
+"""glibc keeps the large blocks that a step frees. By default the kernel takes them, and clears them for the next."""
 
 
 def worker_environment(config: AnyConfig | FlowConfig, *, on_cpu: bool = False) -> dict[str, str]:

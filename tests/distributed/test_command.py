@@ -25,7 +25,7 @@ COMMON = (
     "--model model --dataset rows.jsonl --reward their_rewards.py:spread --max-tokens 8 --engine transformers "
     "--prompts-per-step 4 --group-size 4 --set dtype=float32 --output run --processes 2"
 )
-WITHIN_S = 120
+WITHIN_S = 400
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +139,7 @@ def test_a_rank_that_is_killed_ends_the_run_at_once_and_is_named(tmp_path: Path,
     killed_at = time.monotonic()
     os.kill(ranks(tmp_path)[1], signal.SIGKILL)
     _, said = process.communicate(timeout=WITHIN_S)
-    assert time.monotonic() - killed_at < 20
+    assert time.monotonic() - killed_at < 60, "of a run of 4000 steps"
     assert process.returncode == 1
     error = next(line for line in said.splitlines() if line.startswith("error: "))
     assert "trainer rank 1 ended with a signal, killed or out of memory" in error

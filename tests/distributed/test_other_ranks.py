@@ -30,7 +30,7 @@ WORDS = (
     "--prompts-per-step 4 --group-size 2 --steps 6 --set dtype=float32 --set checkpoint_every=2 "
     "--set sampling.dynamic=false --keep-journal --output run --processes 2"
 )
-WITHIN_S = 200
+WITHIN_S = 400
 
 
 def start(place: Path, words: str) -> "subprocess.Popen[str]":

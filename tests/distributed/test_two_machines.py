@@ -38,7 +38,7 @@ rdzv_backend: static
 same_network: true
 use_cpu: true
 """
-WITHIN_S = 120
+WITHIN_S = 400
 
 
 @pytest.fixture

@@ -25,7 +25,7 @@ from ycore.run.reports import RUN_MARKER
 from ycore.sandbox import Confinement, Level
 from ycore.sandbox.confine import launch_of
 
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 
 LAUNCHER = """
 import os, signal, subprocess, sys, time

@@ -26,7 +26,7 @@ from ycore.run.reports import RUN_MARKER
 from ycore.sandbox import Level
 from ycore.sandbox.level import Choice
 
-WITHIN_S = 30.0
+WITHIN_S = 120.0
 
 STEPS = """
     import json, os, subprocess, sys, time

@@ -17,7 +17,7 @@ from ycore.run.files import write_json_atomic
 from ycore.run.paths import RunFolder
 from ycore.run.reports import Rank, Report, forget_reports, read_report, report_end, report_file
 
-WITHIN_S = 20.0
+WITHIN_S = 60.0
 
 
 def start(tmp_path: Path, code: str, *, cores: list[int] | None = None) -> ManagedProcess:

@@ -170,7 +170,7 @@ def test_a_hub_that_answers_forever(tmp_path: Path) -> None:
         threading.Thread(target=drip, args=(dripping,), daemon=True).start()
         begin = time.monotonic()
         (said,) = ask(tmp_path, f"http://127.0.0.1:{dripping.getsockname()[1]}", "some/model")
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 60
     assert "did not answer within 3 s" in said
 
 
@@ -178,7 +178,7 @@ def drip(listener: socket.socket) -> None:
     connection, _ = listener.accept()
     with connection, contextlib.suppress(OSError):
         connection.sendall(b"HTTP/1.1 200 OK\r\nX-Slow: ")
-        for _ in range(40):
+        for _ in range(400):
             connection.sendall(b"x")
             time.sleep(0.5)
 
@@ -189,7 +189,7 @@ def test_a_hub_that_never_answers(tmp_path: Path) -> None:
         silent.listen(8)
         begin = time.monotonic()
         (said,) = ask(tmp_path, f"http://127.0.0.1:{silent.getsockname()[1]}", "some/model")
-        assert time.monotonic() - begin < 10
+        assert time.monotonic() - begin < 60
     assert "error: no model folder 'some/model'" in said
 
 

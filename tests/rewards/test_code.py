@@ -54,10 +54,10 @@ def test_the_last_python_block_counts(text: str, code: str) -> None:
 
 
 def test_extraction_is_linear_in_the_text() -> None:
-    began = time.perf_counter()
+    began = time.process_time()
     for hostile in ("```" * 300_000, "```\n" * 200_000, "`" * 900_000, "<think>" * 100_000):
         code_of(hostile)
-    assert time.perf_counter() - began < 10.0
+    assert time.process_time() - began < 10.0
 
 
 def test_a_block_with_the_function_follows_the_prompts_imports_and_helpers() -> None:

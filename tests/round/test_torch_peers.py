@@ -17,7 +17,7 @@ REWARD = """
 def digit(completions, flat, **columns):
     return [1.0 if is_flat else float(text) for text, is_flat in zip(completions, flat)]
 """
-WITHIN_S = 90
+WITHIN_S = 300
 
 Seen = dict[str, list[dict[str, Any]]]
 

@@ -173,6 +173,32 @@ def test_stopped_and_gone_on_with_is_never_stopped(place: Path, tmp_path: Path) 
     assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
+@pytest.mark.parametrize("method", ["sft", "dpo"])
+def test_a_stop_ends_a_measurement_and_the_run_goes_on(method: str, place: Path, tmp_path: Path) -> None:
+    """Before the first step nothing is left behind; after the last, all steps are kept and only the figures missing."""
+    rows = {"columns": {"text": "chosen"}} if method == "sft" else {}
+    first = opened(place, tmp_path / "run", method, **rows)
+    first.stop.set()
+    with pytest.raises(Interrupted, match="held-out rows"):
+        first.train()
+    assert first.trainer.state.global_step == 0
+    first.save_checkpoint()
+    first.close()
+
+    last = opened(place, tmp_path / "run", method, **rows)
+    begin = last.finish
+    last.finish = lambda: (last.stop.set(), begin())[1]  # type: ignore[method-assign]
+    with pytest.raises(Interrupted, match="held-out rows"):
+        last.train()
+    last.save_checkpoint()
+    last.close()
+    assert "after" not in read_json(RunFolder(tmp_path / "run").held_out)["held_out"]
+
+    trained(opened(place, tmp_path / "run", method, **rows))
+    assert read_json(RunFolder(tmp_path / "run").held_out)["held_out"]["after"]["n"] == 6
+    assert [row["step"] for row in read_metrics(RunFolder(tmp_path / "run").metrics)] == list(range(1, 9))
+
+
 def test_a_damaged_checkpoint_is_passed_over(place: Path, tmp_path: Path) -> None:
     run = opened(place, tmp_path, "sft", columns={"text": "chosen"}, steps=6, checkpoint_every=2)
     run.trainer.add_callback(StopAfter(run, step=5))

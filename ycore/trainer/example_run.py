@@ -11,7 +11,7 @@ from transformers import TrainerControl, TrainerState, TrainingArguments
 from ycore.config.schema import TuneConfig
 from ycore.data.examples import ExampleSet, load_examples
 from ycore.engine.sight import load_sight
-from ycore.errors import DataError
+from ycore.errors import DataError, Interrupted
 from ycore.round.assemble import load_tokenizer
 from ycore.run.claim import model_fingerprint
 from ycore.run.files import read_json, write_json_atomic
@@ -67,6 +67,12 @@ class ExampleRun(TrainingRun):
 
     def should_stop(self) -> bool:
         return self.sum_over_ranks(int(self.stop.is_set())) > 0
+
+    def on_prediction_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        if self.should_stop():
+            raise Interrupted("stopped while the held-out rows were measured")
 
     def fail_others(self, error: BaseException) -> None:
         """The others wait in a collective: torchrun ends them, or the collective's timeout does."""

@@ -269,7 +269,7 @@ def reproduce(
     """
     from ycore_cli.output import stdout_for_json
 
-    from ycore.errors import ConfigError
+    from ycore.errors import ConfigError, Interrupted
     from ycore.run.reports import tracker_group
     from ycore.tools.reproduce import MIN_SEEDS
 
@@ -279,7 +279,10 @@ def reproduce(
         raise ConfigError(f"a band needs {MIN_SEEDS} seeds or more; it is --seeds {seeds}")
     with stdout_for_json(json), tracker_group(root.resolve().name):
         for seed in range(seeds):
-            _run_seed(recipe, seed, root / f"seed-{seed}", sets=set_ or (), dry_run=dry_run)
+            try:
+                _run_seed(recipe, seed, root / f"seed-{seed}", sets=set_ or (), dry_run=dry_run)
+            except Interrupted:
+                raise Interrupted(f"stopped with seed {seed}; the same command goes on") from None
     if dry_run:
         print(f"{seeds} runs of {recipe} in {root}. Nothing was started; leave out --dry-run to run them.")
         return 0

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from ycore_cli import look
 
-from ycore.errors import ConfigError
+from ycore.errors import ConfigError, Interrupted
 from ycore.models.tiny import write_tiny_model
 from ycore.tools.reproduce import bands_of, curve_of, final_of, interval, judge, judge_stages
 
@@ -106,6 +107,16 @@ def test_a_pipeline_is_run_once_a_seed_and_compared(tmp_path: Path) -> None:
     assert seeds == [7, 1007], "a stage's own seed is told apart too"
     status, said = reproduce(tmp_path, "mine.yaml --seeds 2")
     assert status == 0 and "stage 1 of 2" not in said and "none is stored" in said
+
+
+def test_a_stop_says_which_command_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def stopped(recipe: str, seed: int, root: Path, **_: Any) -> None:
+        if seed == 1:
+            raise Interrupted("stopped in reward; the same command goes on with --resume")
+
+    monkeypatch.setattr(look, "_run_seed", stopped)
+    with pytest.raises(Interrupted, match=r"stopped with seed 1; the same command goes on$"):
+        look.reproduce("rlhf-pipeline", output=tmp_path)
 
 
 def prepare(folder: Path, recipe: str) -> None:

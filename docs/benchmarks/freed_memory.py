@@ -9,11 +9,12 @@ those of all processes of a run, with their start; the machine's other work does
 import argparse
 import json
 import resource
-import subprocess
 import sys
+import threading
 from pathlib import Path
 from typing import Any
 
+from bounded import run_bounded
 from machine import describe_machine
 
 from ycore.run.metrics import read_metrics
@@ -27,13 +28,16 @@ def spent() -> resource.struct_rusage:
     return resource.getrusage(resource.RUSAGE_CHILDREN)
 
 
-def measured(told: argparse.Namespace, side: str, output: Path) -> dict[str, Any]:
+def measured(told: argparse.Namespace, side: str, folder: Path) -> dict[str, Any]:
     """One run of one side."""
-    options = ["--recipe", "sft-chat", "--set", f"dataset={told.dataset}", "--set", "held_out=0"]
-    words = ["sft", *options, "--steps", str(told.steps), "--output", str(output)]
+    folder.mkdir(parents=True)
+    options = ["--recipe", "sft-chat", "--set", f"dataset={told.dataset.resolve()}", "--set", "held_out=0"]
+    words = ["sft", *options, "--steps", str(told.steps), "--output", "run"]
+    command = [sys.executable, "-c", COMMAND.format(change=SIDES[side]), *words]
     before = spent()
-    subprocess.run([sys.executable, "-c", COMMAND.format(change=SIDES[side]), *words], check=True)
+    run_bounded(command, folder=folder, environment={}, timeout_s=told.timeout, stop=threading.Event())
     after = spent()
+    output = folder / "run"
     metrics = read_metrics(output / "metrics.jsonl", say=print)
     return {
         "side": side,
@@ -49,9 +53,10 @@ def measured(told: argparse.Namespace, side: str, output: Path) -> dict[str, Any
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--output", type=Path, required=True)
-    parser.add_argument("--dataset", required=True, help="hh-rlhf's harmless-base test file")
+    parser.add_argument("--dataset", type=Path, required=True, help="hh-rlhf's harmless-base test file")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one run")
     told = parser.parse_args()
     order = [side for turn in range(told.repeats) for side in (list(SIDES), list(SIDES)[::-1])[turn % 2]]
     runs = [measured(told, side, told.output / str(number)) for number, side in enumerate(order)]

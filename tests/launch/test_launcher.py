@@ -218,7 +218,7 @@ LAUNCH = """
 import json, sys
 from ycore.config.schema import RunConfig
 from ycore.errors import YcoreError
-from ycore.launch.launcher import Worker, run_worker, worker_environment
+from ycore.launch.launcher import Worker, run_worker
 from ycore.launch.layout import Machine
 config = RunConfig(**json.loads(sys.argv[1]))
 try:

@@ -292,7 +292,7 @@ _KEEP_FREED = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": "8000000000", 
 
 
 def worker_environment(config: AnyConfig | FlowConfig, *, on_cpu: bool = False) -> dict[str, str]:
-    """The launcher's environment, and the secrets that run.json hides. What the user has set counts first."""
+    """The launcher's environment with defaults for what it leaves unset, and the secrets that run.json hides."""
     return {
         # Threads that wait for each other by spinning take ten times as long where another process wants a core too.
         "GOMP_SPINCOUNT": "10000",

@@ -124,7 +124,8 @@ def _check_rewards(config: RunConfig, prompts: PromptSet) -> None:
 
 def _check_evaluation(config: RunConfig, prompts: PromptSet) -> dict[str, Any] | None:
     """The held-out rows and when they are measured; None for a run without any."""
-    if not (config.eval_dataset or config.eval_every or config.eval_rewards or config.keep_best or config.stop_when):
+    asks = (config.eval_every, config.eval_while_training, config.eval_rewards, config.keep_best, config.stop_when)
+    if not (config.eval_dataset or any(asks)):
         return None
     from ycore.round.held_out import check_evaluation, num_overlapping
 
@@ -139,6 +140,7 @@ def _check_evaluation(config: RunConfig, prompts: PromptSet) -> dict[str, Any] |
         "rows": len(rows.prompts),
         "rewards": [reward.reward for reward in held_out.rewards],
         "every": config.eval_every or -(-config.steps // 5),
+        "while_training": config.eval_while_training,
         "overlap": num_overlapping(rows.prompts, prompts.prompts),
     }
 
@@ -238,6 +240,7 @@ def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> list[tuple[st
         rows += _reward_rows(plan)
     if evaluation := plan.get("evaluation"):
         when = f"before the first step, every {evaluation['every']} steps and after the last"
+        when += ", while the trainer computes the next step" if evaluation["while_training"] else ""
         rewards = ", ".join(evaluation["rewards"])
         rows.append(("held out", f"{evaluation['dataset']}: {evaluation['rows']} rows, by {rewards}, {when}"))
         if evaluation["overlap"]:

@@ -92,6 +92,7 @@ Split = text("Split of the dataset; e.g. test.")
 
 # Evaluation during a run
 EvalEvery = number("Steps between evaluations on --eval-dataset; a fifth of the run if not given; e.g. 20.")
+EvalWhileTraining = flag("Let the engines measure while the trainer computes the next step.", "--eval-while-training")
 EvalReward = texts("What scores them, if not the run's rewards; may be repeated; e.g. exact_answer.", metavar="NAME")
 KeepBest = text("Keep the model that was best by this figure of an evaluation; e.g. pass@1.", metavar="FIGURE")
 StopWhen = texts(
@@ -174,7 +175,7 @@ _TEXTS = (
     "model", "dataset", "output", "merge", "quantize", "system_prompt", "prompt_column", "answer_column",
     "trust_remote_code", "deterministic", "split", "accelerate", "preset", "advantage", "divergence", "trust_region",
     "placement", "keep_journal", "replay", "teacher", "eval_dataset", "eval_split", "env_python", "agent",
-    "keep_best", "stop_when",
+    "keep_best", "stop_when", "eval_while_training",
 )  # fmt: skip
 _NUMBERS = (
     "prompts_per_step", "group_size", "max_tokens", "steps", "seed", "num_samples", "limit", "processes", "restarts",

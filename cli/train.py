@@ -33,7 +33,8 @@ _ROLLOUTS = {
     "advantage": o.Advantage, "divergence": o.Divergence, "trust_region": o.TrustRegion,
     "keep_journal": o.KeepJournal, "replay": o.Replay, "restarts": o.Restarts, "wandb_project": o.WandbProject,
     "preflight": o.Preflight, "eval_dataset": o.EvalDataset, "eval_split": o.EvalSplit, "eval_every": o.EvalEvery,
-    "eval_reward": o.EvalReward, "keep_best": o.KeepBest, "stop_when": o.StopWhen,
+    "eval_while_training": o.EvalWhileTraining, "eval_reward": o.EvalReward, "keep_best": o.KeepBest,
+    "stop_when": o.StopWhen,
 }  # fmt: skip
 _EXAMPLES = {
     "dataset": o.Examples, "split": o.Split, "limit": o.Limit, "eval_dataset": o.EvalDataset,

@@ -301,6 +301,7 @@ class RunConfig(BaseConfig):
     eval_split: str = "test"
     eval_limit: Positive | None = None  # rows to take from it; None takes all
     eval_every: Positive | None = None  # None is a fifth of the run
+    eval_while_training: bool = False  # measure a step's policy while the trainer computes the next step
     eval_rewards: list[RewardConfig] = []  # what scores those completions; empty takes `rewards`
     keep_best: str | None = None  # a figure of an evaluation, e.g. `pass@1`: its best model is kept in `best/`
     stop_when: list[str] = []  # ends a run early: `no-gain:N` evaluations, `nothing-to-learn:N` steps, `seconds:N`

@@ -85,6 +85,10 @@ class Layout:
         return next((name for name in SHARDINGS if name == f"zero{stage}"), "ddp")
 
     @property
+    def uses_deepspeed(self) -> bool:
+        return self.accelerate is not None and self.accelerate["distributed_type"] == "DEEPSPEED"
+
+    @property
     def shards_weights(self) -> bool:
         """Whether no rank holds the whole policy."""
         return self.sharding in ("zero3", "fsdp2")
@@ -169,8 +173,7 @@ def check_ranks(config: BaseConfig, layout: Layout, machine: Machine) -> None:
 
 def check_deepspeed(config: BaseConfig, layout: Layout) -> None:
     """ConfigError where the ranks need DeepSpeed, and it is not installed."""
-    needs = layout.accelerate is not None and layout.accelerate["distributed_type"] == "DEEPSPEED"
-    if needs and find_spec("deepspeed") is None:
+    if layout.uses_deepspeed and find_spec("deepspeed") is None:
         way_out = "pip install 'ycore[deepspeed]'"
         raise ConfigError(f"--accelerate {config.accelerate}: DeepSpeed is not installed; {way_out}")
 

@@ -15,7 +15,7 @@ from ycore.engine.commands import check_arguments
 from ycore.errors import ConfigError
 from ycore.launch import engines
 from ycore.launch.device_memory import FactsOf, facts_here, slot_width
-from ycore.launch.layout import Machine, Site, check_deepspeed, layout_of, on_machine
+from ycore.launch.layout import Layout, Machine, Site, check_deepspeed, layout_of, on_machine
 from ycore.launch.scoring_models import ServedModel, check_run_placement, served_models
 from ycore.models.names import sighted_family
 from ycore.placement.placement import REWARD_MODEL
@@ -40,6 +40,8 @@ def check_run(
     kind, _ = engines.choose_kind(config.engine.kind, vllm_installed=is_installed, sighted=sighted_family(config.model))
     if config.sampling.max_staleness and batch is not None:
         _check_ahead(config, batch, kind)
+    if config.eval_while_training:
+        _check_evaluation(config, site.layout, kind)
     if config.sampling.oversample > 1 and kind == "transformers":
         rule = "with --oversample engines give back what they have begun, and transformers does not"
         raise ConfigError(f"{rule}; leave it out, or {_INSTALL}")
@@ -59,9 +61,11 @@ def check_run(
     check_arguments(config.engine.args)
     models, slots, sharing = engines.arrange(config, site, known)
     check_run_placement(config, models, num_slots=len(slots))
-    if config.sampling.max_staleness and sharing is not None and sharing.sleeps:
+    asked = {_AHEAD: config.sampling.max_staleness, _MEASURES: config.eval_while_training}
+    for rule in (rule for rule, is_asked in asked.items() if is_asked and sharing is not None and sharing.sleeps):
+        option = rule.split()[1]
         raise ConfigError(
-            f"{_AHEAD}, and here engines and trainer take turns on a device; leave --max-staleness out, or say "
+            f"{rule}, and here engines and trainer take turns on a device; leave {option} out, or say "
             "--set engine.sleep=false where both fit"
         )
     if config.engine.sync != "merged":
@@ -76,6 +80,7 @@ def check_run(
 
 _INSTALL = "install vLLM (pip install 'ycore[cpu]' or 'ycore[gpu]')"
 _AHEAD = "with --max-staleness 1 engines write the next round while the trainer trains"
+_MEASURES = "with --eval-while-training engines measure one step's policy while the trainer computes the next step"
 
 
 def _check_ahead(config: RunConfig, batch: BatchPlan, kind: str) -> None:
@@ -89,6 +94,20 @@ def _check_ahead(config: RunConfig, batch: BatchPlan, kind: str) -> None:
         raise ConfigError(
             f"--max-staleness counts steps of one round each, and a round here has {steps}; leave it out, or leave "
             "steps_per_generation and num_iterations out"
+        )
+
+
+def _check_evaluation(config: RunConfig, layout: Layout, kind: str) -> None:
+    """ConfigError where engines have no time to measure while the trainer trains, or would hold up its weights."""
+    if kind == "transformers":
+        rule = f"{_MEASURES}, and transformers writes with the trainer's own model"
+        raise ConfigError(f"{rule}; leave --eval-while-training out, or {_INSTALL}")
+    if config.sampling.max_staleness:
+        raise ConfigError(f"{_MEASURES}, and with --max-staleness 1 they write the next round; leave one of them out")
+    if layout.uses_deepspeed:
+        raise ConfigError(
+            f"{_MEASURES}, and DeepSpeed changes the weights within the backward pass, before the best model could be "
+            "saved; leave --eval-while-training out, or take another --accelerate"
         )
 
 

@@ -184,7 +184,8 @@ def pair_figures(groups: Sequence[Group], config: RunConfig) -> dict[str, float]
 def check_evaluation(config: RunConfig) -> None:
     """ConfigError for a figure, a rule or a reward that an evaluation of this run cannot have."""
     held_out, rules = config.for_evaluation(), [parse_rule(text) for text in config.stop_when]
-    asking = {"--keep-best": config.keep_best, "--eval-every": config.eval_every, "--eval-reward": config.eval_rewards}
+    asking: dict[str, Any] = {"--keep-best": config.keep_best, "--eval-every": config.eval_every}
+    asking |= {"--eval-while-training": config.eval_while_training, "--eval-reward": config.eval_rewards}
     asking["--stop-when no-gain"] = any(name == NO_GAIN for name, _ in rules)
     if held_out is not None and config.replay is not None:
         raise ConfigError("--eval-dataset needs engines, and a run with --replay starts none; leave one of them out")

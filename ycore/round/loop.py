@@ -204,6 +204,11 @@ class RankLoop:
         seconds, self._seconds = self._seconds, 0.0
         return seconds
 
+    def note_waited(self, seconds: float) -> None:
+        """Training waited so long for something that is no sync and no round; `take_seconds` counts it too."""
+        self._seconds += seconds
+        self.record("ycore/time/waited", seconds)
+
     def committed(self, step: int, num_groups: int) -> Committed | None:
         """The round of this step, where the journal has every rank's part of it, of so many groups.
 

@@ -16,7 +16,7 @@ from ycore.run.files import LineFollower
 
 _OPENING, _CLOSING = "[\n", "\n]\n"
 
-SWAP, ROUND, SYNC, EVALUATION = "swap", "round", "sync", "eval"
+SWAP, ROUND, SYNC, EVALUATION, TRAIN = "swap", "round", "sync", "eval", "train"
 WAITING, IN_FLIGHT = "waiting", "in flight"
 FULL = "trace is full"
 
@@ -46,7 +46,7 @@ class Levels:
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """A phase of the step, SYNC, ROUND or EVALUATION, begins on a rank."""
+    """A phase of the step, SYNC, ROUND, EVALUATION or TRAIN, begins on a rank."""
 
     name: str
     rank: int

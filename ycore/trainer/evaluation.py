@@ -2,11 +2,16 @@
 
 What they decide follows from the run's metrics alone, so a resumed run decides the same. They draw nothing that
 training draws: held-out prompts have their own order, and every completion its own seed.
+
+The policy of a step is measured when the step ends. With `eval_while_training` the engines measure it in a thread while
+the trainer computes the next step, from the end of its round to before its optimizer changes the weights. So figures,
+the best model and what a resumed run measures are the same; only `stop_when` decides a step later.
 """
 
 import os
 import shutil
 import time
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +23,7 @@ from ycore.round.held_out import PREFIX, as_metrics, best_of, is_due, measure, r
 from ycore.round.step import Controller
 from ycore.run.files import read_json, sync, write_json_atomic
 from ycore.run.metrics import STEP_SECONDS, number, read_metrics
+from ycore.run.trace import TRAIN
 from ycore.trainer.training_run import TrainingRun
 
 _RECORD = "evaluation.json"  # in the folder of the best model: its step and figures
@@ -38,6 +44,9 @@ class Evaluation(TrainerCallback):
         self._config, self._folder = config, run.home
         self._settings = self._config.for_evaluation()
         self._rows: list[dict[str, Any]] = []
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
+        self._waits = False  # for the next step's round to be there
+        self._under_way: Future[dict[str, float]] | None = None
 
     def start(self, *, timeout_s: float) -> None:
         """Wait for what scores the held-out completions, where that is not what scores the run's own."""
@@ -56,7 +65,8 @@ class Evaluation(TrainerCallback):
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
         step, record = state.global_step, self._run.trainer.record
         figures: dict[str, float] = {}
-        if is_due(step, self._config):
+        self._waits = is_due(step, self._config) and self._config.eval_while_training and step < self._config.steps
+        if is_due(step, self._config) and not self._waits:
             try:
                 figures = self._measure(step)
             except Interrupted:  # the step itself is whole: it is logged and saved, and measured when the run goes on
@@ -70,6 +80,34 @@ class Evaluation(TrainerCallback):
         self._rows.append(row | figures)
         if step < self._config.steps and (reason := why_stop(self._rows, self._config)):
             self._run.ended_early, control.should_training_stop = reason, True
+
+    def begin(self) -> None:
+        """The engines are free: let them measure what was due at the end of the last step, beside this thread."""
+        if not self._waits:
+            return
+        self._waits, step = False, self._run.trainer.state.global_step
+        self._controller.sync(step)
+        self._run.mark_progress()
+        self._under_way = self._thread.submit(self._figures, step, then=TRAIN)
+
+    def on_pre_optimizer_step(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
+    ) -> None:
+        """Wait for what `begin` began. Interrupted: this step is not taken, and the run goes on with measuring."""
+        if self._under_way is None:
+            return
+        work, self._under_way = self._under_way, None
+        began = time.perf_counter()
+        figures = work.result()
+        self._keep(state.global_step, figures)
+        self._controller.note_waited(time.perf_counter() - began)
+        self._log(figures)
+
+    def close(self) -> None:
+        """End an evaluation that nobody waits for any more."""
+        if self._under_way is not None:
+            self._controller.stop.set()
+        self._thread.shutdown()
 
     def finish(self) -> None:
         """Measure a run that ended early, and write down what was found."""
@@ -94,19 +132,27 @@ class Evaluation(TrainerCallback):
 
     def _measure(self, step: int) -> dict[str, float]:
         """The metrics of the policy of this step; its model is kept where it is the best so far."""
-        assert self._held_out is not None and self._settings is not None, "it is due only where there are rows"
-        began = time.perf_counter()
         self._run.mark_progress()
         with self._run.trainer.room_for_engines():
             self._controller.sync(step)
-            prompts = self._held_out.draws.prompts
-            figures = as_metrics(measure(self._held_out, len(prompts), step=step, config=self._settings))
-        figures["ycore/time/eval"] = time.perf_counter() - began
-        if self._config.keep_best is not None:
-            self._keep(step, figures)
+            figures = self._figures(step)
+        self._keep(step, figures)
         return figures
 
+    def _figures(self, step: int, *, then: str | None = None) -> dict[str, float]:
+        """The metrics of the policy that the engines hold. `then`: the phase of the step that goes on afterwards."""
+        assert self._held_out is not None and self._settings is not None, "it is due only where there are rows"
+        began = time.perf_counter()
+        prompts = self._held_out.draws.prompts
+        figures = as_metrics(measure(self._held_out, len(prompts), step=step, config=self._settings))
+        if then is not None:
+            self._controller.slots.begin_phase(then)
+        return figures | {"ycore/time/eval": time.perf_counter() - began}
+
     def _keep(self, step: int, figures: dict[str, float]) -> None:
+        """Keep the trainer's model, of this step, where it is the best so far and the best is to be kept."""
+        if self._config.keep_best is None:
+            return
         metric = watched(self._config)
         value, best = number(figures, metric), best_of(self._rows, metric) or {}
         if value is None or value <= (number(best, metric) or float("-inf")):

@@ -48,6 +48,7 @@ class RolloutRun(TrainingRun):
         self.stop = self.controller.stop  # which also ends a round that is being generated
         self.save_with(self._take_rounds())
         self._evaluation = Evaluation(self, parts.config, self.controller, parts.evaluation(self.controller))
+        self.trainer.after_round = self._evaluation.begin
         self.trainer.add_callback(self._evaluation)  # after the checkpoints', which remember the step's end
 
     def _make_peers(self) -> Peers:
@@ -164,6 +165,7 @@ class RolloutRun(TrainingRun):
             return self.controller.sample(asked, version=version)
 
     def close(self) -> None:
+        self._evaluation.close()
         self.controller.close()
         super().close()
 

@@ -60,6 +60,8 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
 
     offload = "none"
     """What then leaves the device for a round, see `Offload`."""
+    after_round: Callable[[], None] = staticmethod(lambda: None)
+    """Called in every step, once or twice, when its round is there: the engines have nothing more to do in it."""
     skips_equal_rewards = True
     """Whether a step of groups of equal rewards has no gradient; a critic and rewards of single tokens have one."""
     beside: Sequence[torch.nn.Module] = ()
@@ -161,6 +163,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         step = self.state.global_step
         with self.room_for_engines():
             groups = self.rounds.next_round(step=step, num_groups=len(inputs) // self.num_generations)
+        self.after_round()
         self._seed_generators("round")  # what follows is the same, whether the round was generated or read
         self._round = flatten(groups, self.open_image)
         self.use_vllm = self._round[0].logprobs is not None
@@ -253,6 +256,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
             parts = split_tensor_dict(self._dealt(split_pixel_values_by_grid(batch)), steps)
             self._buffered_inputs = [unsplit_pixel_values_by_grid(part) for part in parts]
         if self._step % self.args.gradient_accumulation_steps == 0:
+            self.after_round()  # it may be an earlier step's
             self._seed_generators("step")
         return self._buffered_inputs[self._step % steps]
 

@@ -12,10 +12,22 @@ from pathlib import Path
 
 from ycore.run.paths import RunFolder
 from ycore.run.text import as_duration
-from ycore.run.trace import EVALUATION, FULL, IN_FLIGHT, ROUND, SWAP, SYNC, Event, Levels, Mark, Span, TraceFollower
+from ycore.run.trace import (
+    EVALUATION,
+    FULL,
+    IN_FLIGHT,
+    ROUND,
+    SWAP,
+    SYNC,
+    TRAIN,
+    Event,
+    Levels,
+    Mark,
+    Span,
+    TraceFollower,
+)
 from ycore.view.lanes import Lane, Place, in_order
 
-TRAIN = "train"
 PHASES: Mapping[str, str] = {SYNC: "sending weights", ROUND: "generating and scoring", TRAIN: "training"}
 """In the order of a step."""
 _SAID = {**PHASES, EVALUATION: "evaluating"}

@@ -25,6 +25,7 @@ from ycore.run.files import read_json, write_json_atomic
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 from ycore.trainer.example_run import ExampleRun
+from ycore.trl import build, forward
 
 PAIRS = [
     {
@@ -137,6 +138,34 @@ def ranks_right(folder: Path) -> bool:
         batch = model(**tokenizer(texts, return_tensors="pt", padding=True)).logits.squeeze(-1).tolist()
     assert batch == pytest.approx(alone, abs=1e-4)
     return alone[0] > alone[1]
+
+
+@pytest.mark.parametrize("lora", [None, {"r": 4}], ids=["whole", "adapter"])
+@pytest.mark.parametrize("method", ["sft", "dpo", "kto"])
+def test_the_compact_head_changes_no_figure_of_trls(
+    method: str, lora: dict[str, int] | None, place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Losses, gradients, entropies, accuracies and mean logits, in training and on held-out rows."""
+    keys: dict[str, Any] = {"lora": lora, "steps": 3, "columns": {"text": "chosen"} if method == "sft" else {}}
+    scored: list[int] = []
+    score = forward.score_tokens
+    monkeypatch.setattr(forward, "score_tokens", lambda *a, **k: (scored.append(len(a[0])), score(*a, **k))[1])
+    run = opened(place, tmp_path / "ours", method, **keys)
+    trained(run)
+    assert scored and run.trainer.args.max_length is not None
+    num_scored = len(scored)
+    monkeypatch.setattr(build, "needs_compact_head", lambda trainer: False)
+    trained(opened(place, tmp_path / "trl", method, **keys))
+    assert len(scored) == num_scored
+    for ours, theirs in zip(*(figures(tmp_path / side) for side in ("ours", "trl")), strict=True):
+        assert ours == pytest.approx(theirs, rel=1e-3, abs=1e-4)
+
+
+def figures(output: Path) -> list[dict[str, float]]:
+    """Of every step and of both measurements, without what depends on the machine's speed."""
+    ends = read_json(RunFolder(output).held_out)["held_out"]
+    rows = [*read_metrics(RunFolder(output).metrics), ends["before"], ends["after"]]
+    return [{name: value for name, value in row.items() if not name.startswith("ycore/time")} for row in rows]
 
 
 def test_an_adapter_of_one_stage_is_the_model_of_the_next(place: Path, tmp_path: Path) -> None:

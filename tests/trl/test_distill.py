@@ -212,11 +212,9 @@ def test_the_exact_loss_and_gradient_are_those_of_the_definition(
 ) -> None:
     """By autograd on whole logits, sequence by sequence; the trainer has the logits of 3 tokens at a time."""
     rows = []
-    tile = forward._log_softmax
+    tile = forward._logits
     monkeypatch.setattr(forward, "TILE", 3)
-    monkeypatch.setattr(
-        forward, "_log_softmax", lambda hidden, *rest: (rows.append(len(hidden)), tile(hidden, *rest))[1]
-    )
+    monkeypatch.setattr(forward, "_logits", lambda hidden, *rest: (rows.append(len(hidden)), tile(hidden, *rest))[1])
     trainer = made(model, tmp_path, Rounds(taught), weights=[0.5, 0.0], exact=exact, folders=[teacher])
     loss, _, _ = step(trainer)
     assert rows and max(rows) == 3

@@ -3,6 +3,7 @@
 import itertools
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -260,6 +261,22 @@ def test_a_head_without_a_backward_gives_the_same_values(frozen: bool) -> None:
         without, _ = score_tokens(hidden, weight, offset, targets, temperature=0.9)
     torch.testing.assert_close(with_grad.detach(), without)
     assert with_grad.requires_grad and not without.requires_grad
+
+
+@pytest.mark.parametrize(("frozen", "tile"), [(True, 4), (False, 4), (True, 512), (False, 512)])
+def test_the_mean_of_the_logits_and_the_likeliest_token(
+    frozen: bool, tile: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "TILE", tile)
+    hidden, weight, offset, targets, _ = made(True)
+    logits = torch.nn.functional.linear(hidden, weight, offset) / 0.9
+    targets[::2] = logits.argmax(-1)[::2]
+    given: Any = {"temperature": 0.9, "with_logits": True}
+    weight.requires_grad_(not frozen)
+    _, _, means, are_likeliest = score_tokens(hidden.clone().requires_grad_(), weight, offset, targets, **given)
+    torch.testing.assert_close(means, logits.mean(-1))
+    assert are_likeliest.tolist() == (logits.argmax(-1) == targets).tolist() and any(are_likeliest)
+    assert not means.requires_grad
 
 
 @pytest.mark.parametrize("frozen", [True, False])

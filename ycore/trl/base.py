@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 import torch
+from peft import PeftModel
 from safetensors.torch import load_model, save_model
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import get_total_norm
@@ -155,6 +156,11 @@ class DurableTrainer(BaseTrainer):
     def _refuse(self, value: float, name: str) -> None:
         if not math.isfinite(value):
             self._stop(f"step {self.state.global_step + 1}: {name} is {value}")
+
+
+def bare(model: torch.nn.Module) -> Any:
+    """transformers' own model, without adapters around it."""
+    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 def _local(weight: torch.Tensor) -> torch.Tensor:

@@ -24,7 +24,8 @@ from ycore.rewards.loading import reward_names
 from ycore.round.constraints import Constraints
 from ycore.run.paths import RunFolder
 from ycore.trl.advantages import ESTIMATORS, Estimator
-from ycore.trl.base import BaseTrainer
+from ycore.trl.base import BaseTrainer, bare
+from ycore.trl.forward import add_compact_head, needs_compact_head
 
 EYES = "vision|visual|projector|connector|merger|aligner"
 """In the names of the modules that make features of pictures, in all families that TRL trains."""
@@ -83,7 +84,17 @@ def build_trainer(
     )
     if examples is not None or config.quantize is not None:  # TRL makes adapters of a quantised base bfloat16
         _store_trained_in_float32(trainer.model)
+    if examples is not None and trainer_class.task_type == "CAUSAL_LM" and needs_compact_head(trainer):
+        _add_compact_heads(trainer)
     return trainer
+
+
+def _add_compact_heads(trainer: Any) -> None:
+    """For the policy and the reference. WPO's weights (`use_weighting`) need what only TRL's head computes."""
+    models = (trainer.model, getattr(trainer, "ref_model", None))
+    for model in models if not getattr(trainer, "use_weighting", False) else ():
+        if model is not None:
+            add_compact_head(bare(trainer.accelerator.unwrap_model(model)), temperature=1.0, with_logits=True)
 
 
 def _for_rollouts(

@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
+from transformers.integrations import is_deepspeed_zero3_enabled
 from trl.trainer.utils import FusedCausalLMOutput
 
 from ycore.errors import RunError
@@ -170,13 +171,23 @@ def never_write(model: PreTrainedModel, token_ids: Sequence[int]) -> None:
     head.register_buffer("bias", bias, persistent=False)
 
 
-def add_compact_head(model: PreTrainedModel, *, temperature: float) -> None:
+def needs_compact_head(trainer: Any) -> bool:
+    """Whether TRL's own head would score every position of this trainer's batches, and ours can take its place.
+
+    Ours computes in the head's own dtype, and it needs a whole head. On GPUs TRL's Triton kernel is compact itself.
+    """
+    is_whole = not is_deepspeed_zero3_enabled() and not trainer.is_fsdp_enabled
+    return is_whole and not trainer.aux_loss_enabled and trainer.accelerator.device.type not in ("cuda", "xpu")
+
+
+def add_compact_head(model: PreTrainedModel, *, temperature: float, with_logits: bool = False) -> None:
     """Let `score_tokens` answer the calls with `fused_lm_head=True`, on the labelled positions only.
 
     Args:
         model: transformers' own, which DDP, DeepSpeed, FSDP and peft all call in the end. TRL has patched it with its
             fused head, which still serves other calls, and models that scale or cap their logits.
         temperature: the logits are divided by it.
+        with_logits: also answer with `mean_logits` and `is_top1`.
     """
     if not has_plain_logits(model):
         return
@@ -184,17 +195,19 @@ def add_compact_head(model: PreTrainedModel, *, temperature: float) -> None:
 
     @functools.wraps(type(model).forward)  # `generate` looks at the signature
     def forward(self: PreTrainedModel, *args: Any, fused_lm_head: bool = False, **kwargs: Any) -> Any:
-        if not fused_lm_head or kwargs.get("shift_labels") is None:
+        shifted, labels = kwargs.pop("shift_labels", None), kwargs.pop("labels", None)
+        if not fused_lm_head or (shifted is None and labels is None):
+            given = {"shift_labels": shifted, "labels": labels}
+            kwargs |= {name: value for name, value in given.items() if value is not None}
             return trl_forward(*args, fused_lm_head=fused_lm_head, **kwargs)
-        labels = kwargs.pop("shift_labels")
         hidden = self.base_model(*args, **kwargs).last_hidden_state
-        head = self.get_output_embeddings()
-        wanted = labels != IGNORE
-        logps, entropies = score_tokens(hidden[wanted], head.weight, head.bias, labels[wanted], temperature=temperature)
-        empty = torch.zeros(labels.shape, dtype=logps.dtype, device=logps.device)
-        return FusedCausalLMOutput(
-            log_probs=empty.masked_scatter(wanted, logps), entropy=empty.masked_scatter(wanted, entropies)
-        )
+        hidden, labels = (hidden[:, :-1], labels[:, 1:]) if shifted is None else (hidden, shifted)
+        head, wanted = self.get_output_embeddings(), labels != IGNORE
+        scored: Any = {"temperature": temperature, "with_logits": with_logits}
+        found = score_tokens(hidden[wanted], head.weight, head.bias, labels[wanted], **scored)
+        names = ("log_probs", "entropy", "mean_logits", "is_top1")
+        placed = (one.new_zeros(labels.shape).masked_scatter(wanted, one) for one in found)
+        return FusedCausalLMOutput(label_mask=wanted, **dict(zip(names, placed, strict=False)))
 
     model.forward = types.MethodType(forward, model)
 
@@ -206,6 +219,7 @@ def score_tokens(
     targets: torch.Tensor,
     *,
     temperature: float,
+    with_logits: bool = False,
     others: Sequence[tuple[torch.Tensor, Any]] = (),
     compare: Compare | None = None,
 ) -> tuple[torch.Tensor, ...]:
@@ -216,21 +230,22 @@ def score_tokens(
         weight: (V, H) output embedding; `bias`: (V,) or None.
         targets: (N,) token ids.
         temperature: the logits are divided by it.
+        with_logits: also give the mean of the logits, and whether the target is the likeliest token.
         others: of each other model its (N, H') states and its output embedding, a linear layer. Where vocabularies are
             padded to different lengths, the tokens of the shorter one are compared.
         compare: what becomes of the two distributions.
 
     Returns:
-        (N,) float32 log-probabilities, with gradient, and (N,) float32 entropies in nats, without; then `compare` of
-        each other model, (N,), with gradient. The logits of one tile exist at a time.
+        (N,) float32 log-probabilities, with gradient, and (N,) float32 entropies in nats, without; with `with_logits`
+        (N,) float32 means and (N,) bool; then `compare` of each other model, (N,), with gradient. The logits of one
+        tile exist at a time.
     """
     if torch.is_grad_enabled() and not weight.requires_grad and hidden.requires_grad and not others:
-        logps, entropies = _FrozenHead.apply(hidden, weight, bias, targets, temperature)
-        return logps, entropies
+        return tuple(_FrozenHead.apply(hidden, weight, bias, targets, temperature, with_logits))
     heads, rest = [head for _, head in others], [states.split(TILE) for states, _ in others]
     tiles = [
         checkpoint(
-            _score_tile, states, weight, bias, ids, temperature, [*zip(rows, heads, strict=True)], compare,
+            _score_tile, states, weight, bias, ids, temperature, with_logits, [*zip(rows, heads, strict=True)], compare,
             use_reentrant=False,
         )
         for states, ids, *rows in zip(hidden.split(TILE), targets.split(TILE), *rest, strict=True)
@@ -238,11 +253,15 @@ def score_tokens(
     return tuple(torch.cat(parts) for parts in zip(*tiles, strict=True))
 
 
-def _log_softmax(
+def _logits(
     hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float
 ) -> torch.Tensor:
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()
-    return torch.log_softmax(logits / temperature, dim=-1)
+    return torch.nn.functional.linear(hidden, weight, bias).float() / temperature
+
+
+def _of_logits(logits: torch.Tensor, targets: torch.Tensor) -> list[torch.Tensor]:
+    """Of the logits (N, V), detached: their mean, and whether the target has the highest."""
+    return [logits.mean(-1), logits.argmax(-1) == targets]
 
 
 def _score_tile(
@@ -251,15 +270,18 @@ def _score_tile(
     bias: torch.Tensor | None,
     targets: torch.Tensor,
     temperature: float,
+    with_logits: bool,
     others: Sequence[tuple[torch.Tensor, Any]],
     compare: Compare | None,
 ) -> list[torch.Tensor]:
-    log_p = _log_softmax(hidden, weight, bias, temperature)
+    logits = _logits(hidden, weight, bias, temperature)
+    log_p = logits.log_softmax(-1)
     entropy = -(log_p.detach().exp() * log_p.detach()).sum(-1)
     found = [log_p.gather(-1, targets.unsqueeze(-1)).squeeze(-1), entropy]
+    found += _of_logits(logits.detach(), targets) if with_logits else []
     for states, head in others:
         assert compare is not None
-        log_q = _log_softmax(states, head.weight, head.bias, temperature)
+        log_q = _logits(states, head.weight, head.bias, temperature).log_softmax(-1)
         size = min(log_p.size(-1), log_q.size(-1))
         both = (one if one.size(-1) == size else one[..., :size].log_softmax(-1) for one in (log_p, log_q))
         found.append(compare(*both))
@@ -280,21 +302,24 @@ class _FrozenHead(torch.autograd.Function):
         bias: torch.Tensor | None,
         targets: torch.Tensor,
         temperature: float,
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        logps, entropies, slopes = [], [], []
+        with_logits: bool,
+    ) -> tuple[torch.Tensor, ...]:
+        tiles, slopes = [], []
         for states, ids in zip(hidden.split(TILE), targets.split(TILE), strict=True):
-            log_p = _log_softmax(states, weight, bias, temperature)
+            logits = _logits(states, weight, bias, temperature)
+            of_logits = _of_logits(logits, ids) if with_logits else []
+            log_p = logits.log_softmax(-1)
             probabilities = log_p.exp()
-            logps.append(log_p.gather(-1, ids.unsqueeze(-1)).squeeze(-1))
-            entropies.append(-(probabilities * log_p).sum(-1))
+            logps = log_p.gather(-1, ids.unsqueeze(-1)).squeeze(-1)
+            tiles.append([logps, -(probabilities * log_p).sum(-1), *of_logits])
             expected = probabilities.to(weight.dtype) @ weight
             slopes.append((weight[ids] - expected) / temperature)
         ctx.save_for_backward(torch.cat(slopes))
-        entropy = torch.cat(entropies)
-        ctx.mark_non_differentiable(entropy)
-        return torch.cat(logps), entropy
+        logps, *others = (torch.cat(parts) for parts in zip(*tiles, strict=True))
+        ctx.mark_non_differentiable(*others)
+        return logps, *others
 
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         (slopes,) = ctx.saved_tensors
-        return grads[0].unsqueeze(-1).to(slopes.dtype) * slopes, None, None, None, None
+        return grads[0].unsqueeze(-1).to(slopes.dtype) * slopes, None, None, None, None, None

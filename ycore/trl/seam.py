@@ -12,8 +12,6 @@ from typing import Any, Protocol
 
 import torch
 from accelerate.utils import gather, set_seed
-from peft import PeftModel
-from transformers.integrations import is_deepspeed_zero3_enabled
 from trl import GRPOTrainer
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import (
@@ -26,10 +24,10 @@ from trl.trainer.utils import (
 from ycore.engine.sight import image_token_ids
 from ycore.round.sampling import TOLERANCE
 from ycore.trl.advantages import Estimator
-from ycore.trl.base import DurableTrainer
+from ycore.trl.base import DurableTrainer, bare
 from ycore.trl.batches import FlatSequence, Place, begins_of, deal, flatten, loss_mask
 from ycore.trl.divergence import stand_in
-from ycore.trl.forward import Pictures, add_compact_head, never_write, score_completions
+from ycore.trl.forward import Pictures, add_compact_head, needs_compact_head, never_write, score_completions
 from ycore.trl.importance import absolute_gap, importance_ratio
 from ycore.trl.offload import Offload
 from ycore.trl.packing import packs_pictures, path_of, use_segments
@@ -82,7 +80,7 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         self._advantage = advantage
         self._divergence = divergence
         models = [one for one in (self.model, self.ref_model) if one is not None]
-        bare_models = [_bare(self.accelerator.unwrap_model(one)) for one in models]
+        bare_models = [bare(self.accelerator.unwrap_model(one)) for one in models]
         self.packed_by = None if self.aux_loss_enabled else path_of(bare_models[0])
         """How the forward packs sequences: as `path_of` says, or None where TRL pads them."""
         self.packs_pictures = self.packed_by is not None and packs_pictures(bare_models[0])
@@ -92,18 +90,15 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
         self._rewards = torch.empty(0)
         self._micro_batch: dict[str, Any] | None = None
         self._last_loaded_step = -1
-        # The compact head gives no gradient of the entropy, computes in the head's own dtype, and needs a whole head.
-        # On GPUs TRL's Triton kernel does the same.
+        # The compact head gives no gradient of the entropy.
         is_plain = not self._entropy_bonus_enabled and not self.args.cast_lm_head_to_fp32
-        is_whole = not is_deepspeed_zero3_enabled() and not self.is_fsdp_enabled
         if self.args.bf16 and self.ref_model is not None and not self._moves_or_shards_reference:
             self.ref_model.to(torch.bfloat16)  # TRL loads it like the policy, whose weights in training are in float32
         for model in bare_models:
             never_write(model, image_token_ids(model.config.to_dict()))
             if self.packed_by == "segments":
                 use_segments(model)
-            on_cpu = self.accelerator.device.type not in ("cuda", "xpu")
-            if self.packed_by is not None and is_plain and is_whole and on_cpu:
+            if self.packed_by is not None and is_plain and needs_compact_head(self):
                 add_compact_head(model, temperature=self.temperature)
 
     @property
@@ -405,11 +400,6 @@ class SeamGRPOTrainer(DurableTrainer, GRPOTrainer):
             gap = absolute_gap(logps, inputs["sampling_per_token_logps"], loss_mask(inputs) * counts)
             if gap.numel():
                 self.record(name, gap.mean().item())
-
-
-def _bare(model: torch.nn.Module) -> Any:
-    """transformers' own model, without adapters around it."""
-    return model.get_base_model() if isinstance(model, PeftModel) else model
 
 
 @contextmanager

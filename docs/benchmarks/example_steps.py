@@ -1,9 +1,10 @@
-r"""What a step of `ycore sft` costs on a CPU, where glibc keeps what a step frees and where it gives it back.
+r"""What a step of `ycore sft`, `dpo` or `kto` costs on a CPU, with one thing as it is in ycore and as it was before.
 
-    python docs/benchmarks/freed_memory.py --output runs/freed --dataset harmless-base-test.jsonl.gz --repeats 3
+    python docs/benchmarks/example_steps.py --of head --recipe hh-dpo --output runs/head --dataset FILE
 
-Both sides run the recipe `sft-chat` for a few steps, in turn, with the same seed. Processor time and page faults are
-those of all processes of a run, with their start; the machine's other work does not count in them.
+`--of memory`: glibc keeps what a step frees, or gives it back. `--of head`: the head scores the answers' tokens, or, as
+in TRL, every position. Both sides run a recipe for a few steps, in turn, with the same seed. Processor time and page
+faults are those of all processes of a run, with their start; the machine's other work does not count in them.
 """
 
 import argparse
@@ -14,13 +15,19 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import yaml
+import ycore_recipes
 from bounded import run_bounded
 from machine import describe_machine
 
 from ycore.run.metrics import read_metrics
 
 COMMAND = "import ycore_cli; from ycore.launch import launcher; {change}; ycore_cli.start()"
-SIDES = {"gives back": "launcher._KEEP_FREED.clear()", "keeps": "pass"}
+WHOLE_HEAD = "launcher.TRAINER = launcher.Worker('trainer', 'whole_head')"
+SIDES = {
+    "memory": {"gives back": "launcher._KEEP_FREED.clear()", "keeps": "pass"},
+    "head": {"every position": WHOLE_HEAD, "answers": "pass"},
+}
 
 
 def spent() -> resource.struct_rusage:
@@ -31,11 +38,13 @@ def spent() -> resource.struct_rusage:
 def measured(told: argparse.Namespace, side: str, folder: Path) -> dict[str, Any]:
     """One run of one side."""
     folder.mkdir(parents=True)
-    options = ["--recipe", "sft-chat", "--set", f"dataset={told.dataset.resolve()}", "--set", "held_out=0"]
-    words = ["sft", *options, "--steps", str(told.steps), "--output", "run"]
-    command = [sys.executable, "-c", COMMAND.format(change=SIDES[side]), *words]
+    recipe = yaml.safe_load(Path(ycore_recipes.__file__).with_name(f"{told.recipe}.yaml").read_text())
+    options = ["--recipe", told.recipe, "--set", f"dataset={told.dataset.resolve()}", "--set", "held_out=0"]
+    words = [recipe["algorithm"], *options, "--steps", str(told.steps), "--output", "run"]
+    command = [sys.executable, "-c", COMMAND.format(change=SIDES[told.of][side]), *words]
+    path = {"PYTHONPATH": str(Path(__file__).parent)}  # where the trainer's process finds `whole_head`
     before = spent()
-    run_bounded(command, folder=folder, environment={}, timeout_s=told.timeout, stop=threading.Event())
+    run_bounded(command, folder=folder, environment=path, timeout_s=told.timeout, stop=threading.Event())
     after = spent()
     output = folder / "run"
     metrics = read_metrics(output / "metrics.jsonl", say=print)
@@ -52,16 +61,19 @@ def measured(told: argparse.Namespace, side: str, folder: Path) -> dict[str, Any
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--of", choices=sorted(SIDES), required=True)
+    parser.add_argument("--recipe", default="sft-chat", help="sft-chat or hh-dpo")
     parser.add_argument("--output", type=Path, required=True)
     parser.add_argument("--dataset", type=Path, required=True, help="hh-rlhf's harmless-base test file")
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--timeout", type=float, default=1800.0, help="seconds for one run")
     told = parser.parse_args()
-    order = [side for turn in range(told.repeats) for side in (list(SIDES), list(SIDES)[::-1])[turn % 2]]
+    sides = list(SIDES[told.of])
+    order = [side for turn in range(told.repeats) for side in (sides, sides[::-1])[turn % 2]]
     runs = [measured(told, side, told.output / str(number)) for number, side in enumerate(order)]
     result = {"machine": describe_machine(), "runs": runs}
-    (told.output / "freed_memory.json").write_text(json.dumps(result, indent=2))
+    (told.output / "example_steps.json").write_text(json.dumps(result, indent=2))
     for run in runs:
         print(json.dumps(run))
 

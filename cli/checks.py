@@ -12,7 +12,7 @@ from ycore.config.presets import find_preset, preset_lines
 from ycore.config.resolve import check_needs
 from ycore.config.schema import AnyConfig, RunConfig, TuneConfig
 from ycore.config.trl_arguments import trl_arguments
-from ycore.data.examples import load_examples
+from ycore.data.examples import load_examples, num_overlapping
 from ycore.data.prompts import PromptSet
 from ycore.errors import ConfigError, RewardError
 from ycore.judge.agreement import load_questions
@@ -48,7 +48,7 @@ def checked_plan(
     batch = details.pop("batch")
     check_needs(config)
     check_claim(site.folder, config, resume=resume, how=how)
-    return {
+    plan = {
         "config": redact(config.model_dump(mode="json")),
         "model": {
             "kind": model.kind,
@@ -66,6 +66,21 @@ def checked_plan(
         "trl": redact(trl_arguments(config, batch, site.folder)),
         "output": str(site.folder.root.absolute()),
     }
+    return plan | {"warnings": _warnings(plan)}
+
+
+def _warnings(plan: Mapping[str, Any]) -> list[str]:
+    """What would make a run less worth than it seems; each is a line."""
+    config, dataset, evaluation = plan["config"], plan["dataset"], plan.get("evaluation")
+    num_held_out, measured = (evaluation["rows"], evaluation) if evaluation else (dataset.get("held_out"), dataset)
+    lines = []
+    if measured.get("overlap"):
+        rows = "prompts" if evaluation or "prompt" in dataset["columns"] else "rows"
+        overlap = f"{measured['overlap']} of the {num_held_out} held-out {rows} are also trained on"
+        lines.append(f"{overlap}: they do not show what the model does on others")
+    if config.get("quantize") and not config["merge"]:
+        lines.append("adapters alone are another policy on the model's own weights; --merge saves this one")
+    return lines
 
 
 def _check_rollouts(config: RunConfig, model: ModelPlan, site: Site) -> dict[str, Any]:
@@ -127,7 +142,7 @@ def _check_evaluation(config: RunConfig, prompts: PromptSet) -> dict[str, Any] |
     asks = (config.eval_every, config.eval_while_training, config.eval_rewards, config.keep_best, config.stop_when)
     if not (config.eval_dataset or any(asks)):
         return None
-    from ycore.round.held_out import check_evaluation, num_overlapping
+    from ycore.round.held_out import check_evaluation
 
     check_evaluation(config)
     held_out = config.for_evaluation()
@@ -141,7 +156,7 @@ def _check_evaluation(config: RunConfig, prompts: PromptSet) -> dict[str, Any] |
         "rewards": [reward.reward for reward in held_out.rewards],
         "every": config.eval_every or -(-config.steps // 5),
         "while_training": config.eval_while_training,
-        "overlap": num_overlapping(rows.prompts, prompts.prompts),
+        "overlap": num_overlapping(*([[one.content, one.images] for one in of.prompts] for of in (rows, prompts))),
     }
 
 
@@ -212,6 +227,7 @@ def _check_examples(config: TuneConfig, model: ModelPlan, site: Site) -> dict[st
     dataset = {
         "rows": len(examples.train),
         "held_out": len(examples.held_out),
+        "overlap": examples.overlap,
         "columns": list(examples.columns),
         "chat": examples.is_chat,
         "left_out": examples.left_out_note,
@@ -243,11 +259,7 @@ def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> list[tuple[st
         when += ", while the trainer computes the next step" if evaluation["while_training"] else ""
         rewards = ", ".join(evaluation["rewards"])
         rows.append(("held out", f"{evaluation['dataset']}: {evaluation['rows']} rows, by {rewards}, {when}"))
-        if evaluation["overlap"]:
-            overlap = f"{evaluation['overlap']} of these {evaluation['rows']} prompts are also trained on"
-            rows.append(("warning", f"{overlap}: they do not show what the model does on others"))
-    if config.get("quantize") and not config["merge"]:
-        rows.append(("warning", "adapters alone are another policy on the model's own weights; --merge saves this one"))
+    rows += [("warning", line) for line in plan["warnings"]]
     if not evaluates:
         rows.append(("batch", plan["batch"]["in_words"]))
     rows.append(("run", f"{_run_in_words(plan)}, seed {config['seed']}"))

@@ -138,7 +138,7 @@ def test_rows_that_are_trained_on_and_measured_on_are_counted_in_a_warning(
         "".join(json.dumps({"prompt": f"{number} + 1 =", "answer": "0"}) + "\n" for number in range(6, 12))
     )
     assert run((GRPO + "--eval-dataset {place}/held.jsonl").format(place=place).split()) == 0
-    assert "warning   2 of these 6 prompts are also trained on" in capfd.readouterr().out
+    assert "warning   2 of the 6 held-out prompts are also trained on" in capfd.readouterr().out
 
 
 def test_a_run_in_4_bits_that_saves_adapters_alone_is_warned(place: Path, capfd: pytest.CaptureFixture[str]) -> None:

@@ -75,6 +75,30 @@ def test_the_plan_in_words(place: Path, capfd: pytest.CaptureFixture[str]) -> No
     assert "3 steps, 1 epochs, of LoRA r=16, bfloat16, learning rate 0.0001, seed 0" in out
 
 
+@pytest.mark.parametrize(
+    ("words", "rows", "said"),
+    [
+        ("sft --set columns.completion=chosen", PAIRS[:2], "2 of the 2 held-out prompts are also trained on"),
+        ("dpo", [{**PAIRS[0], "chosen": "one"}, {**PAIRS[1], "prompt": " 99?"}], "1 of the 2 held-out prompts"),
+        ("reward", [{**PAIRS[0], "prompt": "0  +\n1? "}], "1 of the 1 held-out prompts"),
+        ("kto", PAIRS[:1], "2 of the 2 held-out prompts"),
+        ("sft --dataset {place}/texts.jsonl", [{"text": "two "}, {"text": "three"}], "1 of the 2 held-out rows"),
+        ("dpo", [{**PAIRS[0], "prompt": "99?"}], None),
+        ("dpo --held-out 0", PAIRS[:1], None),
+    ],
+)
+def test_held_out_rows_that_are_also_trained_on_are_counted_in_a_warning(
+    words: str, rows: list[dict[str, Any]], said: str | None, place: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (place / "held.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = [*line(place, words), "--eval-dataset", f"{place}/held.jsonl"]
+    assert run(command) == 0
+    out = capfd.readouterr().out
+    assert ("warning" in out) == (said is not None) and (said or "") in out
+    assert run([*command, "--json"]) == 0
+    assert len(json.loads(capfd.readouterr().out)["warnings"]) == (said is not None)
+
+
 BAD = [
     ("sft", "lacks the columns that sft reads"),
     ("reward --dataset {place}/texts.jsonl", "has no column chosen and no rejected"),

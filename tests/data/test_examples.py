@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from PIL import Image as Pillow
 
 from ycore.config.resolve import resolve
-from ycore.data.examples import ExampleSet, hold_out, load_examples, pair_table
+from ycore.data.examples import ExampleSet, hold_out, load_examples, num_overlapping, pair_table
 from ycore.data.table import Table
 from ycore.errors import ConfigError, DataError
 
@@ -238,3 +238,16 @@ def test_who_reads_text_only_refuses_pictures(method: str, tmp_path: Path) -> No
 def test_a_picture_beside_plain_text_is_refused(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="a picture and plain text in row 0"):
         load(tmp_path, "sft", [{"text": "Once.", "image": picture(tmp_path, "red")}])
+
+
+def test_prompts_that_differ_only_in_white_space_are_held_out_together() -> None:
+    rows = [{"prompt": [{"role": "user", "content": text}], "completion": "4"} for text in ("2 + 2?", " 2 +\n2?", "3")]
+    for seed in range(8):
+        train, apart = hold_out(rows, 1, random.Random(seed))
+        assert sorted((len(train), len(apart))) == [1, 2] and ExampleSet(train, apart).overlap == 0
+
+
+def test_prompts_that_are_also_trained_on_are_counted() -> None:
+    train = [[{"role": "user", "content": f"{n} + 1"}] for n in range(5)]
+    turned = [{"content": "4  +\t1\n", "role": "user"}]
+    assert num_overlapping([*train[:2], turned, "0 + 1", [{"role": "user", "content": "4 +1"}]], train) == 3

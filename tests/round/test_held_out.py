@@ -15,7 +15,6 @@ from ycore.round.held_out import (
     figures,
     is_due,
     names_of,
-    num_overlapping,
     pair_figures,
     report,
     table_of,
@@ -165,11 +164,6 @@ def test_what_an_evaluation_cannot_have_is_refused_by_name(settings: dict[str, A
     with pytest.raises(ConfigError) as caught:
         check_evaluation(config(**settings))
     assert said in str(caught.value)
-
-
-def test_rows_that_are_also_trained_on_are_counted() -> None:
-    train = [Prompt(n, [{"role": "user", "content": f"{n}"}]) for n in range(5)]
-    assert num_overlapping([*train[:2], Prompt(9, "0")], train) == 2
 
 
 def test_no_more_is_drawn_than_is_left_to_learn() -> None:

@@ -8,7 +8,7 @@ import hashlib
 import json
 import random
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -65,6 +65,11 @@ class ExampleSet:
         return digest.hexdigest()
 
     @property
+    def overlap(self) -> int:
+        """How many held-out examples are also trained on, by their prompts, or by all of a text without any."""
+        return num_overlapping(map(_asked, self.held_out), map(_asked, self.train))
+
+    @property
     def left_out_note(self) -> str:
         """`3 left out (1 answers equal, 2 no answer)`, or nothing."""
         listed = ", ".join(f"{count} {reason}" for reason, count in sorted(self.left_out.items()))
@@ -102,8 +107,7 @@ def hold_out(examples: Sequence[Example], count: int, chance: random.Random) -> 
     """Train and held-out examples, shuffled. Those of one prompt stay together, so a few more may be held out."""
     groups: dict[str, list[Example]] = {}
     for example in examples:
-        asked = [example["prompt"], example.get("images")] if "prompt" in example else example
-        groups.setdefault(json.dumps(asked), []).append(example)
+        groups.setdefault(_key(_asked(example)), []).append(example)
     shuffled = list(groups.values())
     chance.shuffle(shuffled)
     held_out: list[Example] = []
@@ -112,6 +116,28 @@ def hold_out(examples: Sequence[Example], count: int, chance: random.Random) -> 
     train = [example for group in shuffled for example in group]
     chance.shuffle(train)
     return train, held_out
+
+
+def num_overlapping(held_out: Iterable[Any], train: Iterable[Any]) -> int:
+    """How many of the prompts or texts to measure on are also trained on; white space makes no difference."""
+    trained = set(map(_key, train))
+    return sum(_key(one) in trained for one in held_out)
+
+
+def _asked(example: Example) -> Any:
+    return [example["prompt"], example.get("images")] if "prompt" in example else example
+
+
+def _key(value: Any) -> str:
+    return json.dumps(_with_single_spaces(value), sort_keys=True)
+
+
+def _with_single_spaces(value: Any) -> Any:
+    if isinstance(value, str):
+        return " ".join(value.split())
+    if isinstance(value, Mapping):
+        return {key: _with_single_spaces(one) for key, one in value.items()}
+    return list(map(_with_single_spaces, value)) if isinstance(value, list | tuple) else value
 
 
 def _read_examples(

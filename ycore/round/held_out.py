@@ -23,7 +23,7 @@ from ycore.round.constraints import constraints_of
 from ycore.round.sampling import total_reward
 from ycore.round.tasks import together
 from ycore.run.metrics import STEP_SECONDS, Row, number, pass_at_k
-from ycore.types import Draw, Group, Prompt
+from ycore.types import Draw, Group
 
 if TYPE_CHECKING:
     from ycore.round.step import Controller
@@ -252,12 +252,6 @@ def why_stop(rows: Sequence[Row], config: RunConfig) -> str | None:
             if len(skipped) == count and all(skipped):
                 return f"nothing to learn: {count} steps in a row had no group that can teach"
     return None
-
-
-def num_overlapping(held_out: Sequence[Prompt], train: Sequence[Prompt]) -> int:
-    """Rows to measure on whose prompt is also a row to train on."""
-    trained = {repr(prompt.content) for prompt in train}
-    return sum(repr(prompt.content) in trained for prompt in held_out)
 
 
 def as_metrics(measured: Mapping[str, float]) -> dict[str, float]:

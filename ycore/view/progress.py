@@ -1,12 +1,17 @@
-"""What a person sees while a run goes on: the live view in a terminal, else one plain line a step.
+"""What a person sees while a run goes on: the live view in a terminal, a table in a notebook, else one line a step.
 
 `watch` shows the same of a run from another terminal, while it goes on or once it has ended.
 """
 
+import importlib
+import re
 import sys
 import time
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from html import escape
 from pathlib import Path
-from typing import TextIO
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.live import Live
@@ -15,7 +20,7 @@ from rich.text import Text
 from ycore.errors import RunFolderError
 from ycore.run.claim import is_held
 from ycore.run.files import read_json
-from ycore.run.metrics import REWARD, MetricsFollower, Row
+from ycore.run.metrics import REWARD, MetricsFollower, Row, number
 from ycore.run.paths import RunFolder
 from ycore.run.text import as_duration, printable, topic
 from ycore.view.activity import RunActivity
@@ -30,19 +35,23 @@ _STEP = (
     ("train {:.1f} s", "ycore/time/train"),
     ("{:.0f} tok/s", "ycore/tokens_per_s"),
     ("gap {:.4f}", "ycore/logprob_gap"),
-    *EVALUATED,
 )
+_EVALUATED = (EVALUATED[0], EVALUATED[3])  # without the interval
+_MOST_ROWS = 10  # of a table
 
 
 def open_progress(
     num_steps: int | None, *, unit: str = "step", stream: TextIO | None = None, look: Look | None = None
 ) -> "RunProgress":
-    """The live view where `stream` is a terminal, plain lines where it is not.
+    """The live view where `stream` is a terminal, a table in a notebook, plain lines elsewhere.
 
     Args:
         num_steps: How many rows there will be; None where nobody knows.
+        stream: Standard output, or a notebook's cell, where it is None.
         look: Returns what the run does now (`RunActivity.look`); None shows the rows alone.
     """
+    if stream is None and (display := _display_of_notebook()) is not None:
+        return TableProgress(num_steps, unit, sys.stdout, display)
     stream = sys.stdout if stream is None else stream
     if not stream.isatty():
         return PlainProgress(num_steps, unit, stream)
@@ -93,22 +102,77 @@ class LiveProgress:
         self._live.stop()
 
 
+class TableProgress(PlainProgress):
+    """In a notebook's cell: a table of the last steps, which every step updates in place."""
+
+    def __init__(self, num_steps: int | None, unit: str, stream: TextIO, display: Callable[..., Any]) -> None:
+        super().__init__(num_steps, unit, stream)
+        self._display, self._handle = display, None
+        self._rows = deque[Row](maxlen=_MOST_ROWS)
+
+    def step(self, row: Row) -> None:
+        if "step" not in row:
+            return
+        self._rows.append(row)
+        head = f"{self._unit} {row['step']}{self._total}  {self._clock.after(row)}".rstrip()
+        shown = {"text/html": steps_as_html(head, self._rows, unit=self._unit), "text/plain": head}
+        if self._handle is None:
+            self._handle = self._display(shown, raw=True, display_id=True)
+        else:
+            self._handle.update(shown, raw=True)
+
+
 RunProgress = PlainProgress | LiveProgress
 
 
+def _display_of_notebook() -> Callable[..., Any] | None:
+    """IPython's `display` in a notebook's kernel, where IPython is imported; else None."""
+    ipython = sys.modules.get("IPython")
+    shell = None if ipython is None else ipython.get_ipython()
+    if getattr(shell, "kernel", None) is None:
+        return None
+    display: Callable[..., Any] = importlib.import_module("IPython.display").display
+    return display
+
+
 def describe_step(row: Row) -> list[str]:
-    """The numbers of one step that a person watches; the loss is one of them only where there is no reward."""
-    first: list[tuple[str, ...]] = [("reward {:.3f}", *REWARD)]
-    if not any(name in row for name in REWARD):
-        accuracy = ("accuracy {:.0%}", "accuracy", "rewards/accuracies")
-        first = [
-            ("loss {:.4f}", "loss"),
-            accuracy if parts(row, [accuracy]) else ("token accuracy {:.0%}", "mean_token_accuracy"),
-            ("margin {:.3f}", "rewards/margins", "margin"),
-            ("rate {:.1e}", "learning_rate"),
-        ]
-    words = [*parts(row, [*first, *_STEP]), *reward_problems(row), restarted_workers(row)]
+    """The numbers of one step that a person watches."""
+    words = [*parts(row, [*_watched(row), *EVALUATED]), *reward_problems(row), restarted_workers(row)]
     return [word for word in words if word]
+
+
+def _watched(row: Row) -> list[tuple[str, ...]]:
+    """How each number of a step is written, and its names; the loss is one only where there is no reward."""
+    if any(name in row for name in REWARD):
+        return [("reward {:.3f}", *REWARD), *_STEP]
+    accuracy = ("accuracy {:.0%}", "accuracy", "rewards/accuracies")
+    return [
+        ("loss {:.4f}", "loss"),
+        accuracy if parts(row, [accuracy]) else ("token accuracy {:.0%}", "mean_token_accuracy"),
+        ("margin {:.3f}", "rewards/margins", "margin"),
+        ("rate {:.1e}", "learning_rate"),
+        *_STEP,
+    ]
+
+
+def steps_as_html(head: str, rows: Iterable[Row], *, unit: str = "step") -> str:
+    """The last of these steps as a table, one a row: the numbers that `describe_step` tells, and any of them has."""
+    rows = [row for row in rows if "step" in row][-_MOST_ROWS:]
+    columns = {unit: [str(row["step"]) for row in rows]}
+    for form, *names in dict.fromkeys(one for row in rows for one in (*_watched(row), *_EVALUATED)):
+        title, place, rest = re.split(r"(\{.*?\})", form)
+        values = [number(row, *names) for row in rows]
+        columns[" ".join(f"{title}{rest}".split())] = ["" if one is None else place.format(one) for one in values]
+    columns["problems"] = [", ".join(filter(None, [*reward_problems(row), restarted_workers(row)])) for row in rows]
+    shown = {title: cells for title, cells in columns.items() if any(cells)}
+    return as_html(head, [list(shown), *map(list, zip(*shown.values(), strict=True))])
+
+
+def as_html(head: str, rows: Sequence[Sequence[str]]) -> str:
+    """A line and a table beneath it, whose first row has the titles."""
+    kinds = ["th", *["td"] * (len(rows) - 1)]
+    lines = ("".join(f"<{kind}>{escape(cell)}</{kind}>" for cell in row) for kind, row in zip(kinds, rows, strict=True))
+    return f"<p>{escape(head)}</p><table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 
 
 def watch(root: Path, *, stream: TextIO | None = None, once: bool = False) -> None:

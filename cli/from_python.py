@@ -7,12 +7,15 @@ Keyword arguments are the keys of a run (docs/options.md), and fields of TRL's c
 """
 
 import json
+import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar, cast
+from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
-from ycore.errors import ConfigError, RunFolderError
+from ycore_cli.results import Comparison, Planned, Run
+
+from ycore.errors import ConfigError
 
 if TYPE_CHECKING:
     from ycore.config.schema import AnyConfig
@@ -32,78 +35,6 @@ Rows = str | Iterable[Mapping[str, Any]]
 """A dataset's name as `--dataset` takes it, or rows: a list of mappings, or a `datasets.Dataset`."""
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """A run's folder, and how it ended. `Run(Path("runs/first"))` opens one that is there."""
-
-    folder: Path
-    summary: Mapping[str, Any] = field(default_factory=dict)
-
-    def _repr_html_(self) -> str:
-        """A notebook's view: how the run ended, and its last steps."""
-        from html import escape
-
-        names = ("step", "ycore/reward", "ycore/time/step")
-        rows = [[f"{row[name]:.4g}" if name in row else "" for name in names] for row in self.metrics[-10:]]
-        head = escape(f"{self.folder}: {self.summary.get('status', 'opened')}")
-        cells = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in [names, *rows])
-        return f"<p>{head}</p><table>{cells}</table>"
-
-    @property
-    def config(self) -> dict[str, Any]:
-        """The settings, as run.json has them."""
-        from ycore.run.files import read_json
-        from ycore.run.paths import RunFolder
-
-        return dict(read_json(RunFolder(self.folder).config)["config"])
-
-    @property
-    def metrics(self) -> list[dict[str, Any]]:
-        """A mapping for each step, by the names in docs/overview.md."""
-        from ycore.run.metrics import read_metrics
-        from ycore.run.paths import RunFolder
-
-        return read_metrics(RunFolder(self.folder).metrics)
-
-    @property
-    def completions(self) -> list[dict[str, Any]]:
-        """Of an evaluation: every completion with its prompt and its rewards."""
-        file = self.folder / "completions.jsonl"
-        if not file.is_file():
-            raise RunFolderError(f"{self.folder} has no completions.jsonl, which only an evaluation writes")
-        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
-
-    def model(self, *, best: bool = False) -> Any:
-        """The trained model as transformers loads it, with peft's adapter around it where there is one.
-
-        Args:
-            best: the model that `keep_best` kept.
-        """
-        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
-
-        from ycore.config.algorithms import find_algorithm
-        from ycore.tools.trained import trained_model
-
-        scores = find_algorithm(self.config["algorithm"]).trains_reward_model
-        loader: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
-        return loader.from_pretrained(trained_model(str(self.folder), best=best), dtype="auto")
-
-    def tokenizer(self) -> Any:
-        """The model's tokenizer, as transformers loads it."""
-        from transformers import AutoTokenizer
-
-        from ycore.tools.trained import trained_model
-
-        return AutoTokenizer.from_pretrained(trained_model(str(self.folder)))
-
-    def report(self) -> Path:
-        """Write report.html into the folder, and return its path."""
-        from ycore.view.page import make_report, write_report
-        from ycore.view.record import read_run
-
-        return write_report(make_report([read_run(self.folder)]), self.folder / "report.html")[0]
-
-
 def grpo(
     *, model: str, dataset: Rows = "", reward: Reward | Sequence[Reward] = (), resume: bool = False, **settings: Any
 ) -> Run:
@@ -112,8 +43,8 @@ def grpo(
     Args:
         model: a hub id, a folder, a GGUF file, or `smollm2-135m`.
         dataset: a name, or rows with a prompt column; may be left out where `env` asks.
-        reward: one or several; may be left out where `env` pays. A function is called in a worker process: it must be
-            defined in a file or a notebook's cell, at the top, and what it uses from around it must be imported, a
+        reward: one or several; may be left out where `env` pays. A function is called in a worker process: its source
+            must be in a file or a notebook's cell, and what it uses or holds from around it must be imported, a
             function, or plain data.
         resume: go on with the run in `output`.
         settings: `env=Class` or `env={"name": Class}`, `tools=[function]`, sent like a reward; `steps=100`,
@@ -122,21 +53,21 @@ def grpo(
     Raises:
         YcoreError: what the command says in one line.
     """
-    return _rollouts("grpo", model, dataset, reward, resume, settings)
+    return _run("grpo", asking(model, dataset, reward, settings), resume=resume)
 
 
 def rloo(
     *, model: str, dataset: Rows = "", reward: Reward | Sequence[Reward] = (), resume: bool = False, **settings: Any
 ) -> Run:
     """Train a model on a reward with RLOO; the arguments are those of `grpo`."""
-    return _rollouts("rloo", model, dataset, reward, resume, settings)
+    return _run("rloo", asking(model, dataset, reward, settings), resume=resume)
 
 
 def ppo(
     *, model: str, dataset: Rows = "", reward: Reward | Sequence[Reward] = (), resume: bool = False, **settings: Any
 ) -> Run:
     """Train a model on a reward with PPO and a critic; the arguments are those of `grpo`."""
-    return _rollouts("ppo", model, dataset, reward, resume, settings)
+    return _run("ppo", asking(model, dataset, reward, settings), resume=resume)
 
 
 def distill(
@@ -152,22 +83,123 @@ def distill(
 
     The other arguments are those of `grpo`; `reward` may be left out.
     """
-    return _rollouts("distill", model, dataset, reward, resume, {"teacher": teacher, **settings})
+    return _run("distill", asking(model, dataset, reward, {"teacher": teacher, **settings}), resume=resume)
 
 
 def online_dpo(
     *, model: str, dataset: Rows = "", reward: Reward | Sequence[Reward] = (), resume: bool = False, **settings: Any
 ) -> Run:
     """Train a model on its own best and worst completions by reward; the arguments are those of `grpo`."""
-    return _rollouts("online-dpo", model, dataset, reward, resume, settings)
+    return _run("online-dpo", asking(model, dataset, reward, settings), resume=resume)
 
 
-def evaluate(*, model: str, dataset: Rows = "", reward: Reward | Sequence[Reward] = (), **settings: Any) -> Run:
-    """Measure a model: the figures are in `.summary`, the completions in `.completions`.
+@overload
+def evaluate(
+    *, model: str, benchmark: str = "", dataset: Rows = "", reward: Reward | Sequence[Reward] = (), **settings: Any
+) -> Run: ...
 
-    The arguments are those of `grpo`, and `num_samples` completions of each prompt.
+
+@overload
+def evaluate(
+    *,
+    model: list[str] | tuple[str, ...],
+    benchmark: str = "",
+    dataset: Rows = "",
+    reward: Reward | Sequence[Reward] = (),
+    **settings: Any,
+) -> Comparison: ...
+
+
+def evaluate(
+    *,
+    model: str | Sequence[str],
+    benchmark: str = "",
+    dataset: Rows = "",
+    reward: Reward | Sequence[Reward] = (),
+    **settings: Any,
+) -> Run | Comparison:
+    """Measure a model: the figures are in `.summary`, the completions in `.completions`. Or compare several.
+
+    Args:
+        model: one as `grpo` takes it, or a run's model; or a list, which are asked the same prompts.
+        benchmark: `gsm8k`, `math500`, ...: it sets the dataset, the reward and the prompt, and you may set them too.
+        dataset: as for `grpo`.
+        reward: as for `grpo`.
+        settings: as for `grpo`; and `num_samples` completions of each prompt.
     """
-    return _rollouts("eval", model, dataset, reward, False, settings)
+    from ycore_cli.measure import check_models, compared, eval_plan, in_folders
+
+    from ycore.config.resolve import require_rollouts
+    from ycore.launch.launcher import EVALUATOR, run_worker
+
+    models = [model] if isinstance(model, str) else list(model)
+    if not isinstance(model, str) and len(models) < 2:
+        raise ConfigError(f"a comparison takes two models or more; it has {len(models)}; give one by its name alone")
+    check_models(models, pairs=bool(settings.get("pairs")))
+    named = {"benchmark": benchmark} if benchmark else {}
+    keys = _as_typed("eval", asking(models[0], dataset, reward, named | settings))
+    configs = in_folders([require_rollouts(_resolved(keys | {"model": one})) for one in models], keys["output"])
+    for config in configs:
+        plan = outside_a_loop(partial(eval_plan, config, benchmark=benchmark, has_dataset="dataset" in keys))
+        tell_warnings(plan, depth=3)
+    summaries = {config.model: run_worker(EVALUATOR, config) for config in configs}
+    runs = {config.model: Run(config.output) for config in configs}
+    if isinstance(model, str):
+        return runs[model]
+    result, table = compared(configs, summaries)
+    return Comparison(Path(result["output"]), runs, result["differences"], table)
+
+
+def dry_run(
+    algorithm: str, *, model: str, dataset: Rows = "", reward: Reward | Sequence[Reward] = (), **settings: Any
+) -> Planned:
+    """Check a run as `--dry-run` does, and start nothing; rows and functions are written into files all the same.
+
+    Args:
+        algorithm: the command: `grpo`, `sft`, `online-dpo`, `reward`, `eval`, ...
+        model, dataset, reward, settings: those of the command.
+
+    Raises:
+        YcoreError: what the command says in one line.
+    """
+    from ycore_cli.checks import checked_plan, plan_rows
+    from ycore_cli.output import aligned
+
+    config = config_of(algorithm, asking(model, dataset, reward, settings), resume=False)
+    plan = outside_a_loop(lambda: checked_plan(config, trains=algorithm != "eval"))
+    return Planned(plan, list(aligned(plan_rows(plan))))
+
+
+def plan_run(
+    *,
+    model: str,
+    devices: str | None = None,
+    judge: str | None = None,
+    prompt_tokens: int | None = None,
+    completion_tokens: int | None = None,
+    algorithm: str = "grpo",
+    **settings: Any,
+) -> Planned:
+    """The memory and time of a run with rollouts on any devices, as `ycore plan` shows them; see docs/plan.md.
+
+    Args:
+        devices: `8x80GB`, `4xH100`, or `cpu`, which is the default.
+        judge: the model of a judge.
+        prompt_tokens: the mean length of a prompt.
+        completion_tokens: the mean length of a completion; without it, `max_tokens`.
+        algorithm: `ppo` and `distill` take more than the others.
+        settings: those of `grpo` that matter to sizes.
+    """
+    from ycore_cli.plan import example_of, planned, shown
+
+    made = planned(
+        example_of({}, _keys_of(algorithm, {**settings, "model": model})),
+        devices=devices,
+        judge=judge,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+    )
+    return Planned(*shown(made, None, top=5))
 
 
 def sft(*, model: str, dataset: Rows, resume: bool = False, **settings: Any) -> Run:
@@ -190,36 +222,34 @@ def reward_model(*, model: str, dataset: Rows, resume: bool = False, **settings:
     return _run("reward", {"model": model, "dataset": dataset, **settings}, resume=resume)
 
 
-def _rollouts(
-    algorithm: str,
-    model: str,
-    dataset: Rows,
-    reward: Reward | Sequence[Reward],
-    resume: bool,
-    settings: Mapping[str, Any],
-) -> Run:
+def asking(model: str, dataset: Rows, reward: Reward | Sequence[Reward], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a run with rollouts, with what was given of the dataset and the rewards."""
     several = isinstance(reward, Sequence) and not isinstance(reward, str)
     rewards = list(cast("Sequence[Reward]", reward)) if several else [reward]
-    given = {} if isinstance(dataset, str) and not dataset else {"dataset": dataset}
-    return _run(algorithm, {"model": model, "rewards": rewards, **given, **settings}, resume=resume)
+    rows = {} if isinstance(dataset, str) and not dataset else {"dataset": dataset}
+    return {"model": model, **rows, **({"rewards": rewards} if rewards else {}), **settings}
 
 
 def _run(algorithm: str, settings: Mapping[str, Any], *, resume: bool) -> Run:
     from ycore_cli.checks import checked_plan
-    from ycore_cli.train import run_training
+    from ycore_cli.train import check_checkpoints, run_training
 
-    from ycore.launch.launcher import EVALUATOR, run_worker
     from ycore.run.claim import Resume
 
-    config = config_of(algorithm, dict(settings), resume=resume)
+    config = config_of(algorithm, settings, resume=resume)
     how = Resume(step=None, accept_changes=False)
     plan = outside_a_loop(lambda: checked_plan(config, resume=resume, how=how))
-    if algorithm == "eval":
-        summary = run_worker(EVALUATOR, config)
-    else:
-        steps, world = plan["trl"]["max_steps"], plan["ranks"]["world"]
-        summary = run_training(config, num_steps=steps, world=world, resume=resume, how=how)
-    return Run(Path(config.output), summary)
+    steps, world = plan["trl"]["max_steps"], plan["ranks"]["world"]
+    check_checkpoints(config, how, world=world if resume else None)
+    tell_warnings(plan, depth=4)
+    run_training(config, num_steps=steps, world=world, resume=resume, how=how)
+    return Run(config.output)
+
+
+def tell_warnings(plan: Mapping[str, Any], *, depth: int) -> None:
+    """Python's own warnings, for the line of the caller that is `depth` calls away."""
+    for line in plan["warnings"]:
+        warnings.warn(line, stacklevel=depth)
 
 
 def outside_a_loop(call: Callable[[], _T]) -> _T:
@@ -235,33 +265,53 @@ def outside_a_loop(call: Callable[[], _T]) -> _T:
         return thread.submit(call).result()
 
 
-def config_of(algorithm: str, settings: dict[str, Any], *, resume: bool) -> "AnyConfig":
+def config_of(algorithm: str, settings: Mapping[str, Any], *, resume: bool) -> "AnyConfig":
     """The validated config; rows and functions are written beside the run's folder, and stand in it by their files."""
-    from ycore_cli.options import completed, stored_config, unused_folder
+    return _resolved(_as_typed(algorithm, settings), resume=resume)
 
-    from ycore.config.algorithms import find_algorithm
-    from ycore.config.resolve import resolve
-    from ycore.config.trl_fields import fields_of
 
-    row = find_algorithm(algorithm)
+def _as_typed(algorithm: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a config, with a folder, and with the files of rows and functions in their places."""
+    from ycore_cli.options import unused_folder
+
     output = Path(settings.get("output") or unused_folder(f"runs/{algorithm}")).expanduser()
-    settings |= {"algorithm": algorithm, "output": str(output)}
-    for key, kind in (("engine", "kind"), ("sandbox", "level")):
-        if isinstance(settings.get(key), str):
-            settings[key] = {kind: settings[key]}
+    settings = {**settings, "output": str(output)}
     for key in ("dataset", "eval_dataset"):
         if key in settings and not isinstance(settings[key], str | None):
             settings[key] = str(_write_rows(settings[key], output.with_name(f"{output.name}.{key}.jsonl")))
     for key, kind in (("rewards", "reward"), ("eval_rewards", "reward"), ("tools", "tool"), ("env", "environment")):
         if key in settings:
             settings[key] = _names_of(settings[key], kind, output.with_name(f"{output.name}.{key}.py").absolute())
+    return _keys_of(algorithm, settings)
+
+
+def _keys_of(algorithm: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of a config; under `trl`, TRL's fields among the settings."""
+    from ycore.config.algorithms import find_algorithm
+    from ycore.config.trl_fields import fields_of
+
+    row = find_algorithm(algorithm)
+    settings = {**settings, "algorithm": algorithm}
+    for key, kind in (("engine", "kind"), ("sandbox", "level")):
+        if isinstance(settings.get(key), str):
+            settings[key] = {kind: settings[key]}
     fields = fields_of(row.trl_config)
     own = {key: value for key, value in settings.items() if key in row.config.model_fields or key not in fields}
     trl = {key: value for key, value in settings.items() if key not in own}
-    if trl:
-        own["trl"] = {**own.get("trl", {}), **trl}
-    base = stored_config(str(output)) if resume else {}
-    config: AnyConfig = completed(resolve(recipe=base, options=own))
+    return own | ({"trl": {**own.get("trl", {}), **trl}} if trl else {})
+
+
+def _resolved(keys: Mapping[str, Any], *, resume: bool = False) -> "AnyConfig":
+    """The config of these keys, over those of the run that goes on, or of an evaluation's benchmark."""
+    from ycore_cli.options import completed, stored_config
+
+    from ycore.config.recipe_files import load_benchmark
+    from ycore.config.resolve import resolve
+
+    base, keys = stored_config(keys["output"]) if resume else {}, dict(keys)
+    if keys["algorithm"] == "eval" and "benchmark" in keys:
+        base = load_benchmark(keys.pop("benchmark"))["run"]
+    config: AnyConfig = completed(resolve(recipe=base, options=keys))
     return config
 
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import typer
 from ycore_cli import options as o
-from ycore_cli.output import number, print_json, print_line, print_table, stdout_for_json
+from ycore_cli.output import figures, print_json, print_line, print_table, stdout_for_json
 
 from ycore.errors import ConfigError, DataError
 from ycore.run.files import write_json_atomic
@@ -107,7 +107,8 @@ def evaluate(context: typer.Context, *, output: str | None, dry_run: bool, json:
 
     with stdout_for_json(json):
         configs = _evaluations(context, output)
-        result = {config.model: _eval_plan(context, config) for config in configs}
+        own = {"benchmark": context.params["benchmark"], "has_dataset": context.params["dataset"] is not None}
+        result = {config.model: eval_plan(config, **own) for config in configs}
         if not (json and dry_run):
             for plan in result.values():
                 print_table(plan_rows(plan))
@@ -117,9 +118,9 @@ def evaluate(context: typer.Context, *, output: str | None, dry_run: bool, json:
             result = {config.model: run_worker(EVALUATOR, config) for config in configs}
     if len(configs) == 1:
         (result,) = result.values()
-        lines = [[key, number(value)] for key, value in result.items() if isinstance(value, int | float | str)]
+        lines = figures(result)
     elif not dry_run:
-        result, lines = _compared(configs, result)
+        result, lines = compared(configs, result)
     if json:
         print_json(result)
     elif dry_run:
@@ -133,30 +134,38 @@ def _evaluations(context: typer.Context, output: str | None) -> "list[RunConfig]
     from ycore.config.resolve import require_rollouts
 
     models = context.params["model"] or [None]
-    if len(set(models)) < len(models):
-        raise ConfigError(f"the models to compare must differ; they are {', '.join(models)}; name each once")
-    if len(models) > 1 and context.params["pairs"]:
-        raise ConfigError("--pairs measures who scores, and several models write; give one --model")
+    check_models(models, pairs=bool(context.params["pairs"]))
     configs = []
     for model in models:
         context.params["model"] = model
         configs.append(require_rollouts(o.resolve_config(context, algorithm="eval")))
-    root = output or o.unused_folder(configs[0].output)
+    return in_folders(configs, output or o.unused_folder(configs[0].output))
+
+
+def check_models(models: Sequence[str | None], *, pairs: bool) -> None:
+    """ConfigError where these cannot be compared."""
+    if len(set(models)) < len(models):
+        raise ConfigError(f"the models to compare must differ; they are {', '.join(map(str, models))}; name each once")
+    if len(models) > 1 and pairs:
+        raise ConfigError("--pairs measures who scores, and several models write; give one --model")
+
+
+def in_folders(configs: "Sequence[RunConfig]", root: str) -> "list[RunConfig]":
+    """The evaluation in `root`, or each of several in a folder of its own there."""
     names = [root] if len(configs) == 1 else [f"{root}/model-{count}" for count in range(1, len(configs) + 1)]
     return [one.model_copy(update={"output": name}) for one, name in zip(configs, names, strict=True)]
 
 
-def _eval_plan(context: typer.Context, config: "RunConfig") -> dict[str, Any]:
+def eval_plan(config: "RunConfig", *, benchmark: str | None, has_dataset: bool) -> dict[str, Any]:
     """What is measured; DataError that says what to fetch where a benchmark's data is out of reach."""
     from ycore_cli.checks import checked_plan
 
     from ycore.config.recipe_files import load_benchmark
 
-    benchmark, dataset = context.params.get("benchmark"), context.params.get("dataset")
     try:
         plan: dict[str, Any] = checked_plan(config, trains=False)
     except DataError as problem:
-        if benchmark is None or dataset is not None:
+        if not benchmark or has_dataset:
             raise
         why = str(problem).rpartition("; ")[0] or str(problem)
         file = load_benchmark(benchmark)["file"]
@@ -164,7 +173,7 @@ def _eval_plan(context: typer.Context, config: "RunConfig") -> dict[str, Any]:
     return plan
 
 
-def _compared(configs: "Sequence[RunConfig]", summaries: Mapping[str, Any]) -> tuple[dict[str, Any], list[list[str]]]:
+def compared(configs: "Sequence[RunConfig]", summaries: Mapping[str, Any]) -> tuple[dict[str, Any], list[list[str]]]:
     """The finished evaluations compared with the first, as JSON values and as a table; both are written down too."""
     from ycore.tools import side_by_side as tool
 

@@ -46,11 +46,20 @@ def print_line(text: str, *, stream: TextIO | None = None) -> None:
 
 
 def print_table(rows: Iterable[Sequence[str]]) -> None:
+    for line in aligned(rows):
+        print_line(line)
+
+
+def aligned(rows: Iterable[Sequence[str]]) -> Iterator[str]:
     """Columns, each but the last as wide as its longest entry; every row has as many."""
     rows = list(rows)
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)][:-1]
-    for row in rows:
-        print_line("  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip())
+    return ("  ".join([*map(str.ljust, row, widths), row[-1]]).rstrip() for row in rows)
+
+
+def figures(summary: Mapping[str, Any]) -> list[list[str]]:
+    """The plain values of an evaluation's summary, for a person."""
+    return [[key, number(value)] for key, value in summary.items() if isinstance(value, int | float | str)]
 
 
 def number(value: Any) -> str:

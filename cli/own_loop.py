@@ -20,7 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self, cast
+from typing import TYPE_CHECKING, Any, Self
 
 from ycore.errors import ConfigError, Interrupted, RunError
 
@@ -66,13 +66,11 @@ class Round:
             YcoreError: what the command says in one line.
         """
         from ycore_cli.checks import checked_plan
-        from ycore_cli.from_python import config_of, outside_a_loop
+        from ycore_cli.from_python import asking, config_of, outside_a_loop, tell_warnings
 
         from ycore.config.resolve import require_rollouts
 
-        several = isinstance(reward, Sequence) and not isinstance(reward, str)
-        rewards = list(cast("Sequence[Reward]", reward)) if several else [reward]
-        own = {"model": model, "dataset": dataset, "rewards": rewards, "processes": 1, **settings}
+        own = asking(model, dataset, reward, {"processes": 1, **settings})
         config = require_rollouts(config_of("grpo", own, resume=False))
         if config.replay is not None or config.eval_dataset is not None:
             raise ConfigError("a Round draws its own rounds and measures nothing; leave out replay and eval_dataset")
@@ -81,6 +79,7 @@ class Round:
                 "a Round's groups are written when they are asked for; leave out max_staleness, oversample"
             )
         plan = outside_a_loop(lambda: checked_plan(config))
+        tell_warnings(plan, depth=3)
         if plan["ranks"]["world"] > 1:
             raise ConfigError(f"a Round trains in this process alone; {plan['ranks']['world']} ranks need `grpo`")
         self.config, self.folder, self.step = config, Path(config.output), 0

@@ -1,6 +1,6 @@
 """`ycore plan`: the memory and time of a run, from the model's config.json alone and without its devices."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -12,6 +12,7 @@ from ycore.errors import ConfigError
 
 if TYPE_CHECKING:
     from ycore.config.schema import RunConfig
+    from ycore.plan.devices import Fleet
     from ycore.plan.search import Plan
     from ycore.plan.step_forecast import Forecast
 
@@ -50,45 +51,66 @@ def plan(
     ycore plan --model Qwen/Qwen2.5-7B-Instruct --devices 8x80GB --max-tokens 1024 --prompts-per-step 64
     ycore plan --recipe quickstart --devices cpu
     """
-    from ycore.judge.sources import with_declarations
-    from ycore.launch import device_memory, machine_checks
-    from ycore.plan.search import make_plan
-
     with stdout_for_json(json):
-        config = _with_judge(sizes_of(context, recipe), judge)
-        declared = with_declarations(config)
-        known = cache(device_memory.facts_here)
-        made = make_plan(
-            config,
+        made = planned(
+            sizes_of(context, recipe),
             devices=devices,
-            **_first_scorer(declared),
-            check=lambda one, fleet: machine_checks.check_described(with_args(declared, one), fleet, known=known),
+            judge=judge,
             prompt_tokens=None if prompt_tokens is None else whole_number("--prompt-tokens", prompt_tokens),
             completion_tokens=None
             if completion_tokens is None
             else whole_number("--completion-tokens", completion_tokens),
         )
-    num_shown, command = whole_number("--top", top), _command(made, recipe)
+    values, lines = shown(made, recipe, top=whole_number("--top", top))
     if json:
-        print_json(made.as_json(top=num_shown) | {"command": command})
+        print_json(values)
     else:
-        for line in (*_lines(made, top=num_shown), *(("", "start the first with", f"  {command}") if command else ())):
+        for line in lines:
             print_line(line)
     if not made.fitting:
         raise typer.Exit(1)
+
+
+def planned(config: "RunConfig", *, devices: str | None, judge: str | None, **lengths: Any) -> "Plan":
+    """The plan, with what a launch checks; `lengths` are those of `make_plan`."""
+    from ycore.judge.sources import with_declarations
+    from ycore.launch import device_memory, machine_checks
+    from ycore.plan.search import make_plan
+
+    config = _with_judge(config, judge)
+    declared = with_declarations(config)
+    known = cache(device_memory.facts_here)
+
+    def check(one: "RunConfig", fleet: "Fleet") -> None:
+        machine_checks.check_described(with_args(declared, one), fleet, known=known)
+
+    return make_plan(config, devices=devices, check=check, **_first_scorer(declared), **lengths)
+
+
+def shown(made: "Plan", recipe: str | None, *, top: int) -> tuple[dict[str, Any], list[str]]:
+    """A plan as JSON values, and as lines for a person."""
+    command = _command(made, recipe)
+    start = ["", "start the first with", f"  {command}"] if command else []
+    return made.as_json(top=top) | {"command": command}, [*_lines(made, top=top), *start]
 
 
 def sizes_of(context: typer.Context, recipe: str | None, **fill_in: str) -> "RunConfig":
     """The run whose sizes the options and the recipe give; what only a real run needs is filled in."""
     from ycore.config.algorithms import find_algorithm
     from ycore.config.recipe_files import load_recipe
-    from ycore.config.resolve import require_rollouts, resolve
 
-    base = _EXAMPLE | fill_in | (load_recipe(recipe) if recipe else {})
+    base = fill_in | (load_recipe(recipe) if recipe else {})
     find_algorithm(base.get("algorithm", "grpo"))
     algorithm = _algorithm_of(base)
     options = o.typed_keys(context, algorithm=algorithm) | {"algorithm": algorithm}
-    return require_rollouts(resolve(recipe=base, sets=context.params.get("set_") or (), options=options))
+    return example_of(base, options, sets=context.params.get("set_") or ())
+
+
+def example_of(base: Mapping[str, Any], options: Mapping[str, Any], *, sets: Sequence[str] = ()) -> "RunConfig":
+    """The run of these keys, with an example in the place of what only a real run needs."""
+    from ycore.config.resolve import require_rollouts, resolve
+
+    return require_rollouts(resolve(recipe={**_EXAMPLE, **base}, sets=sets, options=options))
 
 
 def _algorithm_of(recipe: Mapping[str, Any]) -> str:

@@ -168,7 +168,7 @@ def train(
         how = Resume(step=step, accept_changes=accept_changes)
         result = checked_plan(config, resume=resume, how=how)
         world: int = result["ranks"]["world"]
-        _check_checkpoints(config, how, world=world if resume else None)
+        check_checkpoints(config, how, world=world if resume else None)
         if not (json and dry_run):
             print_table(plan_rows(result, resume=resume))
         if not dry_run:
@@ -183,7 +183,7 @@ def train(
         print_table(_closing_rows(config, result))
 
 
-def _check_checkpoints(config: "AnyConfig", how: "Resume", *, world: int | None) -> None:
+def check_checkpoints(config: "AnyConfig", how: "Resume", *, world: int | None) -> None:
     """Refuse checkpoints and journals that the run cannot use; `world` is the number of ranks of a run that goes on."""
     from ycore.config.schema import RunConfig
     from ycore.run.checkpoints import MIN_KEPT

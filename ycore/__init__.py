@@ -10,14 +10,18 @@ from typing import Any
 
 __version__ = "0.1.0"
 __all__ = [
+    "Comparison",
+    "Planned",
     "Round",
     "Run",
     "distill",
     "dpo",
+    "dry_run",
     "evaluate",
     "grpo",
     "kto",
     "online_dpo",
+    "plan_run",
     "ppo",
     "reward_model",
     "rloo",

@@ -111,13 +111,6 @@ def closure() -> Callable[..., Any]:
     return score
 
 
-def local() -> Callable[..., Any]:
-    def score(completions: list[str], **columns: Any) -> list[float]:
-        return [1.0 for _ in completions]
-
-    return score
-
-
 class Scores:
     def __call__(self, completions: list[str]) -> list[float]:
         return [1.0 for _ in completions]
@@ -126,21 +119,177 @@ class Scores:
         return [1.0 for _ in completions]
 
 
+def around(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A decorator that hides what it decorates."""
+
+    def wrapper(completions: list[str]) -> list[float]:
+        return [2 * score for score in function(completions)]
+
+    return wrapper
+
+
+def made(bonus: Any = 0.5, *, names: Any = (), **more: Any) -> Any:
+    """A function with a text that no dedenting may touch, and all that one can hold."""
+    text = """a
+  b"""
+
+    def half(score: float) -> Any:
+        return score * more.get("share", 0.5)
+
+    floor, log = math.floor, math
+
+    @around
+    def score(completions: list[str], *, least: float = bonus, unit: Any = (names,)) -> list[Any]:
+        """Its first line
+        and its second."""
+        kept = """a
+  b"""
+        assert kept == text and floor(log.e) == 2 and LOCK and inner(completions) is not None
+        return [half(len(one)) + least + len(unit[0]) for one in completions]
+
+    inner = functools.partial(lambda function, given: function(given), outside)
+    return score
+
+
+pair = (lambda completions: [1.0], lambda completions: [2.0])
+by_length = lambda completions, share=LOCK is not None: [  # noqa: E731
+    float(share) * len(one) for one in completions
+]
+
+
+def calls_itself() -> Callable[..., Any]:
+    def score(completions: list[str]) -> list[float]:
+        return [1.0, *score(completions[1:])] if completions else []
+
+    return score
+
+
+def call_each_other() -> Callable[..., Any]:
+    def one(completions: list[str]) -> Any:
+        return other(completions)
+
+    def other(completions: list[str]) -> Any:
+        return one(completions)
+
+    return one
+
+
+def made_of(math: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda completions: [math(1.5) for _ in completions]
+
+
+def loaded(name: str) -> Callable[..., Any]:
+    return load_reward(RewardConfig(reward=name))
+
+
+@pytest.mark.parametrize(
+    ("reward", "name", "scores"),
+    [
+        (made(), "wrapper", [3.0, 4.0]),
+        (made(-math.inf), "wrapper", [-math.inf, -math.inf]),
+        (made(1, names=["x", {"y": (None, b"z")}], share=2), "wrapper", [14.0, 18.0]),
+        (calls_itself(), "score", [1.0, 1.0]),
+        (by_length, "reward", [2.0, 3.0]),
+        (functools.partial(lambda scale, completions: [scale * len(one) for one in completions], 3), "reward", [6, 9]),
+        (functools.partial(outside, answer=7), "outside_2", [2.0, 3.0]),
+    ],
+    ids=["decorated", "infinite", "held", "recursive", "lambda", "partial", "partial of a module's"],
+)
+def test_a_function_that_no_name_finds_goes_with_what_it_holds(
+    reward: Any, name: str, scores: list[float], tmp_path: Path
+) -> None:
+    (named,) = as_named([reward], tmp_path / "rewards.py")
+    assert named.endswith(f".py:{name}") and Path(named.rpartition(":")[0]).parent == tmp_path
+    assert loaded(named)(completions=["ab", "abc"]) == scores == list(reward(completions=["ab", "abc"]))
+
+
+def test_functions_of_one_maker_are_two_rewards(tmp_path: Path) -> None:
+    given = [made(1.0), {"reward": made(2.0), "weight": 0.5}, outside]
+    first, second, third = as_named(given, tmp_path / "rewards.py")
+    assert (first.rpartition(":")[2], second["reward"].rpartition(":")[2]) == ("wrapper", "wrapper_2")
+    assert loaded(first)(completions=[""]) == [2.0] and loaded(second["reward"])(completions=[""]) == [4.0]
+    text = Path(first.rpartition(":")[0]).read_text()
+    assert "from typing import Any as Any" in text and f"from {__name__} import LOCK" in text
+    assert third == f"{Path(__file__).resolve()}:outside"
+
+
+def test_functions_of_a_notebook_that_no_name_finds(script: dict[str, Any], tmp_path: Path) -> None:
+    """In `__main__` nothing can be imported: what such functions use is written beside them."""
+    cells = """
+import functools
+RATE = 2.0
+def plain(text):
+    return len(text)
+def shout(function):
+    @functools.wraps(function)
+    def called(*args, **columns):
+        return [RATE * one for one in function(*args, **columns)]
+    return called
+@shout
+def loud(completions, **columns):
+    return [plain(text) for text in completions]
+@functools.cache
+def known(text):
+    return plain(text)
+size = lambda text: plain(text) + known(text)
+def make(weight):
+    def score(completions, **columns):
+        return [weight * size(text) for text in completions]
+    return score
+mine = make(0.5)
+def both(completions, **columns):
+    return [one + other for one, other in zip(mine(completions), loud(completions))]
+def hold(function):
+    def score(completions, **columns):
+        return [function(text) for text in completions]
+    return score
+held = hold(plain)
+def plain(text):
+    return 5
+"""
+    file = tmp_path / "cells.py"
+    file.write_text(cells)
+    exec(compile(cells, str(file), "exec"), script)
+    given = {name: script[name] for name in ("mine", "loud", "both", "held")}
+    named = as_named(list(given.values()), tmp_path / "rewards.py")
+    assert [one.rpartition(":")[2] for one in named] == ["score", "loud", "both", "score_2"]
+    for one, (name, scores) in zip(named, {"mine": 5.0, "loud": 10.0, "both": 15.0, "held": 2.0}.items(), strict=True):
+        assert loaded(one)(completions=["ab"]) == given[name](completions=["ab"]) == [scores]
+
+
 @pytest.mark.parametrize(
     ("reward", "said"),
     [
-        (closure(), "closure.<locals>.score is a closure that holds lock (a lock)"),
-        (local(), "score is not at the top of its module"),
-        (lambda completions: [1.0], "<lambda> is not at the top"),
+        (closure(), "closure.<locals>.score holds lock (a lock), and a worker is another process"),
+        (functools.partial(outside, answer=LOCK), "outside holds answer (a lock), and a worker is another process"),
+        (made(names=LOCK), "made.<locals>.score holds default_unit (a tuple)"),
+        (made(Path()), "holds default_least (a PosixPath)"),
+        (made(types.SimpleNamespace()), "holds default_least (a SimpleNamespace)"),
+        (call_each_other(), "call_each_other.<locals>.one holds itself by way of call_each_other.<locals>.other"),
+        (pair[0], "<lambda> is one of several on line"),
+        (eval("lambda completions: [1.0]"), "<lambda> has no source that can be found"),
+        (Scores.method, "Scores.method is not at the top of its module"),
         (Scores(), "Scores is a Scores and no plain function"),
         (Scores().method, "is a method and no plain function"),
-        (functools.partial(outside), "is a partial and no plain function"),
+        (functools.partial(Scores()), "reward holds reward (a Scores)"),
         (math.floor, "is a builtin_function_or_method and no plain function"),
     ],
 )
 def test_what_no_worker_can_have_is_refused_by_name(reward: Any, said: str, tmp_path: Path) -> None:
-    with pytest.raises(RewardError, match=f"{re.escape(said)}.*give file.py:name"):
+    with pytest.raises(RewardError, match=re.escape(said)) as refused:
         as_named([reward], tmp_path / "rewards.py")
+    assert str(refused.value).endswith(("; write it into a file, with what it uses, and give file.py:name", "with def"))
+    assert not list(tmp_path.iterdir())
+
+
+def test_two_things_of_one_name_are_refused(script: dict[str, Any], tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match="the reward code uses two different things called math; rename one"):
+        as_named([script["score"], made_of(math.floor)], tmp_path / "rewards.py")
+
+
+def test_a_tool_is_no_partial(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match="the tool partial is a partial and no plain function"):
+        as_named([functools.partial(outside)], tmp_path / "tools.py", kind="tool")
 
 
 def test_a_lock_around_a_scripts_function_is_refused_by_name(script: dict[str, Any], tmp_path: Path) -> None:

@@ -25,10 +25,17 @@ def test_every_cell_runs(tmp_path: Path) -> None:
     (settings,) = [cell for cell in book.cells if "parameters" in cell.metadata.get("tags", ())]
     settings.source = TINY
     client.NotebookClient(book, timeout=800, resources={"metadata": {"path": str(tmp_path)}}).execute()
-    said = [words(cell) for cell in book.cells if cell.cell_type == "code"]
+    (table,) = [output for output in cells_of(book)[2].outputs if output.output_type == "display_data"]
+    assert table.data["text/plain"] == "step 2/2"
+    assert "<th>reward</th>" in table.data["text/html"] and table.data["text/html"].count("<tr>") == 3
+    said = [words(cell) for cell in cells_of(book)]
     assert "<td>2</td>" in said[2] and "runs/notebook: finished" in said[2]
     assert "report.html" in said[3] and (tmp_path / "runs" / "notebook" / "report.html").is_file()
     assert "runs/notebook holds this run, finished" in said[-1]
+
+
+def cells_of(book: Any) -> list[Any]:
+    return [cell for cell in book.cells if cell.cell_type == "code"]
 
 
 def words(cell: Any) -> str:

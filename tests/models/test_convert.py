@@ -225,6 +225,22 @@ def test_an_adapter_is_merged_once(adapter: Path) -> None:
     assert resolve_model(str(adapter)).ready
 
 
+def test_an_adapter_of_an_adapter_has_both_merged(adapter: Path, tmp_path: Path) -> None:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    second = tmp_path / "second"
+    shutil.copytree(adapter, second)
+    settings = json.loads((second / "adapter_config.json").read_text())
+    (second / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": str(adapter)}))
+    once = AutoModelForCausalLM.from_pretrained(fetch_model(resolve_model(str(adapter))))
+    twice = PeftModel.from_pretrained(once, str(second)).eval()
+    merged = AutoModelForCausalLM.from_pretrained(fetch_model(resolve_model(str(second)))).eval()
+    ids = torch.arange(3, 20).unsqueeze(0)
+    torch.testing.assert_close(merged(ids).logits, twice(ids).logits, atol=1e-5, rtol=1e-5)
+
+
 def test_an_adapter_without_its_base(adapter: Path) -> None:
     settings = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": "./gone"}))

@@ -4,6 +4,7 @@ import contextlib
 import hashlib
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -63,7 +64,8 @@ class Hub(BaseHTTPRequestHandler):
 
     def describe(self, owner: str, name: str) -> dict[str, object]:
         folder = self.root / owner / name
-        config = json.loads((folder / "config.json").read_text())
+        file = folder / "config.json"
+        config = json.loads(file.read_text()) if file.is_file() else {}
         siblings = [{"rfilename": path.name} for path in sorted(folder.iterdir())]
         return {"id": f"{owner}/{name}", "sha": COMMIT, "siblings": siblings, "config": config}
 
@@ -91,6 +93,7 @@ class Hub(BaseHTTPRequestHandler):
 def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     root = tmp_path_factory.mktemp("hub")
     write_tiny_model(root / "some" / "model")
+    write_adapter(root / "some" / "adapter", of=root / "some" / "model", named="some/model")
     for name, change in (("coded", {"auto_map": {"AutoModel": "code.Model"}}), ("pickled", {})):
         folder = root / "some" / name
         folder.mkdir()
@@ -103,6 +106,18 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     yield f"http://127.0.0.1:{server.server_address[1]}"
     server.shutdown()
     server.server_close()
+
+
+def write_adapter(folder: Path, *, of: Path, named: str) -> None:
+    """A LoRA adapter that is not nothing, with its tokenizer, and with `named` as its base's name."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    config = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+    get_peft_model(AutoModelForCausalLM.from_pretrained(of), config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(of).save_pretrained(folder)
+    settings = json.loads((folder / "adapter_config.json").read_text())
+    (folder / "adapter_config.json").write_text(json.dumps({**settings, "base_model_name_or_path": named}))
 
 
 def ask(home: Path, endpoint: str, *arguments: str, **more: str) -> list[str]:
@@ -125,6 +140,26 @@ def test_a_hub_model_is_planned_then_downloaded_then_found(hub: str, tmp_path: P
     assert {"config.json", "model.safetensors", "tokenizer.json"} <= {path.name for path in Path(folder).iterdir()}
     (found,) = ask(tmp_path, hub, "some/model", HF_HUB_OFFLINE="1")
     assert found.startswith("hub|True|True|found in")
+
+
+def test_an_adapter_of_the_hub_is_merged_with_its_base(hub: str, tmp_path: Path) -> None:
+    import torch
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    planned, folder = ask(tmp_path, hub, "some/adapter", "fetch")
+    assert planned == "hub|False|True|will be downloaded from the hub"
+    base = AutoModelForCausalLM.from_pretrained(Hub.root / "some" / "model")
+    apart = PeftModel.from_pretrained(base, str(Hub.root / "some" / "adapter")).eval()
+    merged, ids = AutoModelForCausalLM.from_pretrained(folder).eval(), torch.arange(3, 20).unsqueeze(0)
+    torch.testing.assert_close(merged(ids).logits, apart(ids).logits, atol=1e-5, rtol=1e-5)
+
+    shutil.rmtree(tmp_path / "adapters")
+    planned, again = ask(tmp_path, hub, "some/adapter", "fetch", HF_HUB_OFFLINE="1")
+    assert planned.startswith("hub|False|True|will be merged with its base some/model once") and again == folder
+    shutil.rmtree(tmp_path / "hub" / "models--some--model")  # the merged model needs it no more
+    (found,) = ask(tmp_path, hub, "some/adapter", HF_HUB_OFFLINE="1")
+    assert found.startswith("adapter|True|True|found in")
 
 
 def test_half_a_download_is_not_ready(hub: str, tmp_path: Path) -> None:

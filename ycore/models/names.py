@@ -11,6 +11,7 @@ from ycore.models.convert import ADAPTER_CONFIG, is_adapter, read_header
 from ycore.models.folder import context_length, has_chat_template, inspect_folder, read_json, refuse_remote_code
 from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, cache_dir, cached_snapshot
 
+_ADAPTER_WEIGHTS = "adapter_model.safetensors"
 _WAY_OUT = "give a local folder, or `smollm2-135m`, which needs no hub"
 
 MADE = {"smollm2-digits": "smollm2-135m"}
@@ -107,15 +108,22 @@ def require_chat_template(plan: ModelPlan) -> None:
         )
 
 
+def hub_id(name: str, folder: Path) -> str | None:
+    """What the hub calls the model `name` that was loaded from `folder`; None where it was no model of the hub."""
+    named = BUILTIN[name].hub_id if name in BUILTIN else name
+    is_builtin = name in BUILTIN and folder.parts[-2:] == ("builtin", name)
+    return named if is_builtin or f"models--{named.replace('/', '--')}" in folder.parts else None
+
+
 def sighted_family(name: str) -> str | None:
     """The `model_type` of a model that reads pictures, where its config is on this machine or it is made here."""
     if name in MADE:
         return "llava"
     folder = Path(os.path.expanduser(name))
     folder = cache_dir() / "builtin" / name if name in BUILTIN and not folder.is_dir() else folder
-    if is_adapter(folder):
-        return None if _is_its_own_base(folder) else sighted_family(_base_name(folder))
     found = folder if folder.is_dir() else cached_snapshot(name) if name.count("/") == 1 else None
+    if found is not None and is_adapter(found):
+        return None if _is_its_own_base(found) else sighted_family(base_name(found))
     config = {} if found is None else read_json(found / "config.json")
     return str(config.get("model_type")) if "vision_config" in config else None
 
@@ -180,25 +188,25 @@ def _gguf_plan(name: str, path: Path) -> ModelPlan:
 
 
 def _adapter_plan(name: str, path: Path, trust_remote_code: bool) -> ModelPlan:
-    weights = path / "adapter_model.safetensors"
+    weights = path / _ADAPTER_WEIGHTS
     if not weights.is_file():
-        raise ModelError(f"the adapter folder {name} has no adapter_model.safetensors; save the adapter again")
-    base_name = _base_name(path)
-    if not base_name or _is_its_own_base(path):
+        raise ModelError(f"the adapter folder {name} has no {_ADAPTER_WEIGHTS}; save the adapter again")
+    named = base_name(path)
+    if not named or _is_its_own_base(path):
         raise ModelError(f"the adapter {name} names no base model; set base_model_name_or_path in {ADAPTER_CONFIG}")
-    try:
-        base = resolve_model(base_name, trust_remote_code=trust_remote_code)
-    except ModelError as problem:
-        raise ModelError(f"{name} is an adapter of {base_name}, which cannot be found: {problem}") from None
     folder = cache_dir() / "adapters" / _content_id(weights)
     if folder.is_dir():
         return _ready_plan("adapter", name, folder, trust_remote_code)
+    try:
+        base = resolve_model(named, trust_remote_code=trust_remote_code)
+    except ModelError as problem:
+        raise ModelError(f"{name} is an adapter of {named}, which cannot be found: {problem}") from None
     template = has_chat_template(path) or base.has_chat_template
-    note = f"will be merged with its base {base_name} once, into {folder}"
+    note = f"will be merged with its base {named} once, into {folder}"
     return replace(base, kind="adapter", name=name, folder=folder, ready=False, note=note, has_chat_template=template)
 
 
-def _base_name(adapter: Path) -> str:
+def base_name(adapter: Path) -> str:
     """What an adapter calls its base; empty where that can be no name."""
     name = read_json(adapter / ADAPTER_CONFIG).get("base_model_name_or_path")
     return name if isinstance(name, str) and name.isprintable() and len(name) < 1000 else ""
@@ -209,7 +217,7 @@ def _is_its_own_base(adapter: Path) -> bool:
     seen: set[Path] = set()
     while adapter.resolve() not in seen and is_adapter(adapter):
         seen.add(adapter.resolve())
-        adapter = Path(os.path.expanduser(_base_name(adapter)))
+        adapter = Path(os.path.expanduser(base_name(adapter)))
     return adapter.resolve() in seen
 
 
@@ -223,6 +231,10 @@ def _hub_plan(name: str, trust_remote_code: bool) -> ModelPlan:
     snapshot = _whole_snapshot(name)
     if snapshot is not None:
         return _ready_plan("hub", name, snapshot, trust_remote_code)
+    adapter = cached_snapshot(name)
+    if adapter is not None and is_adapter(adapter) and (adapter / _ADAPTER_WEIGHTS).is_file():
+        plan = _adapter_plan(name, adapter, trust_remote_code)
+        return plan if plan.ready else replace(plan, kind="hub")  # whose name is the hub's
     answer = ask_hub(lambda api: api.model_info(name, timeout=ANSWER_WITHIN_S))
     if answer.state != "here":
         what = f"no model folder and no hub model {name!r} that can be loaded"

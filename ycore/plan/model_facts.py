@@ -206,9 +206,7 @@ def model_config(name: str, *, ask: bool = True) -> dict[str, Any]:
     if known := known_config(name):  # first: to look into the hub's cache, its client must be imported
         return known
     snapshot = cached_snapshot(BUILTIN[name].hub_id if name in BUILTIN else name) if name.count("/") < 2 else None
-    if snapshot is not None and (snapshot / "config.json").is_file():
-        return _read(snapshot / "config.json")
-    return _from_hub(name, ask=ask)
+    return model_config(str(snapshot), ask=ask) if snapshot is not None else _from_hub(name, ask=ask)
 
 
 def _read(path: Path) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 """What a person does with a trained model: talk to it, serve it, export it, push it with a card."""
 
 import contextlib
+import json
 import os
 import secrets
 import shlex
@@ -16,9 +17,10 @@ from ycore.engine.commands import EngineSpec, engine_command, engine_environment
 from ycore.errors import ModelError, RunError, RunFolderError
 from ycore.launch.engines import model_length
 from ycore.launch.layout import this_machine
+from ycore.models.convert import ADAPTER_CONFIG, is_adapter
 from ycore.models.fetch import fetch_model
 from ycore.models.folder import read_json as read_settings
-from ycore.models.names import resolve_model
+from ycore.models.names import hub_id, resolve_model
 from ycore.placement.placement import JUDGE
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
@@ -175,11 +177,24 @@ def staged(run: Path, *, best: bool, merged: bool, repo: str) -> Iterator[Path]:
         shutil.copytree(source, folder, ignore=shutil.ignore_patterns(*_LEFT_OUT, "README.md", "merged"))
         if (curve := RunFolder(run).curve).is_file():
             shutil.copyfile(curve, folder / "curve.png")
-        (folder / "README.md").write_text(card(run, repo=repo, has_curve=curve.is_file()), encoding="utf-8")
+        base = _base_id(RunFolder(run))
+        if base is None and is_adapter(folder):
+            what = f"{run} trained an adapter of a model that the hub does not have, so nobody else could load it"
+            raise ModelError(f"{what}; push the whole model with --merged")
+        for path in folder.rglob(ADAPTER_CONFIG):  # it names a folder of this machine
+            path.write_text(json.dumps(read_json(path) | {"base_model_name_or_path": base}, indent=2))
+        about = card(run, repo=repo, base=base, adapter=is_adapter(folder), has_curve=curve.is_file())
+        (folder / "README.md").write_text(about, encoding="utf-8")
         yield folder
 
 
-def card(run: Path, *, repo: str, has_curve: bool) -> str:
+def _base_id(run: RunFolder) -> str | None:
+    """The hub id of the model that the run began with; None where that was a folder, a file or another adapter."""
+    loaded = read_json(run.engines).get("model", "") if run.engines.is_file() else ""
+    return hub_id(read_json(run.config)["config"]["model"], Path(loaded))
+
+
+def card(run: Path, *, repo: str, base: str | None, adapter: bool, has_curve: bool) -> str:
     """The model card: what it is, how to use it, how it was trained, what was measured."""
     import yaml
 
@@ -188,13 +203,14 @@ def card(run: Path, *, repo: str, has_curve: bool) -> str:
     config, command = told["config"], told.get("command", [])
     summary = read_json(folder.summary) if folder.summary.is_file() else {}
     rewards = ", ".join(f"`{printable(one['reward'])}`" for one in config.get("rewards", []))
-    head = {"base_model": config["model"], "library_name": "transformers", "tags": ["ycore", config["algorithm"]]}
+    head = {"library_name": "peft" if adapter else "transformers", "tags": ["ycore", config["algorithm"]]}
+    head |= {"base_model": base} if base else {}
     method = find_algorithm(config["algorithm"]).name.upper()
     by = f", rewarded by {rewards}" if rewards else ""
     parts = [
         f"---\n{yaml.safe_dump(head)}---",
         f"# {repo.rpartition('/')[2]}",
-        f"`{config['model']}` trained with {method} on `{topic(config)}`{by}, by ycore.",
+        f"`{base or Path(config['model']).name}` trained with {method} on `{topic(config)}`{by}, by ycore.",
         "![the run's curve](curve.png)" if has_curve else "",
         _measured(summary),
         f"## Use\n\n```sh\nycore chat {repo}\n```",

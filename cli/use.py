@@ -2,9 +2,9 @@
 
 import shlex
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 from ycore_cli import options as o
@@ -24,6 +24,9 @@ Against = Annotated[
     str | None,
     typer.Option("--against", metavar="MODEL", help="Another run or model, side by side; e.g. runs/b."),
 ]
+SystemPrompt = Annotated[
+    str | None, typer.Option("--system-prompt", help="In place of the run's own; '' for none; e.g. 'Be brief.'")
+]
 Host = Annotated[str, typer.Option(help="Address to listen on; the default is this machine only.")]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on; e.g. 8000.")]
 Form = Annotated[Literal["merged", "gguf"], typer.Option("--format", help="A whole model's folder, or one GGUF file.")]
@@ -40,9 +43,13 @@ def chat(
     max_tokens: MaxTokens = 256,
     temperature: Temperature = 0.7,
     seed: Seed = 0,
+    system_prompt: SystemPrompt = None,
     best: Best = False,
 ) -> None:
     """Talk to a run's model, or to two side by side. Ctrl-D ends.
+
+    \b
+    The conversation begins with the system prompt and the examples that the run trained with.
 
     \b
     ycore chat runs/quickstart --prompt 'What is 3 + 4?' --temperature 0
@@ -52,14 +59,17 @@ def chat(
     from rich.table import Table
     from rich.text import Text
 
-    from ycore.tools.trained import Talker, writing_model
+    from ycore.tools.trained import TransformersTalker, turns_before, writing_model
 
     names = [model] if against is None else [model, against]
     folders = [writing_model(name, best=best and name == model) for name in names]
-    talkers = [Talker(folder, max_tokens=max_tokens, temperature=temperature, seed=seed) for folder in folders]
+    before = [turns_before(name, system_prompt=system_prompt) for name in names]
+    how: Any = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
+    talkers = [TransformersTalker(folder, before=turns, **how) for folder, turns in zip(folders, before, strict=True)]
     is_asked = sys.stdin.isatty() and not prompt
     if is_asked:
-        print_line(f"{' and '.join(names)}; Ctrl-D ends")
+        said = [f"{name}{_begins_with(turns, system_prompt)}" for name, turns in zip(names, before, strict=True)]
+        print_line(f"{' and '.join(said)}; Ctrl-D ends")
     for text in prompt or _typed(is_asked):
         if against is None:
             talkers[0].say(text, show=lambda words: print(printable(words), end="", flush=True))
@@ -69,6 +79,14 @@ def chat(
         table = Table(*names, title=Text(printable(text)), title_justify="left")
         table.add_row(*(Text(printable(answer.strip())) for answer in answers))
         Console().print(table)
+
+
+def _begins_with(turns: Sequence[dict[str, str]], system_prompt: str | None) -> str:
+    """What is put before the conversation, in words."""
+    is_system = [turn["role"] == "system" for turn in turns]
+    whose = "its run's" if system_prompt is None else "your"
+    parts = [f"{whose} system prompt"] * any(is_system) + ["its run's examples"] * (not all(is_system))
+    return f" with {' and '.join(parts)}" if parts else ""
 
 
 def _typed(is_asked: bool) -> Iterator[str]:

@@ -50,15 +50,50 @@ def test_a_reward_model_does_not_write(run: Path) -> None:
 
 def test_the_same_turns_have_the_same_answers(run: Path) -> None:
     def answers(seed: int) -> list[str]:
-        talker = trained.Talker(run / "model", max_tokens=6, temperature=1.0, seed=seed)
+        talker = trained.TransformersTalker(run / "model", max_tokens=6, temperature=1.0, seed=seed)
         return [talker.say("2 + 2"), talker.say("and then?")]
 
     assert answers(0) == answers(0) != answers(1)
 
 
+def test_a_run_is_asked_as_it_was_trained(run: Path) -> None:
+    few_shot = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
+    assert trained.turns_before(str(run)) == [] == trained.turns_before("smollm2-135m")
+    for text in ("Add.", ""):  # an empty one is a turn too
+        (run / "run.json").write_text(json.dumps({"config": {**CONFIG, "system_prompt": text, "few_shot": few_shot}}))
+        assert trained.turns_before(str(run)) == [{"role": "system", "content": text}, *few_shot]
+    assert trained.turns_before(str(run), system_prompt="") == few_shot
+    assert trained.turns_before(str(run), system_prompt="Be brief.")[0] == {"role": "system", "content": "Be brief."}
+
+
+class Recorder(trained.Talker):
+    """Answers `a` and keeps what it is asked."""
+
+    def __init__(self, folder: Path, **how: Any) -> None:
+        super().__init__(folder, max_tokens=6, temperature=1.0, seed=5, **how)
+        self.asked: list[Any] = []
+
+    def _write(self, asked: Any, *, seed: int, show: Any) -> str:
+        self.asked.append((list(asked), seed))
+        return "a"
+
+
+def test_a_conversation_goes_on_from_the_turns_before_it(run: Path, tmp_path: Path) -> None:
+    system, answer = {"role": "system", "content": "Add."}, {"role": "assistant", "content": "a"}
+    users = [{"role": "user", "content": text} for text in ("1 + 1", "and then?")]
+    talker = Recorder(run / "model", before=[system])
+    assert [talker.say(user["content"]) for user in users] == ["a", "a"]
+    assert talker.asked == [([system, users[0]], 7), ([system, users[0], answer, users[1]], 9)]
+    untemplated = write_tiny_model(tmp_path / "text", chat=False)
+    with pytest.raises(ModelError, match="has no chat template, so no system prompt either; leave it out"):
+        Recorder(untemplated, before=[system])
+    talker = Recorder(untemplated)
+    assert talker.say("1") + talker.say("2") == "aa" and talker.asked == [(["1"], 5), (["2"], 5)]
+
+
 def test_what_is_shown_while_it_is_written_is_the_answer(run: Path) -> None:
     shown: list[str] = []
-    talker = trained.Talker(run / "model", max_tokens=60, temperature=1.0, seed=0)
+    talker = trained.TransformersTalker(run / "model", max_tokens=60, temperature=1.0, seed=0)
     answer = talker.say("2 + 2", show=shown.append)
     assert "".join(shown) == answer
     assert len([words for words in shown if words]) > 1
@@ -71,6 +106,12 @@ def test_a_card_says_what_it_is_and_how_it_was_made(run: Path) -> None:
         assert part in told
     assert "| pass@1 | 0.250 | 0.750 | 0.600 to 0.900 |" in told
     assert "runs/sums" not in told and "engine" not in told, "what is only about the machine"
+
+
+def test_a_card_tells_the_system_prompt_to_ask_with(run: Path) -> None:
+    (run / "run.json").write_text(json.dumps({"config": {**CONFIG, "system_prompt": "Add, please."}}))
+    told = trained.card(run, repo="me/sums", base=None, adapter=False, has_curve=False)
+    assert "\nycore chat me/sums --system-prompt 'Add, please.'\n" in told
 
 
 def test_a_card_of_a_run_without_held_out_rows_has_its_reward(run: Path) -> None:

@@ -8,7 +8,7 @@ import shlex
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +19,13 @@ from ycore.launch.engines import model_length
 from ycore.launch.layout import this_machine
 from ycore.models.convert import ADAPTER_CONFIG, is_adapter
 from ycore.models.fetch import fetch_model
+from ycore.models.folder import has_chat_template
 from ycore.models.folder import read_json as read_settings
 from ycore.models.names import hub_id, resolve_model
 from ycore.placement.placement import JUDGE
 from ycore.run.files import read_json
 from ycore.run.paths import RunFolder
-from ycore.run.text import printable, topic
+from ycore.run.text import Say, printable, topic
 
 _AT_ONCE = 8  # requests that a served model answers at once on a CPU
 _SERVED_LENGTH = 4096
@@ -56,48 +57,75 @@ def writing_model(name: str, *, best: bool = False) -> Path:
 # -- chat --------------------------------------------------------------------------------------------------------------
 
 
-class Talker:
-    """One model and its side of a conversation, by transformers. `Talker(folder).say("2 + 2?")`"""
+def turns_before(name: str, *, system_prompt: str | None = None) -> list[dict[str, str]]:
+    """What a run put before every prompt as it trained: its system prompt, unless another is given, and `few_shot`."""
+    run = RunFolder(Path(name).expanduser())
+    config = read_json(run.config)["config"] if run.config.is_file() else {}
+    text = config.get("system_prompt") if system_prompt is None else system_prompt or None
+    return [*([] if text is None else [{"role": "system", "content": text}]), *config.get("few_shot", [])]
 
-    def __init__(self, folder: Path, *, max_tokens: int, temperature: float, seed: int) -> None:
+
+class Talker:
+    """One model and its side of a conversation, which begins with the turns `before`. `talker.say("2 + 2?")`"""
+
+    def __init__(
+        self, folder: Path, *, max_tokens: int, temperature: float, seed: int, before: Sequence[dict[str, str]] = ()
+    ) -> None:
+        self._is_chat, self._turns = has_chat_template(folder), list(before)
+        self._max_tokens, self._temperature, self._seed = max_tokens, temperature, seed
+        if before and not self._is_chat:
+            raise ModelError(f"the model in {folder} has no chat template, so no system prompt either; leave it out")
+
+    def say(self, text: str, *, show: Say | None = None) -> str:
+        """The answer to the next turn; the same for the same turns and seed. `show` gets its words meanwhile."""
+        if not self._is_chat:  # no conversation: each text is continued by itself
+            return self._write(text, seed=self._seed, show=show)
+        self._turns.append({"role": "user", "content": text})
+        answer = self._write(self._turns, seed=self._seed + len(self._turns), show=show)
+        self._turns.append({"role": "assistant", "content": answer})
+        return answer
+
+    def _write(self, asked: str | list[dict[str, str]], *, seed: int, show: Say | None) -> str:
+        """What the model writes after a text, or in answer to turns."""
+        raise NotImplementedError
+
+
+class TransformersTalker(Talker):
+    """The same by transformers, in this process."""
+
+    def __init__(self, folder: Path, **how: Any) -> None:
         import torch
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
+        super().__init__(folder, **how)
         dtype = "auto" if this_machine().has_bfloat16 else "float32"
         device = "cuda" if torch.cuda.is_available() else "cpu"
         self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval().to(device)
         self._tokenizer: Any = AutoTokenizer.from_pretrained(folder)
-        self._max_tokens, self._temperature, self._seed = max_tokens, temperature, seed
-        self._turns: list[dict[str, str]] = []
 
-    def say(self, text: str, *, show: Callable[[str], None] | None = None) -> str:
-        """The answer to the next turn; the same for the same turns and seed. `show` gets its words meanwhile."""
+    def _write(self, asked: str | list[dict[str, str]], *, seed: int, show: Say | None) -> str:
         import torch
 
-        if self._tokenizer.chat_template is None:  # no conversation: each text is continued by itself
-            inputs = self._tokenizer(text, return_tensors="pt")
+        if isinstance(asked, str):
+            inputs = self._tokenizer(asked, return_tensors="pt")
         else:
-            self._turns.append({"role": "user", "content": text})
             inputs = self._tokenizer.apply_chat_template(
-                self._turns, add_generation_prompt=True, return_dict=True, return_tensors="pt"
+                asked, add_generation_prompt=True, return_dict=True, return_tensors="pt"
             )
         sampling: dict[str, Any] = {"do_sample": False}
         if self._temperature > 0:
             sampling = {"do_sample": True, "top_k": 0, "temperature": self._temperature}
         with torch.random.fork_rng(), torch.no_grad():
-            torch.manual_seed(self._seed + len(self._turns))
+            torch.manual_seed(seed)
             written = self._model.generate(
                 **inputs.to(self._model.device),
                 max_new_tokens=self._max_tokens,
                 streamer=self._shown_by(show),
                 **sampling,
             )
-        answer = str(self._tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
-        if self._tokenizer.chat_template is not None:
-            self._turns.append({"role": "assistant", "content": answer})
-        return answer
+        return str(self._tokenizer.decode(written[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True))
 
-    def _shown_by(self, show: Callable[[str], None] | None) -> Any:
+    def _shown_by(self, show: Say | None) -> Any:
         """What `generate` hands its tokens to, or None."""
         if show is None:
             return None
@@ -207,13 +235,14 @@ def card(run: Path, *, repo: str, base: str | None, adapter: bool, has_curve: bo
     head |= {"base_model": base} if base else {}
     method = find_algorithm(config["algorithm"]).name.upper()
     by = f", rewarded by {rewards}" if rewards else ""
+    asked_with = ["--system-prompt", config["system_prompt"]] if config.get("system_prompt") else []
     parts = [
         f"---\n{yaml.safe_dump(head)}---",
         f"# {repo.rpartition('/')[2]}",
         f"`{base or Path(config['model']).name}` trained with {method} on `{topic(config)}`{by}, by ycore.",
         "![the run's curve](curve.png)" if has_curve else "",
         _measured(summary),
-        f"## Use\n\n```sh\nycore chat {repo}\n```",
+        f"## Use\n\n```sh\n{printable(shlex.join(['ycore', 'chat', repo, *asked_with]))}\n```",
         f"## How it was trained\n\n```sh\n{printable(shlex.join(map(str, command)))}\n```" if command else "",
         f"```yaml\n{yaml.safe_dump(_settings(config), sort_keys=False)}```",
         f"Versions: {', '.join(f'{name} {version}' for name, version in told.get('versions', {}).items() if version)}.",
@@ -248,7 +277,7 @@ def _measured(summary: Mapping[str, Any]) -> str:
     return f"The training reward went {change} (means of up to five steps at either end)."
 
 
-def push(folder: Path, *, repo: str, private: bool, say: Callable[[str], None]) -> None:
+def push(folder: Path, *, repo: str, private: bool, say: Say) -> None:
     """Send the folder to a model repository of the hub, which is made where it is missing."""
     from huggingface_hub import HfApi
     from huggingface_hub.errors import HfHubHTTPError

@@ -1,0 +1,65 @@
+"""`ycore chat` from its command line, with a talker of the test's own."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ycore_cli.main import run
+
+from ycore.tools import trained
+
+EXAMPLE = [{"role": "user", "content": "1"}, {"role": "assistant", "content": "1"}]
+CONFIG = {"system_prompt": "Add.", "few_shot": EXAMPLE}
+
+
+class Echo(trained.Talker):
+    """Answers with the contents of all turns."""
+
+    def _write(self, asked: Any, *, seed: int, show: Any) -> str:
+        answer = "|".join(turn["content"] for turn in asked)
+        if show is not None:
+            show(answer)
+        return answer
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the runs `a`, which has a system prompt and examples, and `b`; somebody types `hi` there."""
+    for name, config in (("a", CONFIG), ("b", {})):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "run.json").write_text(json.dumps({"config": config}))
+    typed = iter(["hi"])
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("sys.stdin.isatty", lambda: True, raising=False)
+    monkeypatch.setattr("builtins.input", lambda prompt: next(typed, None) or raise_end())
+    monkeypatch.setattr(trained, "TransformersTalker", Echo)
+    monkeypatch.setattr(trained, "writing_model", lambda name, best: tmp_path)
+    monkeypatch.setattr(trained, "has_chat_template", lambda folder: True)
+    return tmp_path
+
+
+def raise_end() -> str:
+    raise EOFError
+
+
+@pytest.mark.parametrize(
+    ("words", "head", "answer"),
+    [
+        ("a", "a with its run's system prompt and its run's examples; Ctrl-D ends", "Add.|1|1|hi"),
+        ("a --system-prompt Mul.", "a with your system prompt and its run's examples; Ctrl-D ends", "Mul.|1|1|hi"),
+        ("b --system-prompt Mul.", "b with your system prompt; Ctrl-D ends", "Mul.|hi"),
+        ("b", "b; Ctrl-D ends", "hi"),
+    ],
+)
+def test_the_head_says_what_the_conversation_begins_with(
+    root: Path, capsys: pytest.CaptureFixture[str], words: str, head: str, answer: str
+) -> None:
+    assert run(["chat", *words.split()]) == 0
+    assert capsys.readouterr().out.splitlines() == [head, answer]
+
+
+def test_of_two_models_each_has_its_own_runs_prompt(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["chat", "a", "--against", "b", "--system-prompt", "", "--prompt", "2"]) == 0
+    row = capsys.readouterr().out.splitlines()[-2]
+    assert [cell.strip() for cell in row.strip("│").split("│")] == ["1|1|2", "2"]

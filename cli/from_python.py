@@ -135,7 +135,7 @@ def evaluate(
     models = [model] if isinstance(model, str) else list(model)
     if not isinstance(model, str) and len(models) < 2:
         raise ConfigError(f"a comparison takes two models or more; it has {len(models)}; give one by its name alone")
-    check_models(models, pairs=bool(settings.get("pairs")))
+    check_models(models)
     named = {"benchmark": benchmark} if benchmark else {}
     keys = _as_typed("eval", asking(models[0], dataset, reward, named | settings))
     configs = in_folders([require_rollouts(_resolved(keys | {"model": one})) for one in models], keys["output"])

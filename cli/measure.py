@@ -134,7 +134,7 @@ def _evaluations(context: typer.Context, output: str | None) -> "list[RunConfig]
     from ycore.config.resolve import require_rollouts
 
     models = context.params["model"] or [None]
-    check_models(models, pairs=bool(context.params["pairs"]))
+    check_models(models)
     configs = []
     for model in models:
         context.params["model"] = model
@@ -142,16 +142,16 @@ def _evaluations(context: typer.Context, output: str | None) -> "list[RunConfig]
     return in_folders(configs, output or o.unused_folder(configs[0].output))
 
 
-def check_models(models: Sequence[str | None], *, pairs: bool) -> None:
-    """ConfigError where these cannot be compared."""
+def check_models(models: Sequence[str | None]) -> None:
+    """ConfigError where one is named twice."""
     if len(set(models)) < len(models):
         raise ConfigError(f"the models to compare must differ; they are {', '.join(map(str, models))}; name each once")
-    if len(models) > 1 and pairs:
-        raise ConfigError("--pairs measures who scores, and several models write; give one --model")
 
 
 def in_folders(configs: "Sequence[RunConfig]", root: str) -> "list[RunConfig]":
-    """The evaluation in `root`, or each of several in a folder of its own there."""
+    """The evaluation in `root`, or each of several in a folder of its own there; ConfigError for several on pairs."""
+    if len(configs) > 1 and configs[0].pairs:
+        raise ConfigError("pairs measure who scores, and several models write; give one --model, and several --reward")
     names = [root] if len(configs) == 1 else [f"{root}/model-{count}" for count in range(1, len(configs) + 1)]
     return [one.model_copy(update={"output": name}) for one, name in zip(configs, names, strict=True)]
 
@@ -165,10 +165,10 @@ def eval_plan(config: "RunConfig", *, benchmark: str | None, has_dataset: bool) 
     try:
         plan: dict[str, Any] = checked_plan(config, trains=False)
     except DataError as problem:
-        if not benchmark or has_dataset:
+        file = None if not benchmark or has_dataset else load_benchmark(benchmark).get("file")
+        if file is None:
             raise
         why = str(problem).rpartition("; ")[0] or str(problem)
-        file = load_benchmark(benchmark)["file"]
         raise DataError(f"{why}; fetch {file}, and add --dataset FILE") from None
     return plan
 

@@ -86,7 +86,9 @@ SystemPrompt = text("System prompt of every chat; e.g. 'Answer with a number.'")
 Models = texts(
     "Hub id, folder or GGUF file; several are measured on the same prompts and compared.", "--model", metavar="MODEL"
 )
-Benchmark = text("Dataset, prompt and reward by name: gsm8k, math500, humaneval or ifeval.", metavar="NAME")
+Benchmark = text(
+    "Dataset, prompt and reward by name: gsm8k, math500, humaneval, ifeval, harmless-base or gym:NAME.", metavar="NAME"
+)
 Limit = number("Rows to take from the dataset; e.g. 200.")
 Split = text("Split of the dataset; e.g. test.")
 

@@ -131,14 +131,47 @@ def test_a_benchmark_out_of_reach_or_unknown_is_one_line(
 
 @pytest.mark.skipif(not SHARED.is_dir(), reason="the data sets that developers share are not on this machine")
 @pytest.mark.parametrize(
-    ("name", "file", "rows"), [("gsm8k", "gsm8k/train.jsonl", 7473), ("humaneval", "humaneval/HumanEval.jsonl.gz", 164)]
+    ("name", "file", "rows"),
+    [
+        ("gsm8k", "gsm8k/train.jsonl", 7473),
+        ("humaneval", "humaneval/HumanEval.jsonl.gz", 164),
+        ("harmless-base", "hh-rlhf/harmless-base-test.jsonl.gz", 2303),  # nine are equal or part too early
+    ],
 )
 def test_a_benchmarks_real_rows_fit_its_row_of_the_table(
     place: Path, capsys: pytest.CaptureFixture[str], name: str, file: str, rows: int
 ) -> None:
     words = f"--model {place}/model --benchmark {name} --dataset {SHARED}/{file} --output {place}/d --max-tokens 64"
+    words += " --reward length" if name == "harmless-base" else ""
     assert run(["eval", *words.split(), "--dry-run", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["dataset"]["rows"] == rows
+
+
+def test_pairs_are_a_benchmark_of_who_scores(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    row = {"chosen": "\n\nHuman: Hi\n\nAssistant: Good", "rejected": "\n\nHuman: Hi\n\nAssistant: Bad"}
+    (place / "harmless.jsonl").write_text(json.dumps(row) + "\n")
+    words = f"eval --model {place}/model --benchmark harmless-base --dataset {place}/harmless.jsonl --output {place}/h"
+    assert run([*words.split(), "--reward", "length", "--dry-run", "--json"]) == 0
+    config = json.loads(capsys.readouterr().out)["config"]
+    assert config["pairs"] and config["dataset"] == f"{place}/harmless.jsonl"
+    assert run([*words.split(), "--dry-run"]) == 2
+    assert "no rewards given" in capsys.readouterr().err
+    two = ["--model", f"{place}/model/", "--reward", "length", "--dry-run"]
+    assert run([*words.split(), *two]) == 2
+    assert "give one --model, and several --reward" in capsys.readouterr().err
+
+
+def test_a_family_of_reasoning_gym_is_a_benchmark(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("reasoning_gym", reason="the optional package reasoning-gym is not installed")
+    words = ["eval", "--model", f"{place}/model", "--output", f"{place}/g", "--max-tokens", "64", "--dry-run", "--json"]
+    assert run([*words, "--benchmark", "gym:chain_sum"]) == 0
+    plan = json.loads(capsys.readouterr().out)
+    assert (plan["dataset"]["rows"], plan["config"]["split"], plan["config"]["seed"]) == (100, "test", 0)
+    assert [reward["reward"] for reward in plan["config"]["rewards"]] == ["gym"]
+    assert run([*words, "--benchmark", "gym:chain_sun"]) == 2
+    assert "did you mean 'chain_sum'" in capsys.readouterr().err
+    assert run([*words, "--benchmark", "gym:chain_sum?size=5"]) == 2
+    assert "a benchmark is one of gsm8k" in capsys.readouterr().err
 
 
 def test_a_reward_is_measured_on_pairs_without_any_policy(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,7 +49,7 @@ class Hub(BaseHTTPRequestHandler):
 
     def answer(self) -> None:
         path = self.path.split("?")[0].strip("/")
-        name = path.rpartition("/")[2]
+        name = path.partition("/resolve/")[2].partition("/")[2]
         if path.startswith("api/datasets/some/data") and "/tree/" in path:
             self.send(json.dumps(self.tree()).encode())
         elif path.startswith("api/datasets/some/data"):
@@ -67,7 +67,7 @@ class Hub(BaseHTTPRequestHandler):
     def tree(self) -> list[dict[str, object]]:
         return [
             {"type": "file", "path": path.name, "size": path.stat().st_size, "oid": "0" * 40}
-            for path in sorted(self.root.iterdir())
+            for path in sorted(self.root.glob("*.jsonl"))
         ]
 
     def send(self, body: bytes) -> None:
@@ -89,6 +89,8 @@ def hub(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     for split, number in (("train", 5), ("test", 2)):
         rows = [{"question": f"{split} {row}?", "answer": str(row)} for row in range(number)]
         (Hub.root / f"{split}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (Hub.root / "safe").mkdir()
+    (Hub.root / "safe" / "pairs.jsonl").write_text(json.dumps({"question": "safe?", "answer": "yes"}) + "\n")
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_address[1]}"
@@ -112,6 +114,15 @@ def test_a_hub_dataset_is_loaded_and_then_found_offline(hub: str, tmp_path: Path
     assert ask(tmp_path, hub, "some/data:default", limit=3).startswith("3|train 0?")
     assert ask(tmp_path, hub, "some/data", HF_HUB_OFFLINE="1").startswith("5|train 0?")
     assert ask(tmp_path, "http://127.0.0.1:9", "some/data").startswith("5|train 0?")
+
+
+def test_a_file_of_a_hub_dataset(hub: str, tmp_path: Path) -> None:
+    assert ask(tmp_path, hub, "some/data:safe/pairs.jsonl") == "1|safe?|{'answer': 'yes'}"
+    assert ask(tmp_path, hub, "some/data:safe/pairs.jsonl", HF_HUB_OFFLINE="1").startswith("1|safe?")
+    said = ask(tmp_path, hub, "some/data:safe/other.jsonl")
+    assert said.startswith("error: no file safe/other.jsonl of the hub dataset some/data: 404")
+    said = ask(tmp_path, hub, "some/data:other.jsonl", HF_HUB_OFFLINE="1")
+    assert said.startswith("error: no file other.jsonl of the hub dataset some/data: HF_HUB_OFFLINE is set; give")
 
 
 def test_what_the_dataset_does_not_have(hub: str, tmp_path: Path) -> None:

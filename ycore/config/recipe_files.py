@@ -128,12 +128,14 @@ def load_recipe(name_or_file: str, *, command: str | None = None) -> dict[str, A
 
 
 def load_benchmark(name: str) -> dict[str, Any]:
-    """`title`, `source`, `file`, and under `run` the keys of its evaluation; ConfigError for an unknown benchmark."""
+    """`title`, `source`, and under `run` the keys of its evaluation; `file` where it is fetched. ConfigError."""
     rows = yaml.safe_load(Path(__file__).with_name("benchmarks.yaml").read_text(encoding="utf-8"))
-    if name not in rows:
+    key = "gym:NAME" if name.startswith("gym:") and "?" not in name else name
+    if key not in rows:
         way_out = "other data is evaluated with --dataset and --reward"
         raise ConfigError(f"a benchmark is one of {', '.join(rows)}; it is {name!r}{nearest(name, rows)}; {way_out}")
-    row: dict[str, Any] = rows[name]
+    row: dict[str, Any] = rows[key]
+    row["run"]["dataset"] = row["run"]["dataset"].replace(key, name)
     return row
 
 

@@ -1,4 +1,7 @@
-"""What a dataset's name means: a local file, a generated dataset, or a dataset of the hub (`name` or `name:config`)."""
+"""What a dataset's name means: a local file, a generated dataset, or a dataset of the hub.
+
+One of the hub is `owner/name`, `owner/name:config`, or `owner/name:folder/file.jsonl` for one file of it.
+"""
 
 import os
 from dataclasses import replace
@@ -10,22 +13,23 @@ from ycore.data.generated import TASKS, gym_table, task_table
 from ycore.data.local_files import file_suffix, file_table
 from ycore.data.table import Table
 from ycore.errors import DataError, nearest
-from ycore.models.hub import ANSWER_WITHIN_S, ask_hub
+from ycore.models.hub import ANSWER_WITHIN_S, ask_hub, first_line
 
 _NO_HUB_NEEDED = "give a local file (.jsonl, .csv, .parquet), `task:addition` or another task, which need no hub"
 
 
 def read_table(name: str, *, split: str, seed: int, limit: int | None) -> Table:
     """The first `limit` rows of a dataset, at least one. Local files have no splits; the seed is for generated ones."""
-    path = Path(os.path.expanduser(name))
-    is_path = name.startswith((".", "~", "/")) or name.count("/") > 1
+    path, (hub_name, colon, _) = Path(os.path.expanduser(name)), name.partition(":")
+    is_path = name.startswith((".", "~", "/")) or hub_name.count("/") > 1
+    is_path |= file_suffix(path) is not None and not (colon and "/" in hub_name)
     if not name.strip():
         raise DataError("--dataset is empty; give a file, a hub id or a task such as task:addition")
     if name.startswith("task:"):
         table = task_table(name, split=split, seed=seed)
     elif name.startswith("gym:"):
         table = gym_table(name, split=split, seed=seed)
-    elif is_path or os.path.exists(path) or file_suffix(path) is not None:
+    elif is_path or os.path.exists(path):
         table = file_table(path)
     else:
         _refuse_mistyped_schemes(name)
@@ -55,6 +59,8 @@ def _hub_table(text: str, *, split: str, limit: int | None) -> Table:
         what = f"no dataset file and no hub dataset {name!r} that can be loaded"
         raise DataError(f"{what}: {answer.problem}; {_NO_HUB_NEEDED}")
     is_offline = answer.state == "unreachable"
+    if file_suffix(Path(config)) is not None:
+        return replace(file_table(_hub_file(name, config, unreachable=answer.problem)), name=text)
     if is_offline and not _is_cached(name):
         what = f"no dataset file {name!r}, and the hub cannot be reached to look for one"
         raise DataError(f"{what}: {answer.problem}; {_NO_HUB_NEEDED}")
@@ -62,6 +68,19 @@ def _hub_table(text: str, *, split: str, limit: int | None) -> Table:
     if limit is not None:
         rows = rows.select(range(min(limit, len(rows))))
     return Table(name=text, rows=_undecoded(rows).with_format(None), columns=tuple(rows.column_names))
+
+
+def _hub_file(name: str, file: str, *, unreachable: str) -> Path:
+    """A file of a hub dataset, in the hub's cache. `unreachable`: why the hub is; empty where it is not."""
+    import httpx
+    from huggingface_hub import hf_hub_download
+    from huggingface_hub.errors import HfHubHTTPError
+
+    try:
+        return Path(hf_hub_download(name, file, repo_type="dataset", local_files_only=bool(unreachable)))
+    except (HfHubHTTPError, httpx.HTTPError, OSError, ValueError) as problem:
+        why = unreachable or first_line(problem)
+        raise DataError(f"no file {file} of the hub dataset {name}: {why}; {_NO_HUB_NEEDED}") from None
 
 
 def _undecoded(rows: Any) -> Any:

@@ -205,9 +205,11 @@ def test_two_models_are_compared_on_the_same_prompts(place: Path, capsys: pytest
     words += f" --reward {place}/rewards.py:spread --engine transformers --max-tokens 8 --output {place}/side"
     words += " --set dtype=float32 --set reward_workers.workers=1"
     assert run(words.split()) == 0
-    told = capsys.readouterr().out
-    lines = [line for line in told.splitlines() if line.startswith((f"{place}/model", f"{place}/other", "model  "))]
-    assert "reward less the first's" in told and len(lines) >= 2
+    told, advice = capsys.readouterr()
+    assert advice.count("100% of the completions of ") == 2 and "at 8 tokens" in advice and "--max-tokens 32" in advice
+    assert f"{place}/model" in told and f"{place}/other" in told
+    rows = [line.partition("  ")[0] for line in told.splitlines()]
+    assert {"reward", "rewards/spread", "pass@2", "reward less the first's", "cut off", "written"} <= set(rows)
     compared = json.loads((place / "side/comparison.json").read_text())
     first, other = (compared["models"][f"{place}/{name}"] for name in ("model", "other"))
     gap = compared["differences"][f"{place}/other"]

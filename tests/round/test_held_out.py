@@ -80,6 +80,20 @@ def test_how_often_a_reward_agrees_with_pairs() -> None:
     assert pair_figures([], config(pairs=True)) == {"equal": 0.0, "masked": 0.0}
 
 
+def test_several_who_score_are_compared_on_the_pairs_that_both_score() -> None:
+    """The second is right on every pair; the first is wrong on one in four, whichever they are, and skips one."""
+    two = [RewardConfig(reward="exact_answer"), RewardConfig(reward="length")]
+    better: list[float | None] = [None, *([0.0, 2.0, 2.0, 2.0] * 10)]
+    groups = [
+        replace(group(n, ["a", "b"], [0, 0]), scores_GR=((Score(mine), Score(2.0)), (Score(1.0), Score(1.0))))
+        for n, mine in enumerate(better)
+    ]
+    found = pair_figures(groups, config(pairs=True, rewards=two))
+    assert (found["accuracy/exact_answer"], found["accuracy/length"]) == (0.75, 1.0)
+    assert found["accuracy_gain/length"] == 0.25 and "accuracy_gain/exact_answer" not in found
+    assert 0 < found["accuracy_gain/length/low"] < 0.25 < found["accuracy_gain/length/high"] < 0.5
+
+
 def test_an_interval_covers_the_truth_about_as_often_as_it_says() -> None:
     import numpy as np
 

@@ -60,17 +60,21 @@ def test_the_file_begins_with_the_prompts_on_which_they_differ_most(tmp_path: Pa
     assert rows[0]["models"]["b"] == {"reward": 1.0, "right": 1.0, "completions": ["b 0"]}
 
 
-def test_the_table_has_a_row_for_each_model() -> None:
-    summary = {
-        "reward": 0.5,
-        "reward/low": 0.4,
-        "reward/high": 0.6,
-        "pass@1": 0.5,
-        "pass@1/low": 0.4,
-        "pass@1/high": 0.6,
-    }
+def test_the_table_has_a_column_for_each_model_and_a_row_for_each_figure() -> None:
+    names = ("reward", "rewards/ifeval", "rewards/ifeval_2", "pass@1", "cot-pass@1", "majority@4")
+    summary = {key: value for name in names for key, value in spread_of(name, 0.5).items()}
     gap = {"num_prompts": 9, "reward": 0.1, "reward/low": -0.05, "reward/high": 0.2}
-    head, first, other = table_lines({"m": summary | {"cut_off": 0.0}, "n": summary | {"cut_off": 0.25}}, {"n": gap})
-    assert head == ["model", "reward", "pass@1", "reward less the first's", "cut off"]
-    assert first == ["m", "0.500 (0.400 to 0.600)", "0.500 (0.400 to 0.600)", "", "0%"]
-    assert other[3:] == ["+0.100 (-0.050 to +0.200)", "25%"]
+    fewer = {name: value for name, value in summary.items() if not name.startswith("majority")}
+    head, *rows = table_lines({"m": fewer | {"cut_off": 0.0}, "n": summary | {"cut_off": 0.25}}, {"n": gap})
+    assert head == ["", "m", "n"]
+    assert [row[0] for row in rows] == [*names, "reward less the first's", "cut off"]
+    assert all(row[1:] == ["0.500 (0.400 to 0.600)"] * 2 for row in rows[:5])
+    assert rows[5:] == [
+        ["majority@4", "-", "0.500 (0.400 to 0.600)"],
+        ["reward less the first's", "", "+0.100 (-0.050 to +0.200)"],
+        ["cut off", "0%", "25%"],
+    ]
+
+
+def spread_of(name: str, value: float) -> dict[str, float]:
+    return {name: value, f"{name}/low": value - 0.1, f"{name}/high": value + 0.1}

@@ -162,20 +162,30 @@ def with_interval(name: str, sums: Counted, counts: Counted) -> dict[str, float]
 
 def pair_figures(groups: Sequence[Group], config: RunConfig) -> dict[str, float]:
     """`accuracy`: how often the better answer of a row has the higher reward, where equal ones count half; of each
-    source too, where there are several. A pair with a masked answer is left out, and counted in `masked`."""
-    weights = [reward.weight for reward in config.rewards]
-    pairs = {"accuracy": [[total_reward(scores, weights) for scores in group.scores_GR] for group in groups]}
-    for source, name in enumerate(reward_names(config.rewards) if len(weights) > 1 else ()):
-        pairs[f"accuracy/{name}"] = [[scores[source].value for scores in group.scores_GR] for group in groups]
+    source too, where there are several, and `accuracy_gain`: its accuracy less that of the first, of the same pairs.
+    A pair with a masked answer is left out, and counted in `masked`."""
+    weights, names = [reward.weight for reward in config.rewards], reward_names(config.rewards)
+    totals = [[total_reward(scores, weights) for scores in group.scores_GR] for group in groups]
+    wins = {"accuracy": _wins(totals)}
+    for source, name in enumerate(names if len(names) > 1 else ()):
+        wins[f"accuracy/{name}"] = _wins([[scores[source].value for scores in group.scores_GR] for group in groups])
+    for name in names[1:]:
+        wins[f"accuracy_gain/{name}"] = wins[f"accuracy/{name}"] - wins[f"accuracy/{names[0]}"]
     measured: dict[str, float] = {}
-    for name, rewards in pairs.items():
-        known = [(better, worse) for better, worse in rewards if better is not None and worse is not None]
-        wins = np.array([(better > worse) + 0.5 * (better == worse) for better, worse in known])
-        measured |= with_interval(name, wins, np.ones(len(wins)))
-        if name == "accuracy":
-            equal = sum(better == worse for better, worse in known)
-            measured |= {"equal": equal / max(1, len(known)), "masked": float(len(rewards) - len(known))}
-    return measured
+    for figure, values in wins.items():
+        measured |= with_interval(figure, np.nan_to_num(values), 1.0 - np.isnan(values))
+    masked, equal = np.isnan(wins["accuracy"]).sum(), (wins["accuracy"] == 0.5).sum()
+    return measured | {"equal": float(equal / max(1, len(totals) - masked)), "masked": float(masked)}
+
+
+def _wins(pairs: Sequence[Sequence[float | None]]) -> Counted:
+    """1 where the better answer has the higher reward, 0 where the lower, 0.5 where equal; NaN where one is masked."""
+    return np.array(
+        [
+            np.nan if better is None or worse is None else (better > worse) + 0.5 * (better == worse)
+            for better, worse in pairs
+        ]
+    )
 
 
 # -- what follows from it ----------------------------------------------------------------------------------------------

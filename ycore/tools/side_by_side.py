@@ -93,23 +93,21 @@ def write_differences(answers: Mapping[str, Mapping[int, Answered]], file: Path)
 def table_lines(
     summaries: Mapping[str, Mapping[str, Any]], differences: Mapping[str, Mapping[str, Any]]
 ) -> list[list[str]]:
-    """The table: a head, and a row for each model with its figures and, for all but the first, its differences."""
+    """The table: a column for each model, a row for each figure with an interval, and for each difference."""
 
     def cell(values: Mapping[str, Any], name: str, sign: str = "") -> str:
         if name not in values:
             return "" if sign else "-"
         return f"{values[name]:{sign}.3f} ({values[f'{name}/low']:{sign}.3f} to {values[f'{name}/high']:{sign}.3f})"
 
-    shown = ["reward", *(name for name in next(iter(summaries.values())) if name.startswith(("pass@", "majority@")))]
-    shown = [name for name in shown if not name.endswith(("/low", "/high"))]
+    measured = dict.fromkeys(name for one in summaries.values() for name in one if f"{name}/low" in one)
     compared = [name for name in ("reward", "pass@1") if any(name in one for one in differences.values())]
-    head = ["model", *shown, *(f"{name} less the first's" for name in compared), "cut off"]
-    return [head] + [
-        [
-            name,
-            *(cell(summary, figure) for figure in shown),
-            *(cell(differences.get(name, {}), figure, "+") for figure in compared),
-            f"{summary['cut_off']:.0%}",
-        ]
-        for name, summary in summaries.items()
+    return [
+        ["", *summaries],
+        *([name, *(cell(one, name) for one in summaries.values())] for name in measured),
+        *(
+            [f"{name} less the first's", *(cell(differences.get(model, {}), name, "+") for model in summaries)]
+            for name in compared
+        ),
+        ["cut off", *(f"{one['cut_off']:.0%}" for one in summaries.values())],
     ]

@@ -50,7 +50,7 @@ def test_one_line_says_the_rule_the_value_and_the_way_out(
         ("grpo --recipe nope.yaml", "no such recipe file: nope.yaml; `ycore recipes` lists"),
         (
             "grpo --model {place}/model --dataset d --reward judge:nope.yaml",
-            "no such judge file: nope.yaml; ycore's own are judge:cheerful",
+            "no such judge file: nope.yaml; ycore's own are judge:cheerful, judge:reasoning",
         ),
     ],
 )

@@ -11,6 +11,7 @@ from ycore.config.schema import RewardConfig
 from ycore.errors import RewardError
 from ycore.judge.declaration import Judge
 from ycore.judge.sources import judge_of, require_columns, reward_model_of
+from ycore.judge.verdict import Reply, read_value
 
 SCORE = {"kind": "score"}
 
@@ -168,3 +169,13 @@ def test_an_ensemble_is_combined(args: dict[str, Any], reward: float) -> None:
 def test_a_folder_may_have_a_plus_in_its_name(tmp_path: Path) -> None:
     (tmp_path / "a+b").mkdir()
     assert reward_model_of(RewardConfig(reward=f"rm:{tmp_path}/a+b")).models == (f"{tmp_path}/a+b",)
+
+
+def test_the_judge_of_reasoning_accepts_by_1_alone() -> None:
+    """As a constraint that marks nothing else: a doubt of 0.9 is a refusal."""
+    spec = RewardConfig(reward="judge:reasoning", constraint=True)
+    judge = judge_of(spec)
+    replies = [Reply(f"Step 2 follows.\n<score-c0de>{text}</score-c0de>") for text in ("1", "0.9", "0")]
+    rewards = [judge.reward(judge.fraction(read_value(judge, reply, code="c0de"))) for reply in replies]
+    assert [reward >= spec.least for reward in rewards] == [True, False, False]
+    assert judge.columns == set()  # any dataset of questions will do

@@ -116,6 +116,7 @@ def evaluate(context: typer.Context, *, output: str | None, dry_run: bool, json:
             from ycore.launch.launcher import EVALUATOR, run_worker
 
             result = {config.model: run_worker(EVALUATOR, config) for config in configs}
+    advice = _too_short(configs, result)
     if len(configs) == 1:
         (result,) = result.values()
         lines = figures(result)
@@ -127,6 +128,20 @@ def evaluate(context: typer.Context, *, output: str | None, dry_run: bool, json:
         print("Nothing was started; leave out --dry-run to measure.")
     else:
         print_table(lines)
+    for line in advice:
+        print_line(line, stream=sys.stderr)
+
+
+def _too_short(configs: "Sequence[RunConfig]", summaries: Mapping[str, Any]) -> list[str]:
+    """A line for each model of whose completions many are cut off."""
+    from ycore.plan.preflight_verdict import TRUNCATED_WARNS
+
+    return [
+        f"{cut:.0%} of the completions of {config.model} are cut off at {config.max_tokens} tokens; a longer "
+        f"--max-tokens would let more of them end, e.g. --max-tokens {4 * config.max_tokens}"
+        for config in configs
+        if (cut := summaries[config.model].get("cut_off", 0.0)) > TRUNCATED_WARNS
+    ]
 
 
 def _evaluations(context: typer.Context, output: str | None) -> "list[RunConfig]":

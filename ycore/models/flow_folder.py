@@ -111,10 +111,14 @@ def fetch_flow_model(name: str, *, log: Path) -> Path:
 
     def make(partial: Path) -> None:
         command = [sys.executable, "-P", "-m", "ycore.flow.flow_digits", str(partial)]
-        with log.open("ab") as output:
-            done = subprocess.run(
-                command, stdin=DEVNULL, stdout=output, stderr=STDOUT, timeout=_MAKE_WITHIN_S, check=False
-            )
+        try:
+            with log.open("ab") as output:
+                done = subprocess.run(
+                    command, stdin=DEVNULL, stdout=output, stderr=STDOUT, timeout=_MAKE_WITHIN_S, check=False
+                )
+        except subprocess.TimeoutExpired:
+            why = f"took more than {_MAKE_WITHIN_S} s; try again, or give --model a folder; its output is in {log}"
+            raise ModelError(f"making {DIGITS} {why}") from None
         if done.returncode:
             raise ModelError(f"making {DIGITS} ended with exit status {done.returncode}; its output is in {log}")
 

@@ -124,7 +124,8 @@ def _plan_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
 def _typed_rewards(folder: RunFolder) -> dict[str, str]:
     """What was typed for a judge, by its name: the settings keep a file's content and name, and not its path."""
     typed = read_json(folder.config)["command"] if folder.config.is_file() else []
-    files = [value.partition(":") for option, value in pairwise(typed) if option == "--reward"]
+    words = [part for word in typed for part in (word.split("=", 1) if word.startswith("--reward=") else [word])]
+    files = [value.partition(":") for option, value in pairwise(words) if option == "--reward"]
     return {f"{kind}:{Path(file).stem}": f"{kind}:{file}" for kind, _, file in files}
 
 

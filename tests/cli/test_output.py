@@ -82,9 +82,12 @@ def test_a_chats_last_turn_is_its_prompt(tmp_path: Path, capsys: pytest.CaptureF
     assert "ycore eval --model" in out and "--split test" in out
 
 
-def test_the_next_command_names_a_judges_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("typed", [["--reward", "judge:mine/kind.yaml"], ["--reward=judge:mine/kind.yaml"]])
+def test_the_next_command_names_a_judges_file(
+    typed: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The run's settings keep its content and its name, with which it cannot be loaded again."""
-    write_json_atomic(RunFolder(tmp_path).config, {"command": ["ycore", "grpo", "--reward", "judge:mine/kind.yaml"]})
+    write_json_atomic(RunFolder(tmp_path).config, {"command": ["ycore", "grpo", *typed]})
     judge, rule = RewardConfig(reward="judge:kind"), RewardConfig(reward="format", constraint=True, weight=0.0)
     closing(tmp_path, "2", rewards=[judge, rule])
     out = capsys.readouterr().out.replace("\n", "")

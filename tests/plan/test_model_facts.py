@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
+from tests.tiny_vision import write_tiny_vision_model
 from ycore.config.schema import RunConfig
 from ycore.errors import ModelError
 from ycore.models.names import sighted_family
-from ycore.models.tiny import write_tiny_vision_model
 from ycore.plan.job import job_of
 from ycore.plan.model_facts import KNOWN_CONFIGS, facts_of, known_config, model_config, model_facts
 from ycore.run.files import read_json

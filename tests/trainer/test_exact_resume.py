@@ -20,7 +20,8 @@ from PIL import Image as Pillow
 from safetensors.numpy import load_file
 
 from tests.scripted_teacher import teacher_at
-from ycore.models.tiny import write_tiny_model, write_tiny_vision_model
+from tests.tiny_vision import write_tiny_vision_model
+from ycore.models.tiny import write_tiny_model
 from ycore.run.metrics import read_metrics
 
 COMMAND = [sys.executable, "-c", "import sys; from ycore_cli.main import main; sys.exit(main())"]

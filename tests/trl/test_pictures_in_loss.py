@@ -16,8 +16,8 @@ os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
 
 from trl import GRPOConfig, GRPOTrainer
 
+from tests.tiny_vision import write_tiny_vision_model
 from ycore.engine.sight import Sight, image_token_ids, load_sight
-from ycore.models.tiny import write_tiny_vision_model
 from ycore.round.assemble import load_tokenizer
 from ycore.run.images import ImageStore, png_of
 from ycore.trl.build import not_of_the_eyes, placeholder_rewards

@@ -16,8 +16,8 @@ import numpy as np
 import numpy.typing as npt
 
 from ycore.errors import ModelError
-from ycore.models.tiny import IMAGE_TOKEN, image_processor, vision_config
 
+IMAGE_TOKEN = "<image>"
 STEPS, BATCH, RATE = 1600, 64, 2e-3
 _NOISE, _SHIFT = 0.1, 1  # of the pixels, which are from -1 to 1; and how far pictures move, in pixels of the tower
 _TEMPLATE = (
@@ -49,13 +49,7 @@ def read_digits(split: str) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.int64
 def make_sighted(base: Path, folder: Path) -> None:
     """Write the model of the language model in `base` into `folder`; the same on the same machine at every call."""
     import torch
-    from transformers import (
-        AutoModelForCausalLM,
-        AutoTokenizer,
-        LlavaForConditionalGeneration,
-        LlavaProcessor,
-        SiglipVisionConfig,
-    )
+    from transformers import AutoModelForCausalLM, AutoTokenizer, LlavaForConditionalGeneration, SiglipVisionConfig
 
     torch.manual_seed(0)
     torch.set_num_threads(1)  # sums of several threads depend on how many there are
@@ -71,19 +65,46 @@ def make_sighted(base: Path, folder: Path) -> None:
     model: Any = LlavaForConditionalGeneration(config)
     model.model.language_model.load_state_dict(language.model.state_dict())
     model.tie_weights()
-    processor = LlavaProcessor(
-        image_processor=image_processor(tower),
-        tokenizer=tokenizer,
-        patch_size=tower.patch_size,
-        vision_feature_select_strategy="full",
-        image_token=IMAGE_TOKEN,
-        chat_template=_TEMPLATE,
-    )
+    processor = processor_of(tower, tokenizer, _TEMPLATE)
     share = _align(model, processor)
     if share < 0.95:
         raise ModelError(f"the eyes of {folder} read {share:.0%} of the digits kept aside; try another language model")
     model.to(torch.bfloat16).save_pretrained(folder)
     processor.save_pretrained(folder)
+
+
+def vision_config(text: Any, tower: Any, image_token_id: int) -> Any:
+    """A LLaVA's config: a language model that reads what a SigLIP tower and two linear layers make of a picture."""
+    from transformers import LlavaConfig
+
+    return LlavaConfig(
+        vision_config=tower,
+        text_config=text,
+        image_token_id=image_token_id,
+        vision_feature_select_strategy="full",
+        vision_feature_layer=-1,
+        image_seq_length=(tower.image_size // tower.patch_size) ** 2,
+        tie_word_embeddings=True,
+        eos_token_id=text.eos_token_id,
+        pad_token_id=text.pad_token_id,
+        dtype="float32",
+    )
+
+
+def processor_of(tower: Any, tokenizer: Any, template: str) -> Any:
+    """What makes a picture the pixels of a SigLIP tower: its side, -1 to 1. By Pillow, so that it needs no other
+    library. LLaVA's processor wants a `crop_size`."""
+    from transformers import LlavaProcessor, SiglipImageProcessorPil
+
+    size = {"height": tower.image_size, "width": tower.image_size}
+    return LlavaProcessor(
+        image_processor=SiglipImageProcessorPil(size=size, crop_size=size),
+        tokenizer=tokenizer,
+        patch_size=tower.patch_size,
+        vision_feature_select_strategy="full",
+        image_token=IMAGE_TOKEN,
+        chat_template=template,
+    )
 
 
 def _align(model: Any, processor: Any) -> float:

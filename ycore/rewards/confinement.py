@@ -12,6 +12,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
+from ycore.rewards.loading import is_file
 from ycore.run.paths import RunFolder
 from ycore.sandbox import GIB, Confinement, Limits, View
 from ycore.sandbox.level import choose
@@ -61,12 +62,6 @@ def view_of(specs: Sequence[RewardConfig], *, run_folder: Path | None) -> View:
         devices=any(spec.sandbox.gpu for spec in specs),
         working=here if here in shown else None,
     )
-
-
-def is_file(reward: str) -> bool:
-    """Whether a reward is a function of a file, and not of an installed module or a built-in one."""
-    source = reward.rpartition(":")[0]
-    return source.endswith(".py") or "/" in source
 
 
 def _parts(folder: Path) -> list[Path]:

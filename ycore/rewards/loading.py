@@ -71,8 +71,7 @@ def import_function(name: str) -> Reward:
     if not source or not function:
         raise RewardError(f"reward {name!r} needs both sides of its colon: file.py:function or package.module:function")
     _add_to_path(Path.cwd())
-    is_file = source.endswith(".py") or "/" in source
-    module = _import_file(name, Path(source).expanduser()) if is_file else _import_module(name, source)
+    module = _import_file(name, Path(source).expanduser()) if is_file(name) else _import_module(name, source)
     try:
         found = getattr(module, function)  # not vars(): a module may make its names on demand, as trl.rewards does
     except AttributeError:
@@ -82,6 +81,12 @@ def import_function(name: str) -> Reward:
     if not callable(found):
         raise RewardError(f"reward {name!r}: {function!r} is a {type(found).__name__}; it must be a function")
     return cast(Reward, found)
+
+
+def is_file(reward: str) -> bool:
+    """Whether a reward is a function of a file, and not of an installed module or a built-in one."""
+    source = reward.rpartition(":")[0]
+    return source.endswith(".py") or "/" in source
 
 
 def one_line(error: BaseException) -> str:

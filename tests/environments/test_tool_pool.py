@@ -181,7 +181,7 @@ def test_whatever_a_tool_does_is_an_answer(run: Callable[..., Any]) -> None:
             answers = [await one.call(name, {"x": 1, "y": 2} if name == "add" else {}) for name in names]
             answers.append(await one.call("add", {"x": 1}))
             answers.append(await one.call("add", {"x": 20, "y": 3}))
-        assert pool.restarts == 2 and pool.size == 1
+        assert [host.restarts for host in pool.hosts] == [2]
         return answers
 
     names = [f"tools.py:{name}" for name in ("add", "hang", "end", "leave")]
@@ -234,11 +234,11 @@ def test_a_process_that_is_lost_between_two_completions_costs_neither(run: Calla
             with suppress(psutil.NoSuchProcess):  # one of another kind that has ended meanwhile
                 if "ycore.environments.tool_host" in process.cmdline():
                     process.send_signal(number)
-        return [before, await play(pool), pool.restarts]
+        return [before, await play(pool), [host.restarts for host in pool.hosts]]
 
     before, after, restarts = run(work, env="tools.py:Walk")
     assert before == after and after[0] is not None and after[1].problem is None
-    assert restarts == 1
+    assert restarts == [1]
 
 
 def test_a_reward_function_sees_the_environment_as_it_was_at_its_end(run: Callable[..., Any]) -> None:
@@ -299,7 +299,7 @@ def test_the_interpreter_keeps_variables_for_one_completion_and_sees_no_file(
                 said.append((await one.call("python", {"code": code})).text)
         async with episode(pool) as one:
             said.append((await one.call("python", {"code": "x"})).text)
-        assert pool.size == 0
+        assert pool.hosts == []
         return said
 
     said = run(work, tools=["python"])
@@ -395,7 +395,7 @@ def test_each_row_meets_the_environment_that_it_names_as_in_trl(place: Path, run
     async def ours(pool: ToolPool) -> list[Any]:
         how = Turns(lambda prompt: talks[prompt.columns["environment"]][1], pool, **limits)
         starts = [await how.start(Draw(at, prompt, ())) for at, prompt in enumerate(load_prompts(config).prompts)]
-        assert pool.size == 1, "a process whose environment nobody waits for makes room"
+        assert len(pool.hosts) == 1, "a process whose environment nobody waits for makes room"
         last = Episode(pool, starts[1].prompt, position=1, index=0)
         async with last:
             await last.begin()

@@ -202,21 +202,13 @@ class ToolPool:
         self._code = replace(self._own, view=View(), limits=limits)
         self._room = {name: asyncio.Semaphore(config.turns.at_once) for name in ("own", PYTHON)}
         self._idle: list[ToolHost] = []
-        self._all: list[ToolHost] = []
+        self.hosts: list[ToolHost] = []
         self._numbers = itertools.count()
 
     @property
     def has_servers(self) -> bool:
         """Whether there are MCP servers, which may keep things: a completion has its own."""
         return any(name.startswith(PREFIX) for name in self.config.tools)
-
-    @property
-    def restarts(self) -> int:
-        return sum(host.restarts for host in self._all)
-
-    @property
-    def size(self) -> int:
-        return len(self._all)
 
     @asynccontextmanager
     async def own(self, env: str | None) -> AsyncIterator[ToolHost]:
@@ -226,8 +218,8 @@ class ToolPool:
             if host is not None:
                 self._idle.remove(host)
             else:
-                if len(self._all) >= self.config.turns.at_once and self._idle:  # of other environments
-                    self._all.remove(oldest := self._idle.pop(0))
+                if len(self.hosts) >= self.config.turns.at_once and self._idle:  # of other environments
+                    self.hosts.remove(oldest := self._idle.pop(0))
                     await oldest.close()
                 host = self._new(self._own_tools, env, self._own, python=self.config.env_python)
             try:
@@ -246,11 +238,11 @@ class ToolPool:
             try:
                 yield host
             finally:
-                self._all.remove(host)
+                self.hosts.remove(host)
                 await host.close()
 
     async def close(self) -> None:
-        await asyncio.gather(*(host.close() for host in self._all))
+        await asyncio.gather(*(host.close() for host in self.hosts))
 
     @property
     def _own_tools(self) -> list[str]:
@@ -258,7 +250,7 @@ class ToolPool:
 
     def _new(self, tools: Sequence[str], env: str | None, held: Confinement, *, python: str | None) -> ToolHost:
         host = ToolHost(tools, env, held, python=python, log=self._log, name=f"tools.{next(self._numbers)}")
-        self._all.append(host)
+        self.hosts.append(host)
         return host
 
 

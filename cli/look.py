@@ -186,7 +186,8 @@ def docs(page: DocsPage = None) -> None:
         from ycore_cli.output import print_table
 
         print_table(
-            (name, pages[name].read_text(encoding="utf-8").partition("\n")[0].lstrip("# ")) for name in sorted(pages)
+            (name, ("\n" + pages[name].read_text(encoding="utf-8")).partition("\n# ")[2].partition("\n")[0])
+            for name in sorted(pages)
         )
         print("Print one with `ycore docs PAGE`.")
     elif page in pages:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import typer
+import yaml
 from ycore_cli.main import app, run
 
 from ycore import __version__
@@ -77,8 +78,12 @@ def test_no_line_of_the_command_list_is_cut_off(capfd: pytest.CaptureFixture[str
 
 
 def test_pages_are_listed_and_printed(capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(["docs"]) == 0 and "sandbox      Sandbox\n" in capfd.readouterr().out
-    assert run(["agents"]) == 0 and capfd.readouterr().out.startswith("# ycore in one page\n")
+    assert run(["docs"]) == 0
+    listed = capfd.readouterr().out
+    assert "sandbox      Sandbox\n" in listed and "skill        ycore in one page\n" in listed
+    assert run(["agents"]) == 0
+    _, front, page = capfd.readouterr().out.split("---\n", 2)
+    assert yaml.safe_load(front).keys() == {"name", "description"} and page.startswith("\n# ycore in one page\n")
     assert run(["docs", "reward"]) == 2
     assert capfd.readouterr().err == "error: no page 'reward'; did you mean 'rewards'?\n"
 

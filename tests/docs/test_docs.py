@@ -20,6 +20,7 @@ import typer
 import yaml
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
+from ycore_cli import from_python
 from ycore_cli.main import app
 
 from tests.chaos.__main__ import make_parser as scorecard_parser
@@ -419,6 +420,21 @@ def test_learning_rates_are_documented_as_they_are() -> None:
     for commands_of, every, adapters, _ in table("docs/algorithms.md", "## Learning rates"):
         documented |= dict.fromkeys(quoted(commands_of), (float(every), float(adapters)))
     assert documented == {name: (row.learning_rate, row.lora_learning_rate) for name, row in ALGORITHMS.items()}
+
+
+def test_the_python_lines_of_the_page_for_agents_are_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    page = (ROOT / "docs" / "skill.md").read_text(encoding="utf-8")
+    lines = page.partition("## From Python")[2].partition("```\n")[2].partition("```")[0]
+    configs = []
+
+    def plan(algorithm: str, settings: dict[str, Any], *, resume: bool) -> from_python.Run:
+        configs.append(from_python.config_of(algorithm, dict(settings), resume=resume))
+        return from_python.Run(tmp_path, {"pass@1": 0.5})
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(from_python, "_run", plan)
+    exec(compile(lines, "skill.md", "exec"), {})
+    assert [config.algorithm for config in configs] == ["grpo", "eval"] and len(lines.splitlines()) == 3
 
 
 def test_benchmarks_are_documented_as_they_are() -> None:

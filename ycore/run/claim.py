@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
@@ -282,7 +282,7 @@ def settings_that_differ(there: Mapping[str, Any], here: Mapping[str, Any]) -> l
             return there.get("processes") != here.get("processes")
         return one.name in FREE or one.name.removeprefix("trl.") in FREE_OF_TRL
 
-    differences = contents_that_differ(dict(_flat(there)), dict(_flat(here)))
+    differences = contents_that_differ(flat(there), flat(here))
     return [one for one in differences if not may_change(one)]
 
 
@@ -298,12 +298,13 @@ def in_words(differences: Iterable[Difference]) -> str:
     return "; ".join(found[:3]) + (f"; and {len(found) - 3} more" if len(found) > 3 else "")
 
 
-def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Nested settings by their dotted names."""
+    found: dict[str, Any] = {}
     for key, value in values.items():
-        if isinstance(value, Mapping):
-            yield from _flat(value, f"{prefix}{key}.")
-        else:
-            yield prefix + key, value
+        name = f"{prefix}{key}"
+        found |= flat(value, f"{name}.") if isinstance(value, Mapping) else {name: value}
+    return found
 
 
 _WHOLE_BYTES = 64 * 2**20  # of a larger file, blocks spread over it stand for its content

@@ -163,13 +163,12 @@ def can_teach(
     weights_R: Sequence[float],
     *,
     alone: bool = False,
-    tolerance: float = TOLERANCE,
     dust: float = 0.0,
     constraints: Constraints | None = None,
 ) -> bool:
     """Whether any advantage of the group differs from zero (dynamic sampling, DAPO, arXiv 2503.14476, section 3.2).
 
-    That takes two scored completions whose rewards differ by more than `tolerance`, and rewards that deviate by `dust`
+    That takes two scored completions whose rewards differ by more than `TOLERANCE`, and rewards that deviate by `dust`
     or more from their mean (the root of the mean square). Where the prompt's greedy
     completion is the baseline (ReMax), one completion whose reward differs from the baseline's is enough. With `alone`
     (`Rules.teaches_alone`) one scored completion is enough. Rewards of turns that differ teach too.
@@ -178,13 +177,13 @@ def can_teach(
     known = [total for total in totals if total is not None]
     if group.greedy_scores_R is not None:
         baseline = total_reward(group.greedy_scores_R, weights_R)
-        return baseline is not None and any(abs(total - baseline) > tolerance for total in known)
+        return baseline is not None and any(abs(total - baseline) > TOLERANCE for total in known)
     if alone or len(known) < 2:
         return alone and bool(known)
     counted = [own for own, total in zip(group.turn_rewards, totals, strict=True) if total is not None]
     at_turns = [[one for one in rewards if one is not None] for rewards in zip_longest(*counted)]
     return any(
-        max(rewards) - min(rewards) > tolerance and pstdev(rewards) >= dust for rewards in (known, *at_turns) if rewards
+        max(rewards) - min(rewards) > TOLERANCE and pstdev(rewards) >= dust for rewards in (known, *at_turns) if rewards
     )
 
 

@@ -172,7 +172,6 @@ class Outcome:
     usage: Usage
     lanes: list[Span]  # requests, by their role, and swaps; slots count on from machine to machine
     drawn: int
-    written_s: float  # when the last completion was written
 
 
 @dataclass(slots=True)
@@ -226,7 +225,6 @@ class SimulatedRound:
         self._drawn = self._kept = self._finished = 0
         self._num_open = [0] * len(self.allocators)  # groups of each machine
         self._has_news: set[int] = set()  # machines whose allocator has something to decide
-        self._written_s = 0.0
 
     def run(self) -> Outcome:
         now = 0.0
@@ -249,7 +247,7 @@ class SimulatedRound:
         busy_s = [seconds for usage in usages for seconds in usage.busy_s]
         swap_s = [seconds for usage in usages for seconds in usage.swap_s]
         usage = Usage(now, busy_s, swap_s, sum(usage.swaps for usage in usages))
-        return Outcome(usage, self._lanes, self._drawn, self._written_s)
+        return Outcome(usage, self._lanes, self._drawn)
 
     def _draw(self) -> None:
         demand = self.demand
@@ -317,7 +315,6 @@ class SimulatedRound:
         allocator = self.allocators[opened.machine]
         allocator.ended(number, now, size=request.size)
         if request.role == ROLLOUT:
-            self._written_s = now
             opened.unwritten -= 1
             indices: Iterable[int] = [request.index]
             if allocator.gathers:  # the scorers are asked about all completions once the last is written

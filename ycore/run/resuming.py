@@ -82,12 +82,8 @@ def rounds_in(journal: Path) -> dict[int, set[int]]:
     return found
 
 
-def _any_rank(rank: int) -> bool:
-    return True
-
-
 def drop_rounds(
-    journal: Path, *, before: int = 0, after: int | None = None, of: Callable[[int], bool] = _any_rank
+    journal: Path, *, before: int = 0, after: int | None = None, of: Callable[[int], bool] = lambda rank: True
 ) -> None:
     """Remove rounds from the journal, for good before anything else is written.
 

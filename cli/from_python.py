@@ -9,13 +9,12 @@ Keyword arguments are the keys of a run (docs/options.md), and fields of TRL's c
 import json
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar, cast, overload
 
-from ycore_cli.results import Comparison, Planned, Run
-
-from ycore.errors import ConfigError
+from ycore.errors import ConfigError, RunFolderError
 
 if TYPE_CHECKING:
     from ycore.config.schema import AnyConfig
@@ -33,6 +32,114 @@ Env = str | type | Sequence[str | type] | Mapping[str, str | type]
 
 Rows = str | Iterable[Mapping[str, Any]]
 """A dataset's name as `--dataset` takes it, or rows: a list of mappings, or a `datasets.Dataset`."""
+
+
+class Run:
+    """A run's folder: its settings, metrics and model. `Run("runs/first")` opens one that is there."""
+
+    def __init__(self, folder: str | Path) -> None:
+        """RunFolderError where the folder holds no run."""
+        self.folder = Path(folder).expanduser()
+        if not (self.folder / "run.json").is_file():
+            raise RunFolderError(f"{folder} has no run.json, so it is no run's folder; name the run's `output`")
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.folder)!r})"
+
+    def _repr_html_(self) -> str:
+        """A notebook's view: how the run ended, and its last steps, or an evaluation's figures."""
+        from ycore_cli.output import figures
+
+        from ycore.view.progress import as_html, steps_as_html
+
+        summary = self.summary
+        head = f"{self.folder}: {summary.get('status', 'opened')}"
+        if self.config["algorithm"] == "eval" and summary:
+            return as_html(head, [["figure", "value"], *figures(summary)])
+        return steps_as_html(head, self.metrics)
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """How the run ended, and its figures, as summary.json has them; {} before that."""
+        from ycore.run.files import read_json
+
+        file = self.folder / "summary.json"
+        return dict(read_json(file)) if file.is_file() else {}
+
+    @property
+    def config(self) -> dict[str, Any]:
+        """The settings, as run.json has them."""
+        from ycore.run.files import read_json
+        from ycore.run.paths import RunFolder
+
+        return dict(read_json(RunFolder(self.folder).config)["config"])
+
+    @property
+    def metrics(self) -> list[dict[str, Any]]:
+        """A mapping for each step, by the names in docs/overview.md."""
+        from ycore.run.metrics import read_metrics
+        from ycore.run.paths import RunFolder
+
+        return read_metrics(RunFolder(self.folder).metrics)
+
+    @property
+    def completions(self) -> list[dict[str, Any]]:
+        """Of an evaluation: every completion with its prompt and its rewards."""
+        file = self.folder / "completions.jsonl"
+        if not file.is_file():
+            raise RunFolderError(f"{self.folder} has no completions.jsonl, which only an evaluation writes")
+        return [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
+
+    def model(self, *, best: bool = False) -> Any:
+        """The trained model as transformers loads it, with peft's adapter around it where there is one.
+
+        Args:
+            best: the model that `keep_best` kept.
+        """
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+        from ycore.config.algorithms import find_algorithm
+        from ycore.tools.trained import trained_model
+
+        scores = find_algorithm(self.config["algorithm"]).trains_reward_model
+        loader: Any = AutoModelForSequenceClassification if scores else AutoModelForCausalLM
+        return loader.from_pretrained(trained_model(str(self.folder), best=best), dtype="auto")
+
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, as transformers loads it."""
+        from transformers import AutoTokenizer
+
+        from ycore.tools.trained import trained_model
+
+        return AutoTokenizer.from_pretrained(trained_model(str(self.folder)))
+
+    def report(self) -> Path:
+        """Write report.html into the folder, and return its path."""
+        from ycore.view.page import make_report, write_report
+        from ycore.view.record import read_run
+
+        return write_report(make_report([read_run(self.folder)]), self.folder / "report.html")[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """Evaluations of several models on the same prompts.
+
+    Attributes:
+        folder: comparison.json, and differences.jsonl with every prompt, those first on which the models differ most.
+        runs: each model's evaluation.
+        differences: each model but the first: its figures less the first's, with intervals.
+    """
+
+    folder: Path
+    runs: Mapping[str, Run]
+    differences: Mapping[str, Mapping[str, float]]
+    table: Sequence[Sequence[str]] = field(repr=False)
+
+    def _repr_html_(self) -> str:
+        from ycore.view.progress import as_html
+
+        return as_html(str(self.folder), self.table)
 
 
 def grpo(
@@ -150,58 +257,6 @@ def evaluate(
     return Comparison(Path(result["output"]), runs, result["differences"], table)
 
 
-def dry_run(
-    algorithm: str, *, model: str, dataset: Rows = "", reward: Reward | Sequence[Reward] = (), **settings: Any
-) -> Planned:
-    """Check a run as `--dry-run` does, and start nothing; rows and functions are written into files all the same.
-
-    Args:
-        algorithm: the command: `grpo`, `sft`, `online-dpo`, `reward`, `eval`, ...
-        model, dataset, reward, settings: those of the command.
-
-    Raises:
-        YcoreError: what the command says in one line.
-    """
-    from ycore_cli.checks import checked_plan, plan_rows
-    from ycore_cli.output import aligned
-
-    config = config_of(algorithm, asking(model, dataset, reward, settings), resume=False)
-    plan = outside_a_loop(lambda: checked_plan(config, trains=algorithm != "eval"))
-    return Planned(plan, list(aligned(plan_rows(plan))))
-
-
-def plan_run(
-    *,
-    model: str,
-    devices: str | None = None,
-    judge: str | None = None,
-    prompt_tokens: int | None = None,
-    completion_tokens: int | None = None,
-    algorithm: str = "grpo",
-    **settings: Any,
-) -> Planned:
-    """The memory and time of a run with rollouts on any devices, as `ycore plan` shows them; see docs/plan.md.
-
-    Args:
-        devices: `8x80GB`, `4xH100`, or `cpu`, which is the default.
-        judge: the model of a judge.
-        prompt_tokens: the mean length of a prompt.
-        completion_tokens: the mean length of a completion; without it, `max_tokens`.
-        algorithm: `ppo` and `distill` take more than the others.
-        settings: those of `grpo` that matter to sizes.
-    """
-    from ycore_cli.plan import example_of, planned, shown
-
-    made = planned(
-        example_of({}, _keys_of(algorithm, {**settings, "model": model})),
-        devices=devices,
-        judge=judge,
-        prompt_tokens=prompt_tokens,
-        completion_tokens=completion_tokens,
-    )
-    return Planned(*shown(made, None, top=5))
-
-
 def sft(*, model: str, dataset: Rows, resume: bool = False, **settings: Any) -> Run:
     """Fine-tune a model on given answers; see docs/trainers.md for the columns."""
     return _run("sft", {"model": model, "dataset": dataset, **settings}, resume=resume)
@@ -282,10 +337,10 @@ def _as_typed(algorithm: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     for key, kind in (("rewards", "reward"), ("eval_rewards", "reward"), ("tools", "tool"), ("env", "environment")):
         if key in settings:
             settings[key] = _names_of(settings[key], kind, output.with_name(f"{output.name}.{key}.py").absolute())
-    return _keys_of(algorithm, settings)
+    return keys_of(algorithm, settings)
 
 
-def _keys_of(algorithm: str, settings: Mapping[str, Any]) -> dict[str, Any]:
+def keys_of(algorithm: str, settings: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of a config; under `trl`, TRL's fields among the settings."""
     from ycore.config.algorithms import find_algorithm
     from ycore.config.trl_fields import fields_of

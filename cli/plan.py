@@ -1,16 +1,22 @@
-"""`ycore plan`: the memory and time of a run, from the model's config.json alone and without its devices."""
+"""`ycore plan`: the memory and time of a run, from the model's config.json alone and without its devices.
+
+From Python it is `plan_run`, beside `dry_run`, which is `--dry-run` of every command.
+"""
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cache
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from ycore_cli import options as o
-from ycore_cli.output import print_json, print_line, stdout_for_json
+from ycore_cli.output import aligned, print_json, print_line, stdout_for_json
 
 from ycore.errors import ConfigError
 
 if TYPE_CHECKING:
+    from ycore_cli.from_python import Reward, Rows
+
     from ycore.config.schema import RunConfig
     from ycore.plan.devices import Fleet
     from ycore.plan.search import Plan
@@ -21,6 +27,17 @@ Top = Annotated[str, typer.Option(metavar="N", help="Ways to show.")]
 _GIB = 2**30
 _SCORER = {"judge": "judge", "reward_model": "scorer", "teacher": "teacher"}
 _EXAMPLE: dict[str, Any] = {"dataset": "task:addition", "rewards": ["exact_answer"], "output": "runs/planned"}
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Planned:
+    """What a command would print: as text when it is shown or printed, and in `values` as `--json` has it."""
+
+    values: Mapping[str, Any]
+    lines: Sequence[str]
+
+    def __repr__(self) -> str:
+        return "\n".join(self.lines)
 
 
 def plan(
@@ -69,6 +86,58 @@ def plan(
             print_line(line)
     if not made.fitting:
         raise typer.Exit(1)
+
+
+def dry_run(
+    algorithm: str, *, model: str, dataset: "Rows" = "", reward: "Reward | Sequence[Reward]" = (), **settings: Any
+) -> Planned:
+    """Check a run as `--dry-run` does, and start nothing; rows and functions are written into files all the same.
+
+    Args:
+        algorithm: the command: `grpo`, `sft`, `online-dpo`, `reward`, `eval`, ...
+        model, dataset, reward, settings: those of the command.
+
+    Raises:
+        YcoreError: what the command says in one line.
+    """
+    from ycore_cli.checks import checked_plan, plan_rows
+    from ycore_cli.from_python import asking, config_of, outside_a_loop
+
+    config = config_of(algorithm, asking(model, dataset, reward, settings), resume=False)
+    plan = outside_a_loop(lambda: checked_plan(config, trains=algorithm != "eval"))
+    return Planned(plan, list(aligned(plan_rows(plan))))
+
+
+def plan_run(
+    *,
+    model: str,
+    devices: str | None = None,
+    judge: str | None = None,
+    prompt_tokens: int | None = None,
+    completion_tokens: int | None = None,
+    algorithm: str = "grpo",
+    **settings: Any,
+) -> Planned:
+    """The memory and time of a run with rollouts on any devices, as `ycore plan` shows them; see docs/plan.md.
+
+    Args:
+        devices: `8x80GB`, `4xH100`, or `cpu`, which is the default.
+        judge: the model of a judge.
+        prompt_tokens: the mean length of a prompt.
+        completion_tokens: the mean length of a completion; without it, `max_tokens`.
+        algorithm: `ppo` and `distill` take more than the others.
+        settings: those of `grpo` that matter to sizes.
+    """
+    from ycore_cli.from_python import keys_of
+
+    made = planned(
+        example_of({}, keys_of(algorithm, {**settings, "model": model})),
+        devices=devices,
+        judge=judge,
+        prompt_tokens=prompt_tokens,
+        completion_tokens=completion_tokens,
+    )
+    return Planned(*shown(made, None, top=5))
 
 
 def planned(config: "RunConfig", *, devices: str | None, judge: str | None, **lengths: Any) -> "Plan":

@@ -23,8 +23,8 @@ $(READY): pyproject.toml
 # A run never writes into another's folder, so an earlier demo is moved aside.
 demo: $(READY)
 	@test ! -e runs/quickstart || mv runs/quickstart "runs/quickstart-$$(date +%Y%m%d-%H%M%S)"
-	@echo "A small chat model now learns one-digit sums. On two cores it takes 8 minutes or more; Ctrl-C keeps a checkpoint."
-	@$(BIN)/ycore grpo --recipe quickstart
+	@echo "A small chat model now learns one-digit sums. On two cores it takes some minutes; Ctrl-C keeps a checkpoint."
+	@$(BIN)/ycore grpo --recipe quickstart --steps 24 --eval-dataset "task:addition?digits=1" --eval-every 24
 
 check: $(READY)
 	$(BIN)/ruff check .

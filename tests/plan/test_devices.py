@@ -3,6 +3,7 @@
 import pytest
 
 from ycore.errors import ConfigError
+from ycore.plan import devices
 from ycore.plan.devices import GB, GIB, Device, Fleet, bfloat16_factor, format_on, measured_core, parse_devices
 
 CORE = Device("core", 24 * GIB, 4e11, 3e10, 1e10, "a test's", on_cpu=True)
@@ -40,8 +41,21 @@ def test_this_processor_is_measured() -> None:
 
 
 def test_a_processors_bfloat16_follows_from_its_flags() -> None:
-    assert bfloat16_factor({"amx_bf16", "avx512_bf16"}) == 16 and bfloat16_factor({"avx512_bf16"}) == 8
+    assert bfloat16_factor({"amx_bf16", "avx512_bf16"}) == 6 and bfloat16_factor({"avx512_bf16"}) == 8
     assert bfloat16_factor({"avx512f", "avx2"}) is None and bfloat16_factor({"asimd", "bf16"}) == 2
+
+
+def test_a_core_is_as_fast_as_it_is_in_the_runs_format(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(devices, "_measure", lambda: (1e11, 1e10))
+
+    def speed(flags: set[str], dtype: str) -> tuple[float, str]:
+        monkeypatch.setattr(devices, "core_flags", lambda: flags)
+        core = measured_core(dtype)
+        return core.flops, core.format
+
+    assert speed({"avx512_bf16"}, "auto") == speed({"avx512_bf16"}, "bfloat16") == (8e11, "bfloat16")
+    assert speed({"avx512_bf16"}, "float32") == speed({"avx2"}, "auto") == (1e11, "float32")
+    assert speed({"avx2"}, "bfloat16") == (1e11 / 8, "bfloat16")
 
 
 @pytest.mark.parametrize(

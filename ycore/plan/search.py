@@ -93,7 +93,7 @@ def make_plan(
     devices = devices or "cpu"
     if core is None:  # measured only where the plan is for cores, since that takes a moment
         unused = Device("core", GIB, 1e9, 1e9, 1e9, "not measured", on_cpu=True)
-        core = measured_core() if devices.strip().lower().endswith("cpu") else unused
+        core = measured_core(config.dtype) if devices.strip().lower().endswith("cpu") else unused
     fleet = parse_devices(devices, core=core, num_cores=len(usable_cores()))
     settled = {"dtype": format_on(fleet.device, config.dtype)}
     job = job_of(

@@ -1,8 +1,9 @@
 """Everything that can be checked before a run starts, and the plan that follows from it, without loading torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 from ycore.config.algorithms import find_algorithm
@@ -18,6 +19,7 @@ from ycore.errors import ConfigError, RewardError
 from ycore.judge.agreement import load_questions
 from ycore.judge.sources import check_pictures, is_rule
 from ycore.launch import engines
+from ycore.launch.diagnostics import plan_steps
 from ycore.launch.layout import Site, site_of
 from ycore.launch.machine_checks import check_run
 from ycore.launch.scoring_models import check_scorers
@@ -25,9 +27,11 @@ from ycore.models.names import ModelPlan, require_chat_template, require_sight, 
 from ycore.rewards.builtin import is_code, is_environment, is_reference
 from ycore.rewards.worker_client import check_reward
 from ycore.round.curriculum import guesses_from
+from ycore.run.checkpoints import checkpoints_in, step_of
 from ycore.run.claim import AS_IT_WAS, Resume, check_claim
 from ycore.run.secrets import redact
 from ycore.sandbox.level import choose, require
+from ycore.types import Prompt
 
 
 def checked_plan(
@@ -42,7 +46,7 @@ def checked_plan(
     model = resolve_model(config.model, trust_remote_code=config.trust_remote_code)
     site = site_of(config, trains=trains)
     if isinstance(config, RunConfig):
-        details = _check_rollouts(config, model, site)
+        details = _check_rollouts(config, model, site, done=how.step)
     else:
         details = _check_examples(config, model, site)
     batch = details.pop("batch")
@@ -83,7 +87,7 @@ def _warnings(plan: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _check_rollouts(config: RunConfig, model: ModelPlan, site: Site) -> dict[str, Any]:
+def _check_rollouts(config: RunConfig, model: ModelPlan, site: Site, *, done: int | None) -> dict[str, Any]:
     engine = "replay"
     if config.replay is None:
         installed = engines.is_vllm_installed()
@@ -107,16 +111,28 @@ def _check_rollouts(config: RunConfig, model: ModelPlan, site: Site) -> dict[str
         guesses_from(prompts.prompts, config.sampling.curriculum, config.group_size)
     _check_turns(config, model)
     sharing = check_run(config, site)
-    num_rows = len(prompts.prompts)
+    num_rows, forecast = len(prompts.prompts), None
+    if engine == "vllm" and site.trains:
+        saved = checkpoints_in(site.folder.checkpoints)
+        done = step_of(saved[-1]) if saved and done is None else done or 0
+        forecast = plan_steps(config, site, prompt_tokens=_prompt_tokens(prompts.prompts), done=done)
     return {
         "dataset": {"rows": num_rows, "columns": columns, "chat": prompts.is_chat, "fingerprint": prompts.fingerprint},
         "evaluation": _check_evaluation(config, prompts),
         "engine": engine,
         "memory": None if sharing is None else sharing.line,
+        "forecast": forecast,
         "scorers": check_scorers(config, columns, engine=engine),
         "sandbox": _sandbox_lines(config),
         "batch": derive_batch(config, world_size=site.layout.world, on_cpu=not site.machine.devices),
     }
+
+
+def _prompt_tokens(prompts: Sequence[Prompt]) -> int:
+    """Of a mean prompt, by its characters: to load a tokenizer takes longer than a plan may. A chat's marks are 20."""
+    some = [prompts[row].content for row in range(0, len(prompts), max(1, len(prompts) // 64))]
+    texts = [one if isinstance(one, str) else "".join(turn["content"] for turn in one) for one in some]
+    return round(fmean(map(len, texts)) / 4) + (0 if isinstance(some[0], str) else 20)
 
 
 def _check_rewards(config: RunConfig, prompts: PromptSet) -> None:
@@ -269,6 +285,7 @@ def plan_rows(plan: Mapping[str, Any], *, resume: bool = False) -> list[tuple[st
             tokens += " or more, as a few of them decide at the start (--max-tokens fixes it)"
         rows.append(("engine", f"{plan['engine']}, {tokens}"))
         rows += [("memory", plan["memory"])] if plan["memory"] else []
+        rows += [("time", plan["forecast"]["in_words"])] if plan["forecast"] else []
         acts = [*config["tools"], *config["env"], *([config["agent"]] if config["agent"] else [])]
         if acts:
             rows.append(("turns", f"at most {config['max_turns']}, with {', '.join(acts)}"))

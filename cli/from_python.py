@@ -294,10 +294,9 @@ def _run(algorithm: str, settings: Mapping[str, Any], *, resume: bool) -> Run:
     config = config_of(algorithm, settings, resume=resume)
     how = Resume(step=None, accept_changes=False)
     plan = outside_a_loop(lambda: checked_plan(config, resume=resume, how=how))
-    steps, world = plan["trl"]["max_steps"], plan["ranks"]["world"]
-    check_checkpoints(config, how, world=world if resume else None)
+    check_checkpoints(config, how, world=plan["ranks"]["world"] if resume else None)
     tell_warnings(plan, depth=4)
-    run_training(config, num_steps=steps, world=world, resume=resume, how=how)
+    run_training(config, plan, resume=resume, how=how)
     return Run(config.output)
 
 

@@ -315,9 +315,7 @@ def _run_seed(recipe: str, seed: int, root: Path, *, sets: Sequence[str], dry_ru
         return
     plan = checked_plan(config, resume=resume, how=AS_IT_WAS)
     if not dry_run:
-        run_training(
-            config, num_steps=plan["trl"]["max_steps"], world=plan["ranks"]["world"], resume=resume, how=AS_IT_WAS
-        )
+        run_training(config, plan, resume=resume, how=AS_IT_WAS)
 
 
 def _run_stages(base: Mapping[str, Any], seed: int, root: Path, *, sets: Sequence[str], dry_run: bool) -> None:

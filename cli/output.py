@@ -114,11 +114,13 @@ def _evaluation_rows(folder: RunFolder, summary: Mapping[str, Any]) -> list[tupl
 
 
 def _plan_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What `ycore plan` predicted beside what was measured, where both are known."""
-    return [
-        ("" if index else "planned", f"{row['what']} {row['planned']:.2f} {row['unit']}, was {row['measured']:.2f}")
-        for index, row in enumerate(summary.get("plan_and_measured", []))
-    ]
+    """What was planned before the run and with its own lengths and draws, beside what was measured."""
+    rows: list[tuple[str, str]] = []
+    for row in summary.get("plan_and_measured", []):
+        before = f"{row['planned_before']:.2f}, and " if "planned_before" in row else ""
+        planned = f"{row['what']} {before}{row['planned']:.2f} {row['unit']} with the run's own lengths and draws"
+        rows.append(("" if rows else "planned", f"{planned}, was {row['measured']:.2f}"))
+    return rows
 
 
 def _typed_rewards(folder: RunFolder) -> dict[str, str]:

@@ -167,12 +167,11 @@ def train(
         step = None if resume_from is None else parse_checkpoint(resume_from, RunFolder(Path(config.output)))
         how = Resume(step=step, accept_changes=accept_changes)
         result = checked_plan(config, resume=resume, how=how)
-        world: int = result["ranks"]["world"]
-        check_checkpoints(config, how, world=world if resume else None)
+        check_checkpoints((config, how, world=result["ranks"]["world"] if resume else None)
         if not (json and dry_run):
             print_table(plan_rows(result, resume=resume))
         if not dry_run:
-            result = run_training(config, num_steps=result["trl"]["max_steps"], world=world, resume=resume, how=how)
+            result = run_training(config, result, resume=resume, how=how)
     if json:
         print_json(result)
     elif dry_run:
@@ -206,14 +205,15 @@ def check_checkpoints(config: "AnyConfig", how: "Resume", *, world: int | None) 
         check_replay(replayed.root, replayed.journal)
 
 
-def run_training(config: "AnyConfig", *, num_steps: int, world: int, resume: bool, how: "Resume") -> dict[str, Any]:
-    """Train in the foreground on `world` ranks; the run's summary."""
+def run_training(config: "AnyConfig", plan: Mapping[str, Any], *, resume: bool, how: "Resume") -> dict[str, Any]:
+    """Train in the foreground as the `checked_plan` says; the run's summary."""
     from ycore.launch.launcher import TRAINER, run_worker
     from ycore.run.resuming import settle
 
     if resume:
-        settle(RunFolder(Path(config.output)), config, how, world=world, say=print)
-    return run_worker(TRAINER, config, resume=resume, num_steps=num_steps)
+        settle(RunFolder(Path(config.output)), config, how, world=plan["ranks"]["world"], say=print)
+    steps, forecast = plan["trl"]["max_steps"], plan.get("forecast")
+    return run_worker(TRAINER, config, resume=resume, num_steps=steps, planned=forecast)
 
 
 def _closing_rows(config: "TuneConfig", summary: Mapping[str, Any]) -> list[tuple[str, str]]:
@@ -320,6 +320,5 @@ def _run_stage(config: "AnyConfig", resume: bool) -> Mapping[str, Any]:
     plan = checked_plan(config, resume=resume)
     if isinstance(config, RunConfig) and config.algorithm == "eval":
         return run_worker(EVALUATOR, config)
-    sizes = {"num_steps": plan["trl"]["max_steps"], "world": plan["ranks"]["world"]}
-    summary: Mapping[str, Any] = run_training(config, **sizes, resume=resume, how=AS_IT_WAS)
+    summary: Mapping[str, Any] = run_training(config, plan, resume=resume, how=AS_IT_WAS)
     return summary

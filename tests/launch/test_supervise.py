@@ -25,6 +25,7 @@ from ycore.launch import engine_watch, engines, launcher
 from ycore.launch.engine_watch import LiveEngine
 from ycore.launch.launcher import Worker, run_worker
 from ycore.models.tiny import write_tiny_model
+from ycore.run.files import read_json
 from ycore.run.metrics import read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.process_tree import kill_tree
@@ -106,10 +107,10 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
     monkeypatch.setattr(engine_watch, "engine_command", lambda engine: [*command, str(engine.socket)])
     stream = io.StringIO()
 
-    def work(code: str, config: RunConfig) -> str:
+    def work(code: str, config: RunConfig, **given: Any) -> str:
         (tmp_path / "made_worker.py").write_text(textwrap.dedent(WORKER) + textwrap.dedent(code))
         try:
-            run_worker(Worker("trainer", "made_worker"), config, resume=False, stream=stream)
+            run_worker(Worker("trainer", "made_worker"), config, resume=False, stream=stream, **given)
         finally:
             assert_nothing_is_left(config)
         return stream.getvalue()
@@ -217,6 +218,18 @@ def wait_for(happens: Callable[[], bool]) -> None:
     while not happens():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def test_a_run_says_once_that_its_steps_are_not_as_planned(run: Callable[..., str], config: RunConfig) -> None:
+    """And keeps what was planned before it in its summary."""
+    planned = {"figures": {"time/step": 0.01, "memory/trainer": 1.0}, "groups": 8.0, "completion_tokens": 16}
+    steps = "ask()\nfor number in range(1, 5): step(number)"
+    shown = run(steps, config.model_copy(update={"steps": 40}), planned=planned)
+    (line,) = [line for line in shown.splitlines() if line.startswith("planned")]
+    assert line == "planned 0.0 s a step; 3 steps took about 0.1 s each: 4 s left"
+    summary = read_json(RunFolder(Path(config.output)).summary)
+    (row,) = [row for row in summary["plan_and_measured"] if row["what"] == "time/step"]
+    assert (row["planned_before"], row["measured"]) == (0.01, 0.1)
 
 
 DIES_ONCE = """

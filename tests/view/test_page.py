@@ -132,7 +132,7 @@ def test_the_plan_stands_beside_what_was_measured(run: Path) -> None:
     """Under the key, and with the rows, that the launcher writes into summary.json."""
     assert "Planned and measured" not in as_page(make_report([read_run(run)]))
     summary = json.loads((run / "summary.json").read_text())
-    rows = [Row("memory/trainer", "GiB", 2.2, 2.0).as_json(), Row("time/step", "s", 4.0, 5.0).as_json()]
+    rows = [Row("memory/trainer", "GiB", 2.2, 2.0).as_json(), Row("time/step", "s", 4.0, 5.0, 3.5).as_json()]
     (run / "summary.json").write_text(json.dumps(summary | {"plan_and_measured": rows}))
     page = as_page(make_report([read_run(run)]))
     assert "Planned and measured: first" in page
@@ -141,7 +141,7 @@ def test_the_plan_stands_beside_what_was_measured(run: Path) -> None:
         for line in page.splitlines()
         if "/trainer" in line or "/step," in line
     ]
-    assert told == [["memory/trainer, GiB", "2.2", "2", "+10%"], ["time/step, s", "4", "5", "-20%"]]
+    assert told == [["memory/trainer, GiB", "", "2.2", "2", "+10%"], ["time/step, s", "3.5", "4", "5", "-20%"]]
 
 
 def test_samples_judges_and_versions_are_shown(run: Path) -> None:

@@ -1,4 +1,5 @@
-"""What is recorded about a run's processes: the most memory of each role, and every stack when one of them hangs.
+"""What is recorded about a run: its plan, before it and beside what was measured; and of its processes the most memory
+of each role, and every stack when one of them hangs.
 
 A process's peak is the kernel's own, VmHWM in /proc/PID/status, so a look every second misses no peak of a process that
 lives longer than that. A role's peak is the largest sum over its processes that live at the same time. Memory that
@@ -11,6 +12,7 @@ import signal
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,16 +21,22 @@ import psutil
 from ycore.config.batch import derive_batch
 from ycore.config.schema import RunConfig
 from ycore.errors import YcoreError
-from ycore.launch.layout import Site
+from ycore.judge.sources import is_rule, judge_of
+from ycore.launch.device_memory import facts_here
+from ycore.launch.engines import slots_of
+from ycore.launch.layout import Site, on_machine
 from ycore.launch.processes import is_stopped
-from ycore.launch.scoring_models import served_models
+from ycore.launch.scoring_models import ServedModel, served_models
 from ycore.placement.placement import JUDGE
 from ycore.plan.devices import Device, Fleet, measured_core
-from ycore.plan.job import Way, job_of
-from ycore.plan.model_facts import facts_of
-from ycore.plan.step_forecast import Row, compare
+from ycore.plan.job import Job, Way, job_of
+from ycore.plan.model_facts import ModelFacts, facts_of
+from ycore.plan.step_forecast import Row, as_it_was, compare, figures_of, forecast
+from ycore.rewards.builtin import is_reference
 from ycore.run.files import read_json
+from ycore.run.metrics import read_metrics
 from ycore.run.reports import RUN_MARKER
+from ycore.run.text import as_duration
 
 _LOOK_EVERY_S = 1.0
 _SETTLED_AFTER_S = 1.0  # until then a new process may still have the command line of the one that started it
@@ -36,6 +44,8 @@ _HELPER = "helper"
 _HELPERS = ("accelerate.commands.launch", "ycore.launch.guardian", "resource_tracker", "ycore.models")
 _STACK_WITHIN_S = 1.0
 _STACK_ENDS_AFTER_S = 0.05  # a stack is complete when its log has not grown for so long
+_LABEL_TOKENS = 16  # a verdict by labels: `{"code": "7f3ab2", "label": "positive"}`
+_PLANNED = ("grpo", "rloo", "ppo")  # the algorithms whose steps the formulas count
 
 
 class RunProcesses:
@@ -104,43 +114,140 @@ def peak_bytes(pid: int) -> int | None:
     return int(peak.split()[0]) * 1024 if peak else None
 
 
-def plan_and_measured(config: RunConfig, site: Site, metrics: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """What a finished run took beside what the plan says; nothing where the two cannot be compared."""
+def plan_steps(
+    config: RunConfig, site: Site, *, prompt_tokens: int, done: int = 0, core: Device | None = None
+) -> dict[str, Any] | None:
+    """What the steps of a run will take, as JSON values; None where the formulas do not count them.
+
+    They count completions of one turn that vLLM writes on the cores of this machine, and one model that scores there.
+
+    Args:
+        prompt_tokens: of a mean prompt. A run that goes on has the lengths and draws of its steps so far.
+        done: the steps that it has taken.
+        core: one core of this machine; by default measured, which takes a tenth of a second.
+    """
+    config = on_machine(config, site.machine)
+    job = _counted_job(config, site, prompt_tokens)
+    if job is None:
+        return None
+    before = read_metrics(site.folder.metrics, say=lambda line: None) if done else []
+    job, way = as_it_was(job, before), _way(config, site, len(slots_of(config, site)))
+    figures = figures_of(forecast(job, way, _fleet(site, core or measured_core(config.dtype))))
+    left, groups = max(0, config.steps - done), job.draws * job.prompts_per_step
+    most = " (the most)" if job.completion_tokens == config.max_tokens else ""
+    sizes = [f"prompts of {job.prompt_tokens} tokens", f"completions of {job.completion_tokens}{most}"]
+    sizes += [f"verdicts of {job.judge_tokens}"] if job.judge is not None and job.judge_role == JUDGE else []
+    sizes += [f"{groups:.0f} groups drawn a step"] if groups > job.prompts_per_step else []
+    step_s = figures["time/step"]
+    return {
+        "figures": {what: round(value, 3) for what, value in figures.items()},
+        "prompt_tokens": job.prompt_tokens,
+        "completion_tokens": job.completion_tokens,
+        "groups": groups,
+        "in_words": f"about {step_s:.1f} s a step, {as_duration(step_s * left)} for {left} step{'s' * (left != 1)}, "
+        f"with {', '.join(sizes)}" + (", as so far" if before else ""),
+    }
+
+
+def _counted_job(config: RunConfig, site: Site, prompt_tokens: int) -> Job | None:
+    """A step's work; None where a step is more than to write a round, to score it by rules and at most one model in
+    engines, and to learn from it, all on the cores of one machine."""
+    policy, scorers = facts_here(config.model), served_models(config)[1:]
+    known = [(scorer, facts) for scorer in scorers if (facts := facts_here(scorer.name)) is not None]
+    served = {source for scorer in scorers for source in scorer.sources}
+    rules = {source for source, one in enumerate(config.rewards) if is_rule(one) and not is_reference(one)}
+    others = (
+        config.algorithm not in _PLANNED,
+        site.machine.devices or site.layout.num_machines > 1,
+        config.has_turns,
+        config.replay is not None,
+        config.sampling.max_staleness or config.sampling.oversample > 1 or config.engine.drafts,
+        derive_batch(config, world_size=site.layout.world, on_cpu=True).steps_per_round > 1,
+        config.trl.get("num_iterations", 1) > 1,
+        len(known) < len(scorers) or len(scorers) > 1,
+        len(served | rules) < len(config.rewards),  # an address, the trainer, or programs that run
+    )
+    if policy is None or policy.eyes_params or any(others):
+        return None
+    job = _job(config, policy, known, prompt_tokens)
+    if job.judge is None or job.judge_role != JUDGE:
+        return job
+    judge = judge_of(config.rewards[scorers[0].sources[0]])
+    tokens = _LABEL_TOKENS if judge.verdict.kind == "labels" else judge.max_tokens
+    job = replace(job, judge_prompt_tokens=prompt_tokens, judge_tokens=tokens)  # its own words are read once
+    return job if judge.mode == "pointwise" else None
+
+
+def plan_and_measured(
+    config: RunConfig,
+    site: Site,
+    metrics: Sequence[Mapping[str, Any]],
+    *,
+    before: Mapping[str, float] | None = None,
+) -> list[dict[str, Any]]:
+    """What a finished run took beside the plan, with the run's own lengths and `before` it (the figures of
+    `plan_steps`); nothing where these cannot be compared."""
     files = (site.folder.memory, site.folder.engines)
     if (
-        config.algorithm not in ("grpo", "ppo")
+        config.algorithm not in _PLANNED
         or site.machine.devices
         or not metrics
         or not all(file.is_file() for file in files)
     ):
         return []
     try:
-        return [row.as_json() for row in compared(config, site, metrics, core=measured_core())]
+        rows = compared(config, site, metrics, core=measured_core(config.dtype), before=before)
+        return [row.as_json() for row in rows]
     except YcoreError:
         return []  # a model that cannot be planned was trained all the same
 
 
-def compared(config: RunConfig, site: Site, metrics: Sequence[Mapping[str, Any]], *, core: Device) -> list[Row]:
+def compared(
+    config: RunConfig,
+    site: Site,
+    metrics: Sequence[Mapping[str, Any]],
+    *,
+    core: Device,
+    before: Mapping[str, float] | None = None,
+) -> list[Row]:
     """Plan and measurement of the run in the site's folder; `core` is one core of the machine that it ran on."""
     engines = read_json(site.folder.engines)
     policy = facts_of(read_json(Path(engines["model"]) / "config.json"), name=config.model)
+    scorers = [
+        (declared, facts_of(read_json(Path(scorer["model"]) / "config.json"), name=declared.name))
+        for scorer, declared in zip(engines.get("scorers", []), served_models(config)[1:], strict=False)
+    ]
+    job, way = _job(config, policy, scorers), _way(config, site, max(1, len(engines["engines"])))
+    return compare(job, way, _fleet(site, core), peaks=read_json(site.folder.memory), metrics=metrics, before=before)
+
+
+def _job(
+    config: RunConfig,
+    policy: ModelFacts,
+    scorers: Iterable[tuple[ServedModel, ModelFacts | None]],
+    prompt_tokens: int | None = None,
+) -> Job:
+    """A step's work. Of several models that score, a judge counts before the others."""
+    how: dict[str, Any] = {"prompt_tokens": prompt_tokens}
+    for scorer, facts in sorted(scorers, key=lambda pair: pair[0].role != JUDGE)[:1]:
+        how |= {"judge": facts, "judge_role": scorer.role, "judge_tokens": scorer.max_new_tokens or None}
+    return job_of(config, policy, **how)
+
+
+def _way(config: RunConfig, site: Site, slots: int) -> Way:
+    """How a run on cores is run."""
     batch = derive_batch(config, world_size=site.layout.world, on_cpu=True)
-    way = Way(
+    return Way(
         ranks=site.layout.local,
-        slots=max(1, len(engines["engines"])),
+        slots=slots,
         sharding=site.layout.sharding,
         micro_batch=batch.per_device_train_batch_size,
         checkpointing=bool(config.trl.get("gradient_checkpointing")),
     )
-    fleet = Fleet(core, max(len(site.machine.cores), way.ranks))
-    served = next((scorer for scorer in engines.get("scorers", []) if scorer["role"] == JUDGE), None)
-    declared = next((model for model in served_models(config) if model.role == JUDGE), None)
-    judge, judge_tokens = None, None
-    if served is not None and declared is not None:
-        judge = facts_of(read_json(Path(served["model"]) / "config.json"), name=declared.name)
-        judge_tokens = declared.max_new_tokens
-    job = job_of(config, policy, judge=judge, judge_tokens=judge_tokens)
-    return compare(job, way, fleet, peaks=read_json(site.folder.memory), metrics=metrics)
+
+
+def _fleet(site: Site, core: Device) -> Fleet:
+    return Fleet(core, max(len(site.machine.cores), site.layout.local))
 
 
 def write_stacks(processes: Iterable[psutil.Process], path: Path, *, why: str) -> Path:

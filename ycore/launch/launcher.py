@@ -41,6 +41,7 @@ from ycore.run.secrets import redact, secrets_environment
 from ycore.run.text import as_duration, topic
 from ycore.sandbox.level import choose
 from ycore.view.activity import RunActivity
+from ycore.view.live import FirstSteps
 from ycore.view.pictures import draw_curve, finish_trace_and_draw
 from ycore.view.progress import RunProgress, open_progress
 from ycore.view.record import advice
@@ -70,6 +71,7 @@ def run_worker(
     *,
     resume: bool = False,
     num_steps: int | None = None,
+    planned: Mapping[str, Any] | None = None,
     stream: TextIO | None = None,
 ) -> dict[str, Any]:
     """Run a worker, with the engines of its run, in the foreground.
@@ -79,6 +81,7 @@ def run_worker(
     Args:
         worker: TRAINER trains, EVALUATOR evaluates, PREFLIGHT runs one small round before any training.
         num_steps: what the progress bar counts to, where the config does not say it.
+        planned: what its steps were planned to take (`plan_steps`), where that is known.
 
     Returns:
         The content of summary.json; with `stop_asked` when the run finished although it was asked to stop.
@@ -97,7 +100,7 @@ def run_worker(
         progress = open_progress(config.steps or num_steps, stream=stream, look=RunActivity(site.folder.root).look)
     else:
         progress = open_progress(None, unit="prompts", stream=stream)
-    run = LocalRun(worker, config, site, progress, began)
+    run = LocalRun(worker, config, site, progress, began, planned)
     try:
         with StopRequests() as stops, guarded(site.folder, held):
             run.work(stops)
@@ -130,6 +133,7 @@ class LocalRun:
     site: Site
     progress: RunProgress
     began: float
+    planned: Mapping[str, Any] | None = None
 
     def work(self, stops: StopRequests) -> None:
         """Fetch the models, start engines and worker, and return when the worker has finished."""
@@ -151,6 +155,7 @@ class LocalRun:
             stops=stops,
             limits=limits,
             saves=self.worker.trains,
+            first_steps=FirstSteps(self.config.steps, self.planned) if self.planned else None,
         ).watch()
 
     def start_engines(self) -> EngineWatch:
@@ -270,7 +275,8 @@ class LocalRun:
         config = self.config
         if isinstance(config, RunConfig) and config.sample_max_tokens:
             config = config.with_max_tokens(read_json(folder.config)["config"]["max_tokens"])
-        compared = isinstance(config, RunConfig) and plan_and_measured(config, self.site, metrics)
+        before = self.planned and self.planned["figures"]
+        compared = isinstance(config, RunConfig) and plan_and_measured(config, self.site, metrics, before=before)
         advised = advice(metrics, config) if isinstance(config, RunConfig) else None
         found = {"plan_and_measured": compared, "advice": advised}
         return held_out | {name: value for name, value in found.items() if value}

@@ -14,6 +14,9 @@ from ycore.plan.job import Job, Way
 from ycore.plan.memory import Engine, Parts
 from ycore.plan.simulation import Demand, Lengths, Machine, Workload, of_engines
 
+TIMED = ("sync", "round", "train", "step")
+"""Of a step, in metrics.jsonl as `ycore/time/step` and so on."""
+
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
@@ -102,21 +105,29 @@ def _speed(engine: timing.Serving, *, context: int, most: int) -> Speed:
 class Row:
     what: str
     unit: str
-    planned: float
+    planned: float  # with the run's own lengths and draws
     measured: float
+    planned_before: float | None = None
 
     @property
     def error(self) -> float:
-        """How far the plan is off, as a share of what was measured."""
+        """How far the formulas are off, as a share of what was measured."""
         return self.planned / self.measured - 1
 
     def as_json(self) -> dict[str, Any]:
         figures = {"planned": self.planned, "measured": self.measured, "error": self.error}
+        figures |= {} if self.planned_before is None else {"planned_before": self.planned_before}
         return {"what": self.what, "unit": self.unit, **{name: round(value, 3) for name, value in figures.items()}}
 
 
 def compare(
-    job: Job, way: Way, fleet: Fleet, *, peaks: Mapping[str, float], metrics: Sequence[Mapping[str, Any]]
+    job: Job,
+    way: Way,
+    fleet: Fleet,
+    *,
+    peaks: Mapping[str, float],
+    metrics: Sequence[Mapping[str, Any]],
+    before: Mapping[str, float] | None = None,
 ) -> list[Row]:
     """The forecast of a finished run on CPU cores beside what it took.
 
@@ -125,16 +136,24 @@ def compare(
     Args:
         peaks: bytes by process, from `memory.json`; those of a role are added up.
         metrics: the rows of `metrics.jsonl`; the first step's times do not count: nothing is cached or compiled yet.
+        before: the `figures` that were planned before the run.
     """
-    expected = forecast(as_it_was(job, metrics), way, fleet)
-    planned = expected.phases["all at once"]
-    by_role = _by_role(peaks).items()
-    rows = [Row(f"memory/{role}", "GiB", planned[role] / GIB, size / GIB) for role, size in by_role if role in planned]
-    for phase in ("sync", "round", "train", "step"):
+    expected = figures_of(forecast(as_it_was(job, metrics), way, fleet))
+    measured = {f"memory/{role}": size / GIB for role, size in _by_role(peaks).items()}
+    for phase in TIMED:
         seconds = _values(metrics[1:] or metrics, f"ycore/time/{phase}")
-        if seconds and (measured := median_high(seconds)):
-            rows.append(Row(f"time/{phase}", "s", expected.seconds[phase], measured))
-    return rows
+        measured |= {f"time/{phase}": median_high(seconds)} if seconds else {}
+    return [
+        Row(what, "GiB" if what.startswith("memory") else "s", expected[what], value, (before or {}).get(what))
+        for what, value in measured.items()
+        if value and what in expected
+    ]
+
+
+def figures_of(one: Forecast) -> dict[str, float]:
+    """GiB by role and seconds by phase on CPU cores: `memory/trainer`, `time/step`."""
+    memory_of = {f"memory/{role}": size / GIB for role, size in one.phases["all at once"].items()}
+    return memory_of | {f"time/{phase}": one.seconds[phase] for phase in TIMED}
 
 
 def as_it_was(job: Job, metrics: Sequence[Mapping[str, Any]]) -> Job:

@@ -7,6 +7,8 @@ import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import pairwise
+from statistics import median_high
+from typing import Any
 
 from rich.console import Console, ConsoleOptions, RenderableType
 from rich.progress_bar import ProgressBar
@@ -50,6 +52,13 @@ EVALUATED = (
     ("to {:.3f})", "ycore/eval/reward/high"),
     ("pass@1 {:.3f}", "ycore/eval/pass@1"),
     ("over-optimised: the judge fell by {:.3f}", "ycore/eval/judge_fell"),
+)
+
+_STEP = "ycore/time/step"
+_FIRST_STEPS, _APART = 3, 0.25  # steps that are compared with the plan; the share of it from which they differ
+_REASONS = (
+    ("{:.0f} groups drawn, not {:.0f}", "ycore/sampling/drawn", "groups"),
+    ("completions of {:.0f} tokens, not {:.0f}", "completions/mean_length", "completion_tokens"),
 )
 
 Look = Callable[[], Scene]
@@ -153,12 +162,44 @@ class TimeLeft:
 
     def after(self, row: Row) -> str:
         """`3 min 20 s left`; nothing while no step has had a time, and after the last."""
-        seconds, left = number(row, "ycore/time/step"), (self._num_steps or 0) - int(number(row, "step") or 0)
+        seconds, left = number(row, _STEP), (self._num_steps or 0) - int(number(row, "step") or 0)
         if seconds is not None:
             self._seconds.append(seconds)
         if not self._seconds or left <= 0:
             return ""
         return f"{as_duration(left * sum(self._seconds) / len(self._seconds))} left"
+
+
+class FirstSteps:
+    """The first steps of a run beside `planned`, which `plan_steps` in ycore/launch/diagnostics.py returns."""
+
+    def __init__(self, num_steps: int | None, planned: Mapping[str, Any]) -> None:
+        self._planned, self._clock, self._rows = planned, TimeLeft(num_steps), list[Row]()
+
+    def after(self, row: Row) -> str:
+        """One line after the third step where steps take another time than planned; nothing for any other row."""
+        if number(row, _STEP) is None or len(self._rows) == _FIRST_STEPS:
+            return ""
+        self._rows.append(row)
+        left, planned_s, took_s = self._clock.after(row), self._planned["figures"]["time/step"], self._median(_STEP)
+        if len(self._rows) < _FIRST_STEPS or not _is_apart(took_s, planned_s):
+            return ""
+        found = [(form, self._median(name), self._planned[key]) for form, name, key in _REASONS]
+        why = [
+            form.format(value, planned)
+            for form, value, planned in found
+            if value and _is_apart(value, planned) and (value > planned) == (took_s > planned_s)
+        ]
+        line = f"planned {planned_s:.1f} s a step; {_FIRST_STEPS} steps took about {took_s:.1f} s each"
+        return line + (f" ({', '.join(why)})" if why else "") + (f": {left}" if left else "")
+
+    def _median(self, name: str) -> float:
+        """Of the steps so far: the first may compile, and one may evaluate; 0 where none has the number."""
+        return median_high([number(row, name) or 0.0 for row in self._rows])
+
+
+def _is_apart(value: float, planned: float) -> bool:
+    return abs(value - planned) > _APART * planned
 
 
 def parts(row: Row, wanted: Sequence[Sequence[str]]) -> list[str]:

@@ -99,6 +99,7 @@ class _Planned(_Read):
     planned: float
     measured: float
     error: float
+    planned_before: float | None = None
 
 
 class _Summary(_Read):

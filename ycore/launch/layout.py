@@ -2,6 +2,7 @@
 
 import importlib.metadata
 import os
+import platform
 import re
 import shutil
 from collections.abc import Mapping
@@ -197,6 +198,24 @@ def this_machine() -> Machine:
         without_bfloat16=tuple(f"{gpu.id} ({gpu.name})" for gpu in gpus if not gpu.has_bfloat16),
         cores_have_bfloat16=bfloat16_factor(core_flags()) is not None,
     )
+
+
+_FLAGS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "bf16")
+"""Instructions on which speed and sums of floats depend; the last two are ARM's."""
+
+
+def describe_machine() -> dict[str, Any]:
+    """What figures depend on, as JSON values: processor, cores, instructions, memory, devices; no names of hosts."""
+    here, flags = this_machine(), core_flags()
+    info = Path("/proc/cpuinfo")
+    named = re.search(r"^model name\s*:\s*(.*)", info.read_text() if info.is_file() else "", re.MULTILINE)
+    described: dict[str, Any] = {
+        "cores": len(here.cores),
+        "processor": named[1] if named else platform.processor() or platform.machine(),
+        "flags": [flag for flag in _FLAGS if flag in flags],
+        "memory_gib": round((here.host_bytes or 0) / 2**30, 1),
+    }
+    return described | ({"devices": [gpu.name for gpu in visible_gpus()]} if here.devices else {})
 
 
 def layout_of(config: BaseConfig, machine: Machine) -> Layout:

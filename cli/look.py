@@ -334,9 +334,10 @@ def _compare(
     name: str, root: Path, seeds: int, *, sets: Sequence[str], band: Path | None, write_band: Path | None, json: bool
 ) -> int:
     """Write the page of all runs and the band, and say which runs are inside the band that is known."""
+    from dataclasses import replace
+
     from ycore_cli.output import print_json, print_table
 
-    from ycore.run.claim import installed_versions
     from ycore.run.files import read_json, write_json_atomic
     from ycore.tools import reproduce as tool
     from ycore.view.page import make_report, write_report
@@ -344,12 +345,15 @@ def _compare(
 
     known = tool.stored_band(name) if band is None else read_json(band)
     runs = {seed: tool.stages_in(root / f"seed-{seed}") for seed in range(seeds)}
-    about = {"recipe": name, "sets": list(sets), "machine": tool.machine(), "versions": installed_versions()}
+    about = tool.about_runs(name, sets, root / "seed-0")
     if write_band is not None:
         write_json_atomic(write_band, tool.bands_of(runs, **about))
     verdicts = [one for seed, own in runs.items() for one in tool.judge_stages(known, seed, own)]
-    shown = [read_run(tool.last_trained(root / f"seed-{seed}")) for seed in runs]
-    page = write_report(make_report(shown), root / "report.html")[0]
+    folders = [tool.last_trained(root / f"seed-{seed}") for seed in runs]
+    shown = [replace(read_run(folder), name=str(folder.relative_to(root))) for folder in folders]
+    notes = [] if known is None else tool.notes_on(known, sets)
+    bands = [] if known is None else tool.banded(known, runs, verdicts)
+    page = write_report(make_report(shown), root / "report.html", bands=bands, notes=notes)[0]
     finals = {tool.name_of(seed, name): tool.final_of(rows) for seed, own in runs.items() for name, rows in own.items()}
     result = {**about, "finals": finals, "verdicts": [one.as_json() for one in verdicts], "page": str(page)}
     write_json_atomic(root / "reproduce.json", result)
@@ -358,11 +362,5 @@ def _compare(
     else:
         print_table([(f"seed {name}", f"final {final:.3f}") for name, final in finals.items()])
         print_table([("", one.in_words) for one in verdicts] or [("band", "none is stored for this recipe")])
-        if known is not None and (settings := known.get("sets", [])) != list(sets):
-            print_table([("note", f"the band was made with {_as_sets(settings)}, these runs with {_as_sets(sets)}")])
-        print_table([("page", str(page))])
+        print_table([*(("note", note) for note in notes), ("page", str(page))])
     return int(any(not one.is_inside for one in verdicts))
-
-
-def _as_sets(words: Sequence[str]) -> str:
-    return " ".join(f"--set {word}" for word in words) or "the recipe alone"

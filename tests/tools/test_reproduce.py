@@ -5,6 +5,7 @@ import os
 import random
 import subprocess
 import sys
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,19 @@ from ycore_cli import look
 
 from ycore.errors import ConfigError, Interrupted
 from ycore.models.tiny import write_tiny_model
-from ycore.tools.reproduce import bands_of, curve_of, final_of, interval, judge, judge_stages
+from ycore.tools.reproduce import (
+    MIN_SEEDS,
+    banded,
+    bands_of,
+    curve_of,
+    final_of,
+    interval,
+    judge,
+    judge_stages,
+    machine_in_words,
+    notes_on,
+    stored_band,
+)
 
 
 def run(seed: int, *, gain: float = 0.8, steps: int = 40) -> list[dict[str, Any]]:
@@ -55,6 +68,44 @@ def test_every_stage_of_a_pipeline_has_a_band() -> None:
     assert judge_stages(band, 9, good)[1].in_words.startswith("seed 9/after is inside the band: 100% of its steps")
 
 
+def test_a_page_has_every_bands_curves_and_verdicts() -> None:
+    runs = {seed: {"sft": run(seed), "after": [{"reward": 0.7 + seed / 100}]} for seed in range(5)}
+    known = bands_of(runs, recipe="mine")
+    shown = {7: {"sft": run(7, gain=0.3), "after": [{"reward": 0.72}]}, 9: {"sft": run(9), "after": [{"reward": 0.3}]}}
+    verdicts = [one for seed, own in shown.items() for one in judge_stages(known, seed, own)]
+    sft, after = banded(known, shown, verdicts)
+    assert (sft.stage, sft.metric, len(sft.steps), len(sft.curves["seed 9"])) == ("sft", "ycore/reward", 40, 40)
+    assert [cells[:2] for cells in sft.verdicts] == [("seed 7/sft", "OUTSIDE"), ("seed 9/sft", "inside")]
+    assert after.verdicts == [
+        ("seed 7/after", "inside", "100%", "0.720"),
+        ("seed 9/after", "OUTSIDE", "0%", "0.300"),
+    ]
+    assert after.curves == {"seed 7": [0.72], "seed 9": [0.3]}
+
+
+def test_a_band_says_where_and_how_it_was_made_and_early_ones_less() -> None:
+    machine = {"cores": 2, "processor": "AMD EPYC", "flags": ["avx2", "avx512f"], "memory_gib": 23.5}
+    about = {"machine": machine | {"dtype": "bfloat16"}, "command": "ycore reproduce mine", "sets": []}
+    band = bands_of({seed: {"": run(seed)} for seed in range(3)}, **about)
+    where = "2 cores of AMD EPYC (avx2, avx512f), 23.5 GiB, bfloat16"
+    assert notes_on(band, []) == [f"the band is of 3 seeds, on {where}, by `ycore reproduce mine`"]
+    early = band | {"machine": "x86_64, 2 cores"}
+    del early["command"], early["sets"]
+    assert notes_on(early, ["lora.r=4"]) == [
+        "the band is of 3 seeds, on x86_64, 2 cores",
+        "the band was made with the recipe alone, these runs with --set lora.r=4",
+    ]
+    assert machine_in_words({**band["machine"], "devices": ["H200", "H200"]}).startswith("2 x H200, 2 cores of ")
+
+
+@pytest.mark.parametrize("name", sorted(file.stem for file in Path(str(files("ycore_recipes"))).glob("bands/*.json")))
+def test_every_band_that_ycore_brings_can_be_shown(name: str) -> None:
+    band = stored_band(name)
+    assert band is not None and notes_on(band, [])[0].startswith(f"the band is of {MIN_SEEDS} seeds, on ")
+    for one in banded(band, {}, []):
+        assert one.metric and len(one.final) == 2 and all(low <= high for low, high in one.steps)
+
+
 RECIPE = """algorithm: dpo
 model: model
 dataset: pairs.jsonl
@@ -71,8 +122,13 @@ def test_a_recipe_is_run_once_a_seed_and_compared(tmp_path: Path) -> None:
     assert status == 0 and sorted(result["finals"]) == ["0", "1", "2"] and result["verdicts"] == []
     band = json.loads((tmp_path / "band.json").read_text())
     assert band["metric"] == "rewards/accuracies" and len(band["steps"]) == 3 and band["versions"]["trl"]
+    assert band["machine"]["dtype"] == "float32" and band["machine"]["processor"] and band["machine"]["memory_gib"] > 0
+    assert band["command"].startswith("ycore reproduce mine.yaml --write-band band.json")
     status, said = reproduce(tmp_path, "mine.yaml --band band.json")  # all three are finished: nothing is run again
     assert status == 0 and said.count("is inside the band") == 3 and "step 1/3" not in said
+    page = (tmp_path / "again" / "report.html").read_text()
+    assert page.count("<td>inside</td>") == 3 and "Against the band" in page
+    assert "by `ycore reproduce mine.yaml --write-band band.json" in page
     band |= {"final": [2.0, 3.0], "sets": ["lora.r=4"]}
     (tmp_path / "other.json").write_text(json.dumps(band))
     status, said = reproduce(tmp_path, "mine.yaml --band other.json")

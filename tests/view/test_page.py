@@ -20,6 +20,7 @@ from ycore.run.metrics import MetricsWriter
 from ycore.run.trace import Span, TraceWriter
 from ycore.types import IMAGE_MARK, Completion, Draw, Group, Prompt, Score, Turn
 from ycore.view.page import as_page, chosen, make_report, write_report
+from ycore.view.pictures import Banded, curves, over_bands
 from ycore.view.record import ScoredCompletion, read_run
 
 HOSTILE = "<script>document.title = 'taken'</script> & <b>bold</b> \x1b[2J"
@@ -142,6 +143,30 @@ def test_the_plan_stands_beside_what_was_measured(run: Path) -> None:
         if "/trainer" in line or "/step," in line
     ]
     assert told == [["memory/trainer, GiB", "", "2.2", "2", "+10%"], ["time/step, s", "3.5", "4", "5", "-20%"]]
+
+
+def test_a_band_lies_behind_the_curves_with_a_verdict_for_each_run(run: Path, tmp_path: Path) -> None:
+    report = make_report([read_run(run)])
+    band = Banded(
+        "sft",
+        "accuracy",
+        steps=[(0.1, 0.3)] * 12,
+        final=(0.2, 0.45),
+        curves={"seed 0": [n / 12 for n in range(12)]},
+        verdicts=[("seed 0/sft", "OUTSIDE", "25%", "0.917")],
+    )
+    measured = Banded("after", "reward", [(0.1, 0.3)], (0.1, 0.3), {"seed 0": [0.2]}, [("seed 0", "inside", "1", "2")])
+    page = as_page(report, [band, measured], ["the band is of 3 seeds"])
+    assert "Against the band" not in as_page(report)
+    told = re.findall(r"<td[^>]*>([^<]*)</td>", next(line for line in page.splitlines() if "OUTSIDE" in line))
+    assert told == ["OUTSIDE", "25%", "0.917", "0.200 to 0.450"] and "seed 0/sft</td>" in page
+    assert '<p class="note">the band is of 3 seeds</p>' in page
+    assert page.count("<svg") == as_page(report).count("<svg") + 1
+    figure = over_bands([band, measured])
+    shaded = [len(axes.collections) + len(axes.patches) for axes in figure.axes]
+    assert shaded == [2, 1], "of the steps and of the final value; and of the one value"
+    assert len(curves(report, [band, measured]).axes) == len(curves(report).axes) + 2, "in the picture too"
+    assert write_report(report, tmp_path / "page.html", bands=[band])[0].is_file()
 
 
 def test_samples_judges_and_versions_are_shown(run: Path) -> None:

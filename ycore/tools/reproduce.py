@@ -6,20 +6,24 @@ A pipeline has a band for each stage: of a stage that trains, its curve; of one 
 """
 
 import math
-import platform
+import shlex
 import statistics
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
-from ycore.config.algorithms import ALGORITHMS
+from ycore.config.algorithms import ALGORITHMS, FLOW
 from ycore.errors import ConfigError
-from ycore.launch.layout import this_machine
+from ycore.launch.layout import describe_machine
+from ycore.run.claim import held_config, installed_versions
 from ycore.run.files import read_json
 from ycore.run.metrics import REWARD, Row, number, read_metrics
 from ycore.run.paths import RunFolder
+from ycore.run.secrets import redact_command
+from ycore.view.pictures import Banded
 from ycore.view.record import half_width
 
 Stages = Mapping[str, Sequence[Row]]
@@ -118,6 +122,11 @@ class Verdict:
         steps = f"{self.share_inside:.0%} of its steps, final {self.final:.3f}"
         return f"seed {name_of(self.seed, self.stage)} is {where} the band: {steps}"
 
+    @property
+    def in_cells(self) -> tuple[str, ...]:
+        where = "inside" if self.is_inside else "OUTSIDE"
+        return f"seed {name_of(self.seed, self.stage)}", where, f"{self.share_inside:.0%}", f"{self.final:.3f}"
+
     def as_json(self) -> dict[str, Any]:
         return asdict(self)
 
@@ -143,12 +152,56 @@ def judge_stages(known: Mapping[str, Any] | None, seed: int, stages: Stages) -> 
     return [replace(judge(band, seed, stages.get(stage, [])), stage=stage) for stage, band in bands.items()]
 
 
-def machine() -> str:
-    """This machine in words: its devices, or its processor and cores."""
-    here = this_machine()
-    if here.devices:
-        return f"{len(here.devices)} devices of {(here.device_bytes or 0) / 2**30:.0f} GiB"
-    return f"{platform.machine()}, {len(here.cores)} cores"
+def banded(known: Mapping[str, Any], runs: Mapping[int, Stages], verdicts: Sequence[Verdict]) -> list[Banded]:
+    """Each band with the curves of the runs by seed and their verdicts, for a page."""
+    return [
+        Banded(
+            stage,
+            band["metric"],
+            steps=band["steps"],
+            final=band["final"],
+            curves={f"seed {seed}": curve_of(stages.get(stage, [])) for seed, stages in runs.items()},
+            verdicts=[one.in_cells for one in verdicts if one.stage == stage],
+        )
+        for stage, band in known.get("stages", {"": known}).items()
+    ]
+
+
+def about_runs(recipe: str, sets: Sequence[str], folder: Path) -> dict[str, Any]:
+    """Where and how runs were made, for their band; `folder` is that of one of them."""
+    config = held_config(RunFolder(last_trained(folder)))
+    return {
+        "recipe": recipe,
+        "sets": list(sets),
+        "command": shlex.join(["ycore", *redact_command(sys.argv)[1:]]),
+        "machine": describe_machine() | {"dtype": "float32" if config["algorithm"] == FLOW else config["dtype"]},
+        "versions": installed_versions(),
+    }
+
+
+def machine_in_words(told: Mapping[str, Any] | str) -> str:
+    """Of a band's `machine`: `2 cores of AMD EPYC (avx2), 24 GiB, bfloat16`; early bands have a text."""
+    if isinstance(told, str):
+        return told
+    flags = f" ({', '.join(told['flags'])})" if told.get("flags") else ""
+    devices = [f"{told['devices'].count(name)} x {name}" for name in dict.fromkeys(told.get("devices", ()))]
+    cores = f"{told['cores']} cores of {told['processor']}{flags}"
+    return ", ".join([*devices, cores, f"{told['memory_gib']} GiB", told["dtype"]])
+
+
+def notes_on(known: Mapping[str, Any], sets: Sequence[str]) -> list[str]:
+    """How a band was made, and where its settings are not those of the runs beside it. Early bands say less."""
+    seeds = len(known.get("finals") or next(iter(known["stages"].values()))["finals"])
+    made = f"the band is of {seeds} seeds, on {machine_in_words(known.get('machine', 'an unknown machine'))}"
+    notes = [made + (f", by `{known['command']}`" if "command" in known else "")]
+    settings = list(known.get("sets", []))
+    if settings != list(sets):
+        notes.append(f"the band was made with {_as_sets(settings)}, these runs with {_as_sets(sets)}")
+    return notes
+
+
+def _as_sets(words: Sequence[str]) -> str:
+    return " ".join(f"--set {word}" for word in words) or "the recipe alone"
 
 
 def stored_band(recipe: str) -> dict[str, Any] | None:

@@ -13,7 +13,17 @@ from ycore.run.files import write_json_atomic
 from ycore.run.metrics import number
 from ycore.run.paths import RunFolder
 from ycore.run.text import as_duration, printable, topic
-from ycore.view.pictures import RUN_COLOURS, as_svg, curves, over_seconds, points, save_png, seconds_went
+from ycore.view.pictures import (
+    RUN_COLOURS,
+    Banded,
+    as_svg,
+    curves,
+    over_bands,
+    over_seconds,
+    points,
+    save_png,
+    seconds_went,
+)
 from ycore.view.record import PARTS, RunRecord, ScoredCompletion, as_text, at_equal_seconds
 
 _LARGEST = 1 << 20  # bytes of a picture on the page
@@ -28,15 +38,20 @@ def make_report(runs: Sequence[RunRecord]) -> list[RunRecord]:
     return [replace(run, name=name, reached=own) for run, name, own in zip(runs, numbered, reached, strict=True)]
 
 
-def write_report(runs: Sequence[RunRecord], page: Path) -> list[Path]:
-    """Write the page, and beside it the same as `.json` and the curves as `.png`; return the files written."""
+def write_report(
+    runs: Sequence[RunRecord], page: Path, *, bands: Sequence[Banded] = (), notes: Sequence[str] = ()
+) -> list[Path]:
+    """Write the page, and beside it the same as `.json` and the curves as `.png`; return the files written.
+
+    `bands` are laid behind the runs' curves, and `notes` say of which runs they are.
+    """
     page.parent.mkdir(parents=True, exist_ok=True)
     partial = page.with_name(f".{page.name}")
-    partial.write_text(as_page(runs), encoding="utf-8")
+    partial.write_text(as_page(runs, bands, notes), encoding="utf-8")
     partial.replace(page)
     write_json_atomic(page.with_suffix(".json"), as_json(runs))
     written = [page, page.with_suffix(".json")]
-    if (drawn := curves(runs)) is not None:
+    if (drawn := curves(runs, bands)) is not None:
         written.append(page.with_suffix(".png"))
         save_png(drawn, written[-1])
     return written
@@ -65,7 +80,7 @@ def as_json(runs: Sequence[RunRecord]) -> dict[str, Any]:
     }
 
 
-def as_page(runs: Sequence[RunRecord]) -> str:
+def as_page(runs: Sequence[RunRecord], bands: Sequence[Banded] = (), notes: Sequence[str] = ()) -> str:
     """HTML that needs no network and no other file; whatever a model wrote is shown as text."""
     from jinja2 import Environment
 
@@ -90,6 +105,9 @@ def as_page(runs: Sequence[RunRecord]) -> str:
     drawn, compared = curves(runs), over_seconds(runs) if len(runs) > 1 else None
     return environment.from_string(source).render(
         runs=runs,
+        bands=bands,
+        notes=notes,
+        over_bands=as_svg(over_bands(bands)) if bands else None,
         colours=RUN_COLOURS,
         same_question=len({(run.config.get("model"), topic(run.config)) for run in runs}) == 1,
         curves=None if drawn is None else as_svg(drawn),

@@ -6,7 +6,9 @@ Figures are drawn to files only, so no display is needed.
 import contextlib
 import io
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -237,22 +239,76 @@ def _add_legend(figure: Any, names: set[str]) -> None:
     figure.legend(handles=patches, loc="outside upper right", ncols=len(patches), frameon=False, fontsize=10)
 
 
-def curves(runs: Sequence[RunRecord]) -> Any | None:
-    """A figure with a panel for each measure that some run has, a colour a run; None where no run has any."""
-    panels = [(title, [points(run.metrics, *names) for run in runs]) for title, names in _PANELS]
-    panels = [(title, series) for title, series in panels if any(steps for steps, _ in series)]
-    if not panels:
-        return None
-    columns = min(3, len(panels))
-    rows = -(-len(panels) // columns)
-    figure = new_figure(4.2 * columns, 2.5 * rows)
-    for place, (title, series) in enumerate(panels, 1):
-        axes = figure.add_subplot(rows, columns, place)
-        for index, one in enumerate(series):
-            _draw_smoothed(axes, one, index)
-        axes.set_title(title, fontsize=10, loc="left")
-        style(axes)
+@dataclass(frozen=True, slots=True)
+class Banded:
+    """The curves of runs over the band of other runs: of a recipe, or of one `stage` of a pipeline.
+
+    `steps` has the interval of each step, and `final` that of the last value. `curves` are by run, in the runs' order;
+    `verdicts` has a row a run: its name, inside or OUTSIDE, the share of its steps inside, its last value.
+    """
+
+    stage: str
+    metric: str
+    steps: Sequence[Sequence[float]]
+    final: Sequence[float]
+    curves: Mapping[str, Sequence[float]]
+    verdicts: Sequence[tuple[str, ...]]
+
+
+def curves(runs: Sequence[RunRecord], bands: Sequence[Banded] = ()) -> Any | None:
+    """A figure with a panel for each band, and for each measure that some run has, a colour a run; None without any."""
+    panels: list[Callable[[Any], None]] = [partial(_draw_banded, band=band) for band in bands]
+    for title, names in _PANELS:
+        series = [points(run.metrics, *names) for run in runs]
+        if any(steps for steps, _ in series):
+            panels.append(partial(_draw_measure, title=title, series=series))
+    return _in_a_grid(panels, columns=3, width=4.2, height=2.5) if panels else None
+
+
+def over_bands(bands: Sequence[Banded]) -> Any:
+    """A larger figure of the bands alone, with legends."""
+    panels = [partial(_draw_banded, band=band) for band in bands]
+    figure = _in_a_grid(panels, columns=2, width=5.6 if len(bands) > 1 else 11, height=3.4)
+    for axes in figure.axes:
+        axes.legend(frameon=False, fontsize=9)
     return figure
+
+
+def _in_a_grid(panels: Sequence[Callable[[Any], None]], *, columns: int, width: float, height: float) -> Any:
+    columns = min(columns, len(panels))
+    rows = -(-len(panels) // columns)
+    figure = new_figure(width * columns, height * rows)
+    for place, draw in enumerate(panels, 1):
+        draw(figure.add_subplot(rows, columns, place))
+    return figure
+
+
+def _draw_measure(axes: Any, title: str, series: Sequence[Points]) -> None:
+    for index, one in enumerate(series):
+        _draw_smoothed(axes, one, index)
+    axes.set_title(title, fontsize=10, loc="left")
+    style(axes)
+
+
+def _draw_banded(axes: Any, band: Banded) -> None:
+    """The interval of the final value is a bar at the right. Runs that have one value each stand side by side."""
+    has_steps, last = len(band.steps) > 1, len(band.steps)
+    shade: dict[str, Any] = {"color": GREY, "alpha": 0.25, "linewidth": 0, "label": "the band"}
+    if has_steps:
+        axes.fill_between(range(1, last + 1), *zip(*band.steps, strict=True), **shade)
+        axes.vlines(last * 1.02, *band.final, color=GREY, alpha=0.7, linewidth=5, label="of the final value")
+    else:
+        axes.axhspan(*band.final, **shade)
+    for index, (name, values) in enumerate(band.curves.items()):
+        at = range(1, len(values) + 1) if has_steps else [index] * len(values)
+        colour, mark = RUN_COLOURS[index % len(RUN_COLOURS)], "-" if has_steps else "o"
+        axes.plot(at, values, mark, color=colour, linewidth=1.8, label=literal(name))
+    what = f"{band.stage}: {band.metric}" if band.stage else band.metric
+    axes.set_title(literal(f"{what}, over the band"), fontsize=10, loc="left")
+    style(axes, below="step" if has_steps else "")
+    if not has_steps:
+        axes.set_xticks(range(len(band.curves)), map(literal, band.curves))
+        axes.margins(x=0.2)
 
 
 def over_seconds(runs: Sequence[RunRecord]) -> Any | None:

@@ -167,7 +167,7 @@ def train(
         step = None if resume_from is None else parse_checkpoint(resume_from, RunFolder(Path(config.output)))
         how = Resume(step=step, accept_changes=accept_changes)
         result = checked_plan(config, resume=resume, how=how)
-        check_checkpoints((config, how, world=result["ranks"]["world"] if resume else None)
+        check_checkpoints(config, how, world=result["ranks"]["world"] if resume else None)
         if not (json and dry_run):
             print_table(plan_rows(result, resume=resume))
         if not dry_run:

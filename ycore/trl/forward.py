@@ -253,9 +253,7 @@ def score_tokens(
     return tuple(torch.cat(parts) for parts in zip(*tiles, strict=True))
 
 
-def _logits(
-    hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float
-) -> torch.Tensor:
+def _logits(hidden: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, temperature: float) -> torch.Tensor:
     return torch.nn.functional.linear(hidden, weight, bias).float() / temperature
 
 

@@ -69,7 +69,7 @@ def test_several_models_are_compared_on_a_benchmark(tmp_path: Path, model: Path)
     assert gap["num_prompts"] == 3
     assert gap["reward"] == pytest.approx(other.summary["reward"] - first.summary["reward"])
     assert len(other.completions) == 6 and (found.folder / "differences.jsonl").is_file()
-    assert f"<td>{models[1]}</td>" in found._repr_html_() and "<td>num_samples</td>" in other._repr_html_()
+    assert f"<th>{models[1]}</th>" in found._repr_html_() and "<td>num_samples</td>" in other._repr_html_()
 
 
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, model: Path) -> None:
@@ -88,7 +88,7 @@ def test_what_cannot_be_compared_is_refused(tmp_path: Path, model: Path) -> None
 def untrained(monkeypatch: pytest.MonkeyPatch) -> None:
     """Training leaves a folder and takes no step."""
 
-    def leave_folder(config: Any, **_: Any) -> None:
+    def leave_folder(config: Any, plan: Any, **_: Any) -> None:
         Path(config.output).mkdir()
         (Path(config.output) / "run.json").write_text("{}")
 

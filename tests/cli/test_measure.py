@@ -206,7 +206,7 @@ def test_two_models_are_compared_on_the_same_prompts(place: Path, capsys: pytest
     words += " --set dtype=float32 --set reward_workers.workers=1"
     assert run(words.split()) == 0
     told, advice = capsys.readouterr()
-    assert advice.count("100% of the completions of ") == 2 and "at 8 tokens" in advice and "--max-tokens 32" in advice
+    assert advice.count("of the completions of ") == 2 and "are cut off at 8 tokens" in advice
     assert f"{place}/model" in told and f"{place}/other" in told
     rows = [line.partition("  ")[0] for line in told.splitlines()]
     assert {"reward", "rewards/spread", "pass@2", "reward less the first's", "cut off", "written"} <= set(rows)
@@ -216,6 +216,15 @@ def test_two_models_are_compared_on_the_same_prompts(place: Path, capsys: pytest
     assert gap["num_prompts"] == 6 and gap["reward/low"] <= gap["reward"] <= gap["reward/high"]
     assert gap["reward"] == pytest.approx(other["reward"] - first["reward"])
     assert len((place / "side/differences.jsonl").read_text().splitlines()) == 6
+
+
+def test_more_than_a_quarter_that_are_cut_off_are_told_with_a_length_to_try() -> None:
+    models = {"few": 0.25, "many": 0.26}
+    plain = RunConfig(model="m", dataset="d", rewards=[RewardConfig(reward="length")], output="out", max_tokens=100)
+    configs = [plain.model_copy(update={"model": model}) for model in models]
+    (line,) = measure._too_short(configs, {model: {"cut_off": cut} for model, cut in models.items()})
+    assert line.startswith("26% of the completions of many are cut off at 100 tokens") and "--max-tokens 400" in line
+    assert measure._too_short(configs, {model: {"accuracy": 0.5} for model in models}) == []  # of pairs, or a plan
 
 
 def test_a_model_is_not_compared_with_itself(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -29,12 +29,7 @@ class Sight:
         template_arguments: further ones of the chat template.
     """
 
-    def __init__(
-        self,
-        processor: Any,
-        store: ImageStore,
-        template_arguments: Mapping[str, Any] | None = None,
-    ) -> None:
+    def __init__(self, processor: Any, store: ImageStore, template_arguments: Mapping[str, Any] | None = None) -> None:
         self.processor, self.store = processor, store
         self._template_arguments = dict(template_arguments or {})
         self._ids = lru_cache(maxsize=4096)(self._encoded)

@@ -10,15 +10,7 @@ import torch
 
 from ycore.config.flow_settings import FlowConfig
 from ycore.flow.denoising import NOISY, Rule, Sampling, Step, grid, step
-from ycore.flow.objectives import (
-    group_advantages,
-    grpo_loss,
-    nft_loss,
-    noised,
-    share_of,
-    step_kl,
-    velocity_penalty,
-)
+from ycore.flow.objectives import group_advantages, grpo_loss, nft_loss, noised, share_of, step_kl, velocity_penalty
 from ycore.flow.policy import Policy, Weights
 from ycore.flow.sampler import Picture, Trajectories
 from ycore.round.sampling import can_teach, dust_of, total_reward

@@ -188,12 +188,7 @@ class EngineWatch:
 
 
 def start_engines(
-    planned: Sequence[EngineSpec],
-    folder: RunFolder,
-    *,
-    health_timeout_s: float,
-    start_timeout_s: float,
-    say: Say,
+    planned: Sequence[EngineSpec], folder: RunFolder, *, health_timeout_s: float, start_timeout_s: float, say: Say
 ) -> list[LiveEngine]:
     """Start engines on cores at once; those on devices in turn, each ready, or asleep, before the next one starts.
 

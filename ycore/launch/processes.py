@@ -188,12 +188,7 @@ class RankedTrainer:
     """
 
     def __init__(
-        self,
-        launcher: ManagedProcess,
-        folder: RunFolder,
-        *,
-        num_ranks: int,
-        allocator: ManagedProcess | None = None,
+        self, launcher: ManagedProcess, folder: RunFolder, *, num_ranks: int, allocator: ManagedProcess | None = None
     ) -> None:
         self._launcher = launcher
         self._allocator = allocator

@@ -31,15 +31,7 @@ from ycore.judge.sources import (
 )
 from ycore.models.folder import read_json
 from ycore.models.names import ModelPlan, resolve_model
-from ycore.placement.placement import (
-    JUDGE,
-    REWARD_MODEL,
-    ROLLOUT,
-    TEACHER,
-    check_placement,
-    in_order,
-    parse_placement,
-)
+from ycore.placement.placement import JUDGE, REWARD_MODEL, ROLLOUT, TEACHER, check_placement, in_order, parse_placement
 
 _ANSWER_S = 20.0
 _WITHOUT_ENGINES = "install vLLM, or hold it in the trainer: --set distill.divergence=reverse-kl"

@@ -165,11 +165,7 @@ def summarise(
     values = [value for row in metrics if (value := number(row, *names)) is not None]
     window = min(_WINDOW, max(1, len(values) // 2))
     steps = [step for row in metrics if (step := number(row, "step")) is not None]
-    summary: dict[str, Any] = {
-        "status": status,
-        "steps": int(max(steps, default=0)),
-        "wall_s": round(wall_s, 1),
-    }
+    summary: dict[str, Any] = {"status": status, "steps": int(max(steps, default=0)), "wall_s": round(wall_s, 1)}
     for end, some in (("first", values[:window]), ("last", values[-window:])):
         summary[f"{measure}_{end}"] = round(statistics.fmean(some), 6) if some else None
     return summary if error is None else {**summary, "error": error}

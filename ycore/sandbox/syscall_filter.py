@@ -35,12 +35,7 @@ Instruction = tuple[int, int, int, int]
 
 
 def filter_bytes(
-    level: Level,
-    *,
-    machine: str | None = None,
-    network: bool = False,
-    landlock_abi: int = 7,
-    own_user: bool = False,
+    level: Level, *, machine: str | None = None, network: bool = False, landlock_abi: int = 7, own_user: bool = False
 ) -> bytes:
     """The filter for `prctl(PR_SET_SECCOMP)`, or for bwrap's `--seccomp`.
 

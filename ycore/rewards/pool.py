@@ -2,7 +2,6 @@
 
 import asyncio
 import json
-from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,7 +9,7 @@ from typing import Any, NamedTuple, Self, TypeVar
 
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
 from ycore.rewards.confinement import confinement_of
-from ycore.rewards.loading import Inputs, reward_names
+from ycore.rewards.loading import Inputs
 from ycore.rewards.replies import CallFailed
 from ycore.rewards.worker_client import AUTO, Worker
 from ycore.sandbox.level import choose
@@ -54,8 +53,8 @@ class _Caller(NamedTuple):
 class RewardPool:
     """Example: `async with RewardPool(specs, settings=..., log=..., run_id=...) as pool: await pool.score(...)`.
 
-    Belongs to one event loop; its workers end with the thread that runs it. `problems` counts masked items by
-    `<reward>: <kind of problem>`. Rewards that may see or reach different things are never in one process.
+    Belongs to one event loop; its workers end with the thread that runs it. Rewards that may see or reach different
+    things are never in one process.
     """
 
     def __init__(
@@ -75,8 +74,6 @@ class RewardPool:
             run_id: marks the workers' environment, and decides their users where ycore is root.
             run_folder: what the rewards must not see.
         """
-        self.problems: Counter[str] = Counter()
-        self._names = reward_names(specs)
         self._deadline_s = settings.deadline_s
         self._workers: list[Worker] = []
         self.level = choose(sandbox.level).level
@@ -122,10 +119,7 @@ class RewardPool:
             return []
         offered = {**columns, "prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         batch = _Batch(offered, step, len(completions))
-        scores_RG = await _together([self._score(source, batch) for source in range(len(self._names))])
-        for name, scores in zip(self._names, scores_RG, strict=True):
-            kinds = [score.problem.partition(":")[0] for score in scores if score.problem is not None]
-            self.problems.update(f"{name}: {kind}" for kind in kinds)
+        scores_RG = await _together([self._score(source, batch) for source in range(len(self._callers))])
         return [list(scores_R) for scores_R in zip(*scores_RG, strict=True)]
 
     async def close(self) -> None:

@@ -224,7 +224,7 @@ def test_the_same_tests_pass_for_a_program_that_is_right(bench: Bench) -> None:
 
 def test_a_verdict_that_is_cut_short_has_not_ended() -> None:
     ended = {"reason": None, "status": 0}
-    lines = b'{"state": "ready", "why": ""}\n{"units": 2}\n{"unit": 0, "passed": true}\n{"unit": 1, "pass'
+    lines = b'{"state": "ready"}\n{"units": 2}\n{"unit": 0, "passed": true}\n{"unit": 1, "pass'
     verdict = read_verdict(lines, ended, ended, seconds=0.0)
     assert verdict.units == (True, None) and not verdict.ended
     assert read_verdict(b"", ended, ended, seconds=0.0).status == "infra_error"

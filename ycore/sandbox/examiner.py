@@ -6,7 +6,7 @@ expect. Results are JSON lines on a descriptor that only this process has. Stand
 
 Every `assert` is a unit: passed when it ran and never failed. The lines are `{"units": how many}`, `{"unit", "passed"}`
 where a unit's state changes, then `{"ended": true}` where the tests came to their end; or `{"broken": line}` where the
-tests themselves cannot run. `{"state", "why"}` says how the program began, `{"timed_out": true}` that it hung.
+tests themselves cannot run. `{"state"}` says how the program began, `{"timed_out": true}` that it hung.
 """
 
 import ast
@@ -84,9 +84,9 @@ def examine(source: int, connection: int, results: int) -> None:
 
 def _examine(exam: Mapping[str, Any], link: Link, results: Results) -> None:
     link.deadline = time.monotonic() + exam["timeout_s"]
-    results.write(state="gone", why="")
+    results.write(state="gone")
     state = link.receive()
-    results.write(state=str(state.get("state")), why=str(state.get("why", ""))[:300])
+    results.write(state=str(state.get("state")))
     if state.get("state") != "ready":
         return
     try:

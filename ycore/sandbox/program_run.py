@@ -62,18 +62,18 @@ def serve_calls(source: int, connection: int) -> None:
     """Run a program once as a module, say how that went, and answer the questions of the tests until they end."""
     module = _module("solution", text := _read(source))
     link = Link(connection, exports_all=True, names=module.__dict__)
-    state, why = "ready", ""
+    state = "ready"
     try:
         code = compile(text, NAME, "exec")
-    except _COMPILES_NOT as error:
-        state, why = "compile_error", f"{type(error).__name__}: {error}"
+    except _COMPILES_NOT:
+        state = "compile_error"
     else:
         try:
             exec(code, module.__dict__)
-        except BaseException as error:  # noqa: BLE001 (SystemExit at the end of a module too)
-            state, why = "run_error", f"{type(error).__name__}: {error}"
+        except BaseException:  # noqa: BLE001 (SystemExit at the end of a module too)
+            state = "run_error"
     with suppress(Gone):
-        link.send({"state": state, "why": why[:300]})
+        link.send({"state": state})
         while state == "ready":
             link.answer(link.receive())
 

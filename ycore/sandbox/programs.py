@@ -54,7 +54,6 @@ class Verdict:
 
     status: Status
     began: str = "gone"
-    why: str = ""
     units: tuple[bool | None, ...] = ()
     ended: bool = False
     broken: str | None = None
@@ -187,12 +186,12 @@ class Programs:
 
 def read_verdict(data: bytes, examiner: Mapping[str, Any], callee: Mapping[str, Any], *, seconds: float) -> Verdict:
     """The examiner's lines as a verdict. One that was cut short has not ended, and so has not passed."""
-    began, why, broken, ended, hung = "gone", "", None, False, examiner["reason"] == "deadline"
+    began, broken, ended, hung = "gone", None, False, examiner["reason"] == "deadline"
     units: list[bool | None] = []
     for line in data.split(b"\n")[:-1]:
         found = json.loads(line)
         if "state" in found:
-            began, why = found["state"], found["why"]
+            began = found["state"]
         elif "units" in found:
             units = [None] * min(found["units"], _MAX_UNITS)
         elif "unit" in found:
@@ -203,7 +202,7 @@ def read_verdict(data: bytes, examiner: Mapping[str, Any], callee: Mapping[str, 
         return Verdict("infra_error", problem="the tests of a program did not begin", seconds=seconds)
     status: Status = "memory" if "memory" in (examiner["reason"], callee["reason"]) else "ok"
     status = "timeout" if hung else status
-    return Verdict(status, began, why, tuple(units), ended, broken, seconds)
+    return Verdict(status, began, tuple(units), ended, broken, seconds)
 
 
 def _status(ended: Mapping[str, Any], *, is_too_much: bool) -> Status:

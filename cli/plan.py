@@ -238,14 +238,10 @@ def _first_scorer(config: "RunConfig") -> dict[str, Any]:
     """The first model that scores in engines of ycore's, as `make_plan` takes it: a judge before any other."""
     from ycore.launch.scoring_models import served_models
 
-    scorers = sorted(served_models(config)[1:], key=lambda model: model.role != "judge")
-    return {
-        keyword: value
-        for model in scorers[:1]
-        for keyword, value in (
-            ("judge", model.name), ("judge_role", model.role), ("judge_tokens", model.max_new_tokens or None),
-        )
-    }  # fmt: skip
+    model = min(served_models(config)[1:], key=lambda model: model.role != "judge", default=None)
+    if model is None:
+        return {}
+    return {"judge": model.name, "judge_role": model.role, "judge_tokens": model.max_new_tokens or None}
 
 
 def _lines(made: "Plan", *, top: int) -> Iterator[str]:

@@ -58,8 +58,8 @@ from ycore.round.sampling import DrawSource, Rules, Yield, completion_seed
 from ycore.round.scoring import Scoring, Writing
 from ycore.round.slots import Slots
 from ycore.round.step import Controller
-from ycore.round.tasks import together
 from ycore.round.torch_peers import MachinePeers
+from ycore.run.tasks import together
 from ycore.run.trace import ROUND, TraceWriter, read_trace
 from ycore.types import Draw, Prompt, Score
 from ycore.view.pictures import draw_panels

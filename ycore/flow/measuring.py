@@ -16,9 +16,9 @@ from ycore.round.held_out import PREFIX, RIGHT_FROM, with_interval
 from ycore.round.sampling import completion_seed, total_reward
 from ycore.round.scoring import Scoring, Writing
 from ycore.round.slots import Slots
-from ycore.round.tasks import together
 from ycore.run.images import ImageStore
 from ycore.run.metrics import Row, number
+from ycore.run.tasks import together
 from ycore.types import Completion, Draw, Prompt, Score
 
 TRAINED = f"{PREFIX}trained_reward"

@@ -2,20 +2,19 @@
 
 import asyncio
 import json
-from collections.abc import Coroutine, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, NamedTuple, Self
 
 from ycore.config.schema import RewardConfig, RewardSettings, SandboxSettings
 from ycore.rewards.confinement import confinement_of
 from ycore.rewards.loading import Inputs
 from ycore.rewards.replies import CallFailed
 from ycore.rewards.worker_client import AUTO, Worker
+from ycore.run.tasks import together
 from ycore.sandbox.level import choose
 from ycore.types import Content, Score
-
-T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,14 +77,14 @@ class RewardPool:
         self._workers: list[Worker] = []
         self.level = choose(sandbox.level).level
         callers: dict[int, _Caller] = {}
-        for number, together in enumerate(_by_sandbox(specs)):
-            group, idle = [specs[source] for source in together], asyncio.Queue[Worker]()
+        for number, sources in enumerate(_by_sandbox(specs)):
+            group, idle = [specs[source] for source in sources], asyncio.Queue[Worker]()
             held = confinement_of(group, settings=settings, sandbox=sandbox, run_folder=run_folder, run_id=run_id)
             for slot in range(settings.workers):
                 worker = Worker(group, held, log=log, name=f"{number}.{slot}")
                 self._workers.append(worker)
                 idle.put_nowait(worker)
-            callers |= {source: _Caller(idle, index) for index, source in enumerate(together)}
+            callers |= {source: _Caller(idle, index) for index, source in enumerate(sources)}
         self._callers = [callers[source] for source in range(len(specs))]
 
     @property
@@ -95,7 +94,7 @@ class RewardPool:
 
     async def start(self) -> None:
         """Start every worker now, not at its first call; RewardError when the rewards cannot be loaded."""
-        await _together([worker.ready() for worker in self._workers])
+        await together([worker.ready() for worker in self._workers])
 
     async def score(
         self,
@@ -119,7 +118,7 @@ class RewardPool:
             return []
         offered = {**columns, "prompts": prompts, "completions": completions, "completion_ids": completion_ids}
         batch = _Batch(offered, step, len(completions))
-        scores_RG = await _together([self._score(source, batch) for source in range(len(self._callers))])
+        scores_RG = await together([self._score(source, batch) for source in range(len(self._callers))])
         return [list(scores_R) for scores_R in zip(*scores_RG, strict=True)]
 
     async def close(self) -> None:
@@ -149,7 +148,7 @@ class RewardPool:
                 return [Score(None, problem=str(failure))]
         finally:
             caller.idle.put_nowait(worker)
-        scores = await _together([self._score(source, batch.item(index)) for index in range(batch.size)])
+        scores = await together([self._score(source, batch.item(index)) for index in range(batch.size)])
         return [score for (score,) in scores]
 
 
@@ -159,14 +158,3 @@ def _by_sandbox(specs: Sequence[RewardConfig]) -> list[list[int]]:
     for source, spec in enumerate(specs):
         groups.setdefault(spec.sandbox.model_dump_json(), []).append(source)
     return list(groups.values())
-
-
-async def _together(coroutines: Sequence[Coroutine[Any, Any, T]]) -> list[T]:
-    """Run side by side; when one fails, end the others before its error goes on."""
-    tasks = [asyncio.ensure_future(coroutine) for coroutine in coroutines]
-    try:
-        return await asyncio.gather(*tasks)
-    finally:
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)

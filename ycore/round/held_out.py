@@ -21,8 +21,8 @@ from ycore.rewards.answers import final_answer
 from ycore.rewards.loading import reward_names
 from ycore.round.constraints import constraints_of
 from ycore.round.sampling import total_reward
-from ycore.round.tasks import together
 from ycore.run.metrics import STEP_SECONDS, Row, number, pass_at_k
+from ycore.run.tasks import together
 from ycore.types import Draw, Group
 
 if TYPE_CHECKING:

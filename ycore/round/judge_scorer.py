@@ -29,8 +29,8 @@ from ycore.judge.verdict import (
 from ycore.placement.placement import JUDGE
 from ycore.round.meters import JudgeMeter
 from ycore.round.scoring import NO_FOLDER, Scorer, TextOf, Writing, plain_text
-from ycore.round.tasks import together
 from ycore.run.images import ImageStore
+from ycore.run.tasks import together
 from ycore.types import Completion, Score
 
 V = TypeVar("V")

@@ -20,8 +20,8 @@ from ycore.round.peers import Offer, Peers
 from ycore.round.sampling import DrawSource, Lengths, Rules, Surplus, Yield
 from ycore.round.scoring import Scoring
 from ycore.round.slots import Slots
-from ycore.round.tasks import ending
 from ycore.round.turns import OneTurn
+from ycore.run.tasks import ending
 from ycore.run.trace import EVALUATION, ROUND
 from ycore.types import Draw, Group, Prompt
 

@@ -48,9 +48,9 @@ from ycore.round.code_scorer import CodeMeter, code_scorer
 from ycore.round.judge_scorer import AgreementScorer, JudgeScorer
 from ycore.round.meters import JudgeMeter, Meter, RewardModelMeter, TeacherMeter, WorkerMeter
 from ycore.round.scoring import RuleScorer, Scorer, Scoring, TextOf, Writing, plain_text
-from ycore.round.tasks import together
 from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
+from ycore.run.tasks import together
 from ycore.sandbox.level import NUMBERS
 from ycore.types import Completion, Prompt, Score, TokenSequence, Turn
 

@@ -16,8 +16,8 @@ from ycore.engine.vllm_engine import VllmRewardModel, VllmTeacher
 from ycore.rewards.pool import RewardPool
 from ycore.round.meters import Meter
 from ycore.round.slots import Slots, Turn
-from ycore.round.tasks import together
 from ycore.run.images import ImageStore
+from ycore.run.tasks import together
 from ycore.types import Completion, Draw, Image, Prompt, Score
 
 TextOf = Callable[[Completion], str]  # the part of a completion that a reward source looks at

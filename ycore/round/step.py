@@ -18,8 +18,8 @@ from ycore.round.loop import RankLoop
 from ycore.round.peers import Offer, deal_groups
 from ycore.round.sampling import Quota, can_teach, compared_rewards
 from ycore.round.scoring import Writing
-from ycore.round.tasks import ending, next_finished, together
 from ycore.round.turns import Start
+from ycore.run.tasks import ending, next_finished, together
 from ycore.run.trace import ROUND, SYNC
 from ycore.types import Completion, Draw, Finished, Group, Prompt
 

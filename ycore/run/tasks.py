@@ -1,4 +1,4 @@
-"""Asyncio tasks that end together: used by the step, by scorers and by the event loop around them."""
+"""Asyncio tasks that end together: used by the step, by scorers and rewards and by the event loop around them."""
 
 import asyncio
 from collections.abc import AsyncIterator, Collection, Coroutine, Sequence

@@ -3,7 +3,6 @@
 Nothing heavy is imported until a command runs.
 """
 
-import re
 import signal
 import sys
 from collections.abc import Callable, Sequence
@@ -27,7 +26,10 @@ from ycore.run.text import printable
 _ANY_TRL_FIELD = {"ignore_unknown_options": True, "allow_extra_args": True}
 
 app = typer.Typer(
-    context_settings={"max_content_width": 100, "help_option_names": ["--help", "-h"]},
+    context_settings={
+        "max_content_width": 100, "help_option_names": ["--help", "-h"],
+        "token_normalize_func": lambda name: name.replace("_", "-"),  # --group_size is --group-size
+    },
     add_completion=False, pretty_exceptions_enable=False, rich_markup_mode=None,
 )  # fmt: skip
 for algorithm in ALGORITHMS.values():
@@ -91,10 +93,9 @@ def main() -> None:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run `ycore ARGUMENTS`, with `--group_size` for `--group-size` too; the exit status. A bug keeps its traceback."""
-    dashed = [re.sub("^--[^=]*", lambda option: option[0].replace("_", "-"), word) for word in arguments]
+    """Run `ycore ARGUMENTS`; the exit status. A bug keeps its traceback."""
     try:
-        status = app(args=dashed, prog_name="ycore", standalone_mode=False)
+        status = app(args=list(arguments), prog_name="ycore", standalone_mode=False)
     except YcoreError as error:
         kind = "interrupted" if isinstance(error, Interrupted) else "error"
         print(f"{kind}: {_one_line(str(error))}", file=sys.stderr)

@@ -50,6 +50,7 @@ GOOD: list[tuple[str, tuple[str | int, ...], Any]] = [
     ("--engine transformers --set dtype=float32", ("engine",), "transformers"),
     ("--model {place}/untemplated", ("dataset", "chat"), False),
     ("--system-prompt Add.", ("dataset", "chat"), True),
+    ("--system_prompt --my_text", ("config", "system_prompt"), "--my_text"),
     ("--dataset {place}/asked.jsonl --prompt-column ask --answer-column solution", ("dataset", "rows"), 1),
     ("--dataset task:addition?digits=1 --max-tokens 16", ("trl", "max_completion_length"), 16),
     ("--trust-remote-code --merge", ("config", "merge"), True),

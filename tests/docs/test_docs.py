@@ -223,6 +223,7 @@ def write_first_step(folder: Path) -> None:
 
 def write_trained_run(folder: Path) -> None:
     write_random_model(folder / "model", "llama")
+    (folder / "model" / "chat_template.jinja").write_text("{% for turn in messages %}{{ turn.content }}\n{% endfor %}")
     config = {"algorithm": "grpo", "model": "tiny", "dataset": "d.jsonl", "rewards": [{"reward": "exact_answer"}]}
     (folder / "run.json").write_text(json.dumps({"config": config}))
 

@@ -27,6 +27,10 @@ Against = Annotated[
 SystemPrompt = Annotated[
     str | None, typer.Option("--system-prompt", help="In place of the run's own; '' for none; e.g. 'Be brief.'")
 ]
+At = Annotated[
+    str | None,
+    typer.Option("--at", metavar="URL", help="Where `ycore serve` serves it; e.g. http://127.0.0.1:8000/v1."),
+]
 Host = Annotated[str, typer.Option(help="Address to listen on; the default is this machine only.")]
 Port = Annotated[int, typer.Option(min=1, max=65535, help="Port to listen on; e.g. 8000.")]
 Form = Annotated[Literal["merged", "gguf"], typer.Option("--format", help="A whole model's folder, or one GGUF file.")]
@@ -44,6 +48,7 @@ def chat(
     temperature: Temperature = 0.7,
     seed: Seed = 0,
     system_prompt: SystemPrompt = None,
+    at: At = None,
     best: Best = False,
 ) -> None:
     """Talk to a run's model, or to two side by side. Ctrl-D ends.
@@ -54,18 +59,24 @@ def chat(
     \b
     ycore chat runs/quickstart --prompt 'What is 3 + 4?' --temperature 0
     ycore chat runs/quickstart --against smollm2-135m
+    ycore chat runs/quickstart --at http://127.0.0.1:8000/v1
     """
     from rich.console import Console
     from rich.table import Table
     from rich.text import Text
 
-    from ycore.tools.trained import TransformersTalker, turns_before, writing_model
+    from ycore.tools.trained import ServedTalker, TransformersTalker, turns_before, writing_model
 
     names = [model] if against is None else [model, against]
+    if at is not None and against is not None:
+        raise ConfigError("--at is one server with one model, and --against needs two; leave one of them out")
     folders = [writing_model(name, best=best and name == model) for name in names]
     before = [turns_before(name, system_prompt=system_prompt) for name in names]
     how: Any = {"max_tokens": max_tokens, "temperature": temperature, "seed": seed}
-    talkers = [TransformersTalker(folder, before=turns, **how) for folder, turns in zip(folders, before, strict=True)]
+    if at is not None:
+        how |= {"address": at, "name": served_name(model)}
+    talker = TransformersTalker if at is None else ServedTalker
+    talkers = [talker(folder, before=turns, **how) for folder, turns in zip(folders, before, strict=True)]
     is_asked = sys.stdin.isatty() and not prompt
     if is_asked:
         said = [f"{name}{_begins_with(turns, system_prompt)}" for name, turns in zip(names, before, strict=True)]
@@ -79,6 +90,11 @@ def chat(
         table = Table(*names, title=Text(printable(text)), title_justify="left")
         table.add_row(*(Text(printable(answer.strip())) for answer in answers))
         Console().print(table)
+
+
+def served_name(model: str) -> str:
+    """What a model is called where it is served or written: the last part of its name; of `.`, the folder's own."""
+    return Path(model).expanduser().resolve().name
 
 
 def _begins_with(turns: Sequence[dict[str, str]], system_prompt: str | None) -> str:
@@ -115,8 +131,7 @@ def serve(
     from ycore.launch.engines import is_vllm_installed
     from ycore.tools import trained
 
-    folder = trained.writing_model(model, best=best)
-    name = Path(model).name
+    folder, name = trained.writing_model(model, best=best), served_name(model)
     words, spec = trained.serve_command(folder, name=name, host=host, port=port)
     print_table([("model", f"{name}, from {folder}"), ("address", f"http://{host}:{port}/v1")])
     if dry_run:
@@ -140,7 +155,7 @@ def export(model: Name, form: Form = "merged", output: Target = None, best: Best
 
     folder = writing_model(model, best=best)
     inside = Path(model) if (Path(model) / "run.json").is_file() else Path()
-    name = Path(model).stem
+    name = served_name(model).removesuffix(".gguf")
     target = output or inside / {"merged": f"{name}-merged", "gguf": f"{name}.gguf"}[form]
     write(folder, target, form=form, name=name)
     print_table([("written", str(target))])

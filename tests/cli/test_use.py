@@ -63,3 +63,25 @@ def test_of_two_models_each_has_its_own_runs_prompt(root: Path, capsys: pytest.C
     assert run(["chat", "a", "--against", "b", "--system-prompt", "", "--prompt", "2"]) == 0
     row = capsys.readouterr().out.splitlines()[-2]
     assert [cell.strip() for cell in row.strip("│").split("│")] == ["1|1|2", "2"]
+
+
+def test_a_server_of_one_model_is_not_asked_for_two(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["chat", "a", "--against", "b", "--at", "http://127.0.0.1:1/v1"]) == 2
+    assert "--at is one server with one model" in capsys.readouterr().err
+
+
+def test_an_address_where_nothing_listens_is_told_in_a_line(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert run(["chat", "a", "--prompt", "hi", "--at", "http://127.0.0.1:1/v1"]) == 1
+    error = capsys.readouterr().err
+    assert "no answer from http://127.0.0.1:1/v1" in error and "start it with `ycore serve a`" in error
+
+
+@pytest.mark.parametrize(("name", "called"), [(".", "b"), ("../b", "b"), ("v1.5", "v1.5"), ("me/sums", "sums")])
+def test_a_model_is_called_by_the_last_part_of_its_name(
+    root: Path, name: str, called: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written: list[tuple[str, str]] = []
+    monkeypatch.chdir(root / "b")
+    monkeypatch.setattr(trained, "export", lambda folder, target, form, name: written.append((target.name, name)))
+    assert run(["export", name, "--format", "gguf"]) == 0
+    assert written == [(f"{called}.gguf", called)]

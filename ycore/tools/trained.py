@@ -12,6 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import httpx
+
 from ycore.config.algorithms import find_algorithm
 from ycore.engine.commands import EngineSpec, engine_command, engine_environment, kv_cache_gib
 from ycore.errors import ModelError, RunError, RunFolderError
@@ -29,6 +31,7 @@ from ycore.run.text import Say, printable, topic
 
 _AT_ONCE = 8  # requests that a served model answers at once on a CPU
 _SERVED_LENGTH = 4096
+_ANSWER_WITHIN_S = 120.0  # for the next piece of an answer
 _LEFT_OUT = ("training_args.bin",)  # pickled, and about this machine
 
 
@@ -134,6 +137,44 @@ class TransformersTalker(Talker):
         streamer: Any = TextStreamer(self._tokenizer, skip_prompt=True, skip_special_tokens=True)
         streamer.on_finalized_text = lambda words, stream_end=False: show(words)
         return streamer
+
+
+class ServedTalker(Talker):
+    """The same by an engine that `ycore serve` has started."""
+
+    def __init__(self, folder: Path, *, address: str, name: str, **how: Any) -> None:
+        super().__init__(folder, **how)
+        self._address, self._name = address.rstrip("/"), name
+
+    def _write(self, asked: str | list[dict[str, str]], *, seed: int, show: Say | None) -> str:
+        is_text = isinstance(asked, str)
+        route, key = ("completions", "prompt") if is_text else ("chat/completions", "messages")
+        sampling = {"max_tokens": self._max_tokens, "temperature": self._temperature, "top_p": 1, "seed": seed}
+        body = {"model": self._name, key: asked, "stream": True, **sampling}
+        answer = []
+        for choice in self._streamed(route, body):
+            words = (choice["text"] if is_text else choice["delta"].get("content")) or ""
+            answer.append(words)
+            if show is not None:
+                show(words)
+        return "".join(answer)
+
+    def _streamed(self, route: str, body: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+        """The answer's pieces as the server sends them (server-sent events)."""
+        secret = os.environ.get("VLLM_API_KEY")
+        headers = {"Authorization": f"Bearer {secret}"} if secret else {}
+        timeout = httpx.Timeout(_ANSWER_WITHIN_S, connect=5.0)
+        try:
+            with httpx.stream("POST", f"{self._address}/{route}", json=body, headers=headers, timeout=timeout) as reply:
+                if reply.is_error:
+                    why = f"{reply.status_code}: {reply.read().decode(errors='replace')[:300]}"
+                    raise RunError(f"{self._address} answered {why}; is {self._name} served there?")
+                for line in reply.iter_lines():
+                    if line.startswith("data: {"):
+                        yield from json.loads(line.removeprefix("data: "))["choices"]
+        except (httpx.HTTPError, httpx.InvalidURL) as problem:
+            way_out = f"start it with `ycore serve {self._name}`, and give its address, e.g. http://127.0.0.1:8000/v1"
+            raise RunError(f"no answer from {self._address}: {problem}; {way_out}") from None
 
 
 # -- serve -------------------------------------------------------------------------------------------------------------

@@ -11,7 +11,7 @@ from ycore.config.batch import derive_batch, derive_tune_batch
 from ycore.config.learner_rules import BY_TURN
 from ycore.config.presets import find_preset, preset_lines
 from ycore.config.resolve import check_needs
-from ycore.config.schema import AnyConfig, RunConfig, TuneConfig
+from ycore.config.schema import AnyConfig, RunConfig, TuneConfig, a_fifth
 from ycore.config.trl_arguments import trl_arguments
 from ycore.data.examples import load_examples, num_overlapping
 from ycore.data.prompts import PromptSet
@@ -236,6 +236,10 @@ def _check_examples(config: TuneConfig, model: ModelPlan, site: Site) -> dict[st
         require_chat_template(model)
     if examples.shows:
         require_sight(model, 0)
+    if config.eval_every or config.keep_best or config.stop_when:
+        from ycore.round.held_out import check_measuring
+
+        check_measuring(config, len(examples.held_out))
     if find_algorithm(config.algorithm).trains_reward_model and site.layout.shards_weights:
         raise ConfigError(
             f"a reward model is saved whole, and --accelerate {config.accelerate} splits it; take zero2 or ddp"
@@ -244,6 +248,7 @@ def _check_examples(config: TuneConfig, model: ModelPlan, site: Site) -> dict[st
         "rows": len(examples.train),
         "held_out": len(examples.held_out),
         "overlap": examples.overlap,
+        "eval_every": None,
         "columns": list(examples.columns),
         "chat": examples.is_chat,
         "left_out": examples.left_out_note,
@@ -256,6 +261,8 @@ def _check_examples(config: TuneConfig, model: ModelPlan, site: Site) -> dict[st
         on_cpu=not site.machine.devices,
         context_length=model.context_length,
     )
+    if examples.held_out:
+        dataset["eval_every"] = config.eval_every or a_fifth(batch.steps)
     return {"dataset": dataset, "batch": batch}
 
 
@@ -298,6 +305,7 @@ def _dataset_in_words(dataset: Mapping[str, Any]) -> str:
         rows = f"{dataset['rows']} row{'' if dataset['rows'] == 1 else 's'}"
         return f"{rows} of {'chat' if dataset['chat'] else 'text'} prompts, {columns}"
     rows = f"{dataset['rows']} rows to train on, {dataset['held_out']} held out"
+    rows += f" (measured every {dataset['eval_every']} steps)" if dataset["eval_every"] else ""
     left_out = f"; {dataset['left_out']}" if dataset["left_out"] else ""
     return f"{rows}, {'chats' if dataset['chat'] else 'text'}, {columns}{left_out}"
 

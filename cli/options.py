@@ -93,12 +93,13 @@ Limit = number("Rows to take from the dataset; e.g. 200.")
 Split = text("Split of the dataset; e.g. test.")
 
 # Evaluation during a run
-EvalEvery = number("Steps between evaluations on --eval-dataset; a fifth of the run if not given; e.g. 20.")
+EvalEvery = number("Steps between evaluations on held-out rows; a fifth of the run if not given; e.g. 20.")
 EvalWhileTraining = flag("Let the engines measure while the trainer computes the next step.", "--eval-while-training")
 EvalReward = texts("What scores them, if not the run's rewards; may be repeated; e.g. exact_answer.", metavar="NAME")
-KeepBest = text("Keep the model that was best by this figure of an evaluation; e.g. pass@1.", metavar="FIGURE")
+KeepBest = text("Keep the model that was best by this figure of an evaluation; e.g. pass@1, or loss.", metavar="FIGURE")
 StopWhen = texts(
-    "End early: no-gain:N evaluations, nothing-to-learn:N steps, seconds:N; may be repeated; e.g. no-gain:5.",
+    "End early: no-gain:N evaluations, seconds:N, nothing-to-learn:N steps with rollouts; may be repeated; e.g. "
+    "no-gain:5.",
     metavar="RULE:N",
 )
 

@@ -75,7 +75,7 @@ def print_closing(config: "RunConfig") -> None:
     summary = read_json(folder.summary) if folder.summary.is_file() else {}
     print_table(
         [
-            *_evaluation_rows(folder, summary),
+            *evaluation_rows(folder, summary),
             ("model", str(folder.model)),
             ("curve", str(folder.curve)),
             ("metrics", str(folder.metrics)),
@@ -99,15 +99,18 @@ def _print_samples(samples: Mapping[str, Sequence[Mapping[str, Any]]]) -> None:
     Console().print(table)
 
 
-def _evaluation_rows(folder: RunFolder, summary: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """What the evaluations of the run found, and where the best model is."""
+def evaluation_rows(
+    folder: RunFolder, summary: Mapping[str, Any], names: Sequence[str] | None = None
+) -> list[tuple[str, str]]:
+    """What the evaluations of the run found, by these names or every figure with an interval; the best model."""
     rows = [("ended early", str(summary["ended_early"]))] if "ended_early" in summary else []
     if ends := summary.get("held_out"):
         before, after = ends["before"], ends["after"]
-        figures = [name for name in after if f"{name}/low" in after and name in before]
-        for index, name in enumerate(figures):
-            spread = f"95 % interval {after[f'{name}/low']:.3f} to {after[f'{name}/high']:.3f}"
-            rows.append(("" if index else "held out", f"{name} {before[name]:.3f} -> {after[name]:.3f}, {spread}"))
+        known = [name for name in names or after if isinstance(before.get(name), float) and name in after]
+        for index, name in enumerate(name for name in known if names or f"{name}/low" in after):
+            ends = [f"{after[f'{name}/{end}']:.3f}" for end in ("low", "high") if f"{name}/{end}" in after]
+            spread = f", 95 % interval {' to '.join(ends)}" if ends else ""
+            rows.append(("" if index else "held out", f"{name} {before[name]:.3f} -> {after[name]:.3f}{spread}"))
     if best := summary.get("best"):
         rows.append(("best model", f"{folder.best}, of step {best['step']}"))
     return rows

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from ycore_cli import options as o
-from ycore_cli.output import print_closing, print_json, print_line, print_table, stdout_for_json
+from ycore_cli.output import evaluation_rows, print_closing, print_json, print_line, print_table, stdout_for_json
 
 from ycore.config.algorithms import FLOW, Algorithm, find_algorithm
 from ycore.errors import ConfigError, RunFolderError
@@ -38,7 +38,8 @@ _ROLLOUTS = {
 }  # fmt: skip
 _EXAMPLES = {
     "dataset": o.Examples, "split": o.Split, "limit": o.Limit, "eval_dataset": o.EvalDataset,
-    "eval_split": o.EvalSplit, "held_out": o.HeldOut, "batch_size": o.BatchSize, "epochs": o.Epochs,
+    "eval_split": o.EvalSplit, "held_out": o.HeldOut, "eval_every": o.EvalEvery, "keep_best": o.KeepBest,
+    "stop_when": o.StopWhen, "batch_size": o.BatchSize, "epochs": o.Epochs, "wandb_project": o.WandbProject,
 }  # fmt: skip
 _HOW = {
     "dry_run": o.DryRun, "resume": o.Resume, "resume_from": o.ResumeFrom, "accept_changes": o.AcceptChanges,
@@ -223,24 +224,12 @@ def _closing_rows(config: "TuneConfig", summary: Mapping[str, Any]) -> list[tupl
     if find_algorithm(config.algorithm).trains_reward_model:
         try_next = ["ycore", "grpo", "--model", config.model, "--dataset", "FILE", "--reward", f"rm:{folder.model}"]
     return [
-        *_held_out_rows(summary.get("held_out") or {}),
+        *evaluation_rows(folder, summary, find_algorithm(config.algorithm).figures),
         ("model", str(folder.model)),
         ("curve", str(folder.curve)),
         ("metrics", str(folder.metrics)),
         ("try next", shlex.join(try_next)),
     ]
-
-
-def _held_out_rows(measured: Mapping[str, Any]) -> list[tuple[str, str]]:
-    before, after = measured.get("before") or {}, measured.get("after") or {}
-    if not after:
-        return []
-    names = ("loss", "accuracy", "mean_token_accuracy", "rewards/accuracies", "rewards/margins")
-    parts = [f"{name} {before[name]:.3f} -> {after[name]:.3f}" for name in names if name in after and name in before]
-    if "accuracy_95" in after:
-        low, high = after["accuracy_95"]
-        parts.append(f"95 % interval of the accuracy {low:.3f} to {high:.3f}")
-    return [("held out", f"{after['n']} rows: {', '.join(parts)}")]
 
 
 PipelineFile = Annotated[

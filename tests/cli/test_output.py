@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 from ycore_cli.main import run
-from ycore_cli.output import number, print_closing, print_json, print_table, stdout_for_json
+from ycore_cli.output import evaluation_rows, number, print_closing, print_json, print_table, stdout_for_json
 
 from ycore.config.schema import RewardConfig, RunConfig
 from ycore.plan.step_forecast import Row
@@ -36,6 +36,21 @@ def test_without_json_nothing_moves(capfd: pytest.CaptureFixture[str]) -> None:
     with stdout_for_json(False):
         print("here")
     assert capfd.readouterr().out == "here\n"
+
+
+def test_what_evaluations_found_is_told_by_its_figures(tmp_path: Path) -> None:
+    before = {"step": 0, "n": 9, "loss": 2.0, "accuracy": 0.25, "accuracy/low": 0.1, "accuracy/high": 0.4}
+    after = before | {"step": 8, "loss": 1.0, "accuracy": 0.75, "accuracy/low": 0.5, "accuracy/high": 0.875}
+    summary = {"held_out": {"before": before, "after": after}, "best": after, "ended_early": "no gain"}
+    rows = evaluation_rows(RunFolder(tmp_path), summary, ("loss", "accuracy", "margin"))
+    assert rows == [
+        ("ended early", "no gain"),
+        ("held out", "loss 2.000 -> 1.000"),
+        ("", "accuracy 0.250 -> 0.750, 95 % interval 0.500 to 0.875"),
+        ("best model", f"{tmp_path / 'best'}, of step 8"),
+    ]
+    assert evaluation_rows(RunFolder(tmp_path), summary)[1] == ("held out", rows[2][1])
+    assert evaluation_rows(RunFolder(tmp_path), {}) == []
 
 
 def test_recipes_as_json(capfd: pytest.CaptureFixture[str]) -> None:

@@ -40,6 +40,12 @@ def line(place: Path, words: str) -> list[str]:
 GOOD: list[tuple[str, tuple[str | int, ...], Any]] = [
     ("reward", ("dataset", "rows"), 18),
     ("reward --held-out 5", ("dataset", "held_out"), 5),
+    ("reward --held-out 5 --eval-every 2", ("dataset", "eval_every"), 2),
+    ("reward --steps 12", ("dataset", "eval_every"), 3),
+    ("reward --held-out 0", ("dataset", "eval_every"), None),
+    ("kto --keep-best rewards/margins", ("config", "keep_best"), "rewards/margins"),
+    ("sft --set columns.completion=chosen --stop-when no-gain:2", ("config", "stop_when"), ["no-gain:2"]),
+    ("dpo --wandb-project sums", ("trl", "project"), "sums"),
     ("dpo --full", ("trl", "learning_rate"), 1e-6),
     ("dpo --loss-type ipo,sft --beta 0.05", ("trl", "loss_type"), ["ipo", "sft"]),
     ("dpo --epochs 2.5 --batch-size 4", ("batch", "steps"), 12),
@@ -72,7 +78,7 @@ def test_the_plan_in_words(place: Path, capfd: pytest.CaptureFixture[str]) -> No
     out, err = capfd.readouterr()
     assert err == ""
     assert [text.split()[0] for text in out.splitlines()] == ["model", "dataset", "batch", "run", "output", "Nothing"]
-    assert "18 rows to train on, 2 held out, chats, columns prompt, chosen, rejected" in out
+    assert "18 rows to train on, 2 held out (measured every 1 steps), chats, columns prompt, chosen, rejected" in out
     assert "3 steps, 1 epochs, of LoRA r=16, bfloat16, learning rate 0.0001, seed 0" in out
 
 
@@ -109,7 +115,10 @@ BAD = [
     ("sft --dataset {place}/chats.jsonl --model {place}/untemplated --completion-only-loss false", "no chat template"),
     ("dpo --loss-typ ipo", "no option --loss-typ; did you mean '--loss-type'"),
     ("dpo --group-size 4", "no option --group-size"),
-    ("dpo --eval-steps 4", "eval_steps is not taken from TRL's fields"),
+    ("dpo --eval-steps 4", "say `--held-out 200` and `--eval-every`, or `--keep-best loss`"),
+    ("dpo --keep-best accuracy", "(loss, rewards/accuracies, rewards/margins); it is 'accuracy'"),
+    ("dpo --held-out 0 --eval-every 4", "--eval-every needs rows to measure on"),
+    ("dpo --stop-when nothing-to-learn:2", "counts groups of completions, and ycore dpo has none"),
     ("dpo --batch-size 0", "batch_size must be greater than 0; it is 0"),
     ("dpo --batch-size 64", "a step takes 64 rows and the dataset has 18 to train on; e.g. --batch-size 18"),
     ("dpo --batch-size eight", "--batch-size takes a whole number; it is 'eight'"),

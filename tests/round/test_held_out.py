@@ -6,12 +6,13 @@ from typing import Any
 
 import pytest
 
-from ycore.config.schema import RewardConfig, RunConfig
+from ycore.config.schema import RewardConfig, RunConfig, TuneConfig
 from ycore.errors import ConfigError
 from ycore.rewards.answers import final_answer
 from ycore.round.held_out import (
     best_of,
     check_evaluation,
+    check_measuring,
     figures,
     is_due,
     names_of,
@@ -145,9 +146,44 @@ def test_seconds_end_a_run_before_the_step_that_would_pass_them() -> None:
 
 
 def test_an_evaluation_is_due_before_the_first_step_and_after_the_last() -> None:
-    run = config(eval_dataset="t", eval_every=4, steps=10)
-    assert [step for step in range(11) if is_due(step, run)] == [0, 4, 8, 10]
-    assert not any(is_due(step, config(steps=10)) for step in range(11))
+    assert [step for step in range(11) if is_due(step, 4, 10)] == [0, 4, 8, 10]
+    assert [step for step in range(12) if is_due(step, None, 11)] == [0, 3, 6, 9, 11]
+
+
+def tuning(method: str = "sft", **settings: Any) -> TuneConfig:
+    return TuneConfig.model_validate({"algorithm": method, "model": "m", "dataset": "d", "output": "o", **settings})
+
+
+def test_a_loss_is_best_where_it_is_lowest() -> None:
+    told = [{"step": n, "ycore/eval/loss": loss, "ycore/eval/accuracy": 0.5} for n, loss in enumerate([2.0, 1.0, 1.5])]
+    assert why_stop(told[:2], tuning(stop_when=["no-gain:1"])) is None
+    found = why_stop(told, tuning(stop_when=["no-gain:1"]))
+    assert found == "no gain in 1 evaluations over loss 1 of step 1"
+    ends = report(told, tuning("reward", keep_best="loss"))
+    assert (ends["held_out"]["after"]["loss"], ends["best"]["step"]) == (1.5, 1)
+    by_accuracy = tuning("reward", keep_best="accuracy", stop_when=["no-gain:2"])
+    assert "over accuracy 0.5 of step 0" in str(why_stop(told, by_accuracy))
+
+
+@pytest.mark.parametrize(
+    ("method", "settings", "num_held_out", "said"),
+    [
+        ("sft", {"eval_every": 5}, 0, "--eval-every needs rows to measure on; hold some out"),
+        ("sft", {"stop_when": ["no-gain:2"]}, 0, "--stop-when no-gain needs rows"),
+        ("dpo", {"keep_best": "accuracy"}, 9, "(loss, rewards/accuracies, rewards/margins); it is 'accuracy'"),
+        ("reward", {"keep_best": "acuracy"}, 9, "did you mean 'accuracy'?"),
+        ("kto", {"stop_when": ["no-gain:2", "nothing-to-learn:2"]}, 9, "ycore kto has none; take no-gain:N"),
+        ("kto", {"stop_when": ["no-gain:2", "bored:2"]}, 9, "it is 'bored:2'"),
+    ],
+)
+def test_what_an_evaluation_of_examples_cannot_have_is_refused_by_name(
+    method: str, settings: dict[str, Any], num_held_out: int, said: str
+) -> None:
+    check_measuring(tuning(stop_when=["seconds:60"]), 0)
+    check_measuring(tuning(eval_every=5, keep_best="mean_token_accuracy", stop_when=["no-gain:2"]), 9)
+    with pytest.raises(ConfigError) as caught:
+        check_measuring(tuning(method, **settings), num_held_out)
+    assert said in str(caught.value)
 
 
 def test_the_report_has_both_ends_and_the_best() -> None:

@@ -16,6 +16,7 @@ from transformers import (
 )
 
 from tests.tiny_vision import write_tiny_vision_model
+from ycore.config.algorithms import find_algorithm
 from ycore.config.resolve import resolve
 from ycore.errors import DataError, Interrupted, RunFolderError
 from ycore.models.fetch import fetch_model
@@ -23,7 +24,7 @@ from ycore.models.names import resolve_model
 from ycore.models.tiny import write_tiny_model
 from ycore.run.claim import claim
 from ycore.run.files import read_json, write_json_atomic
-from ycore.run.metrics import read_metrics
+from ycore.run.metrics import is_evaluation, read_metrics
 from ycore.run.paths import RunFolder
 from ycore.trainer.example_run import ExampleRun
 from ycore.trl import build, forward
@@ -77,7 +78,22 @@ def trained(run: ExampleRun) -> None:
 
 
 def losses(output: Path) -> list[float]:
-    return [row["loss"] for row in read_metrics(RunFolder(output).metrics)]
+    return [row["loss"] for row in read_metrics(RunFolder(output).metrics) if "loss" in row]
+
+
+def measured(output: Path) -> dict[int, dict[str, float]]:
+    """Of each evaluation, by its step, what it found but for its seconds."""
+    rows = [row for row in read_metrics(RunFolder(output).metrics) if is_evaluation(row)]
+    assert not any("loss" in row for row in rows), "an evaluation has a row of its own"
+    return {row["step"]: {name: row[name] for name in row if name.startswith("ycore/eval/")} for row in rows}
+
+
+def adapter(folder: Path) -> dict[str, torch.Tensor]:
+    return dict(load_file(folder / "adapter_model.safetensors"))
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
+    return one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
 
 
 @pytest.mark.parametrize(
@@ -103,9 +119,10 @@ def test_it_learns_and_its_model_loads(
     before, after = told["held_out"]["before"], told["held_out"]["after"]
     assert after["n"] == before["n"] > 0
     assert after["loss"] < before["loss"] if better == "loss" else after[better] > before[better]
+    assert list(measured(output)) == [0, 2, 4, 6, 8] and set(find_algorithm(method).figures) <= set(after)
+    assert measured(output)[8]["ycore/eval/loss"] == after["loss"] and after["step"] == 8
     if method == "reward":
-        low, high = after["accuracy_95"]
-        assert after["accuracy"] == 1.0 == high and 0.5 < low < 1.0
+        assert after["accuracy"] == 1.0 == after["accuracy/high"] and 0.5 < after["accuracy/low"] < 1.0
     assert loads(output, method, place)
     assert [path.name for path in sorted(RunFolder(output).checkpoints.glob("checkpoint-*"))] == [
         "checkpoint-4", "checkpoint-8",
@@ -199,14 +216,15 @@ def test_stopped_and_gone_on_with_is_never_stopped(place: Path, tmp_path: Path) 
     trained(opened(place, parts, "kto", **keys))
 
     assert losses(parts) == losses(whole) and len(set(losses(whole))) == 6
-    one, other = (load_file(RunFolder(run).model / "adapter_model.safetensors") for run in (whole, parts))
-    assert one.keys() == other.keys() and all(torch.equal(one[name], other[name]) for name in one)
+    assert measured(parts) == measured(whole)
+    assert same(adapter(RunFolder(whole).model), adapter(RunFolder(parts).model))
 
 
 @pytest.mark.parametrize("method", ["sft", "dpo"])
 def test_a_stop_ends_a_measurement_and_the_run_goes_on(method: str, place: Path, tmp_path: Path) -> None:
-    """Before the first step nothing is left behind; after the last, all steps are kept and only the figures missing."""
+    """Before the first step nothing is left behind; later all steps are kept and only the figures are missing."""
     rows = {"columns": {"text": "chosen"}} if method == "sft" else {}
+    trained(opened(place, tmp_path / "whole", method, **rows))
     first = opened(place, tmp_path / "run", method, **rows)
     first.stop.set()
     with pytest.raises(Interrupted, match="held-out rows"):
@@ -215,17 +233,130 @@ def test_a_stop_ends_a_measurement_and_the_run_goes_on(method: str, place: Path,
     first.save_checkpoint()
     first.close()
 
-    last = opened(place, tmp_path / "run", method, **rows)
-    last.trainer.add_callback(StopAtTheEnd(last, step=0))
-    with pytest.raises(Interrupted, match="held-out rows"):
-        last.train()
-    last.save_checkpoint()
-    last.close()
-    assert "after" not in read_json(RunFolder(tmp_path / "run").held_out)["held_out"]
+    for step in (6, 8):
+        run = opened(place, tmp_path / "run", method, **rows)
+        stop_while_measuring(run, step)
+        with pytest.raises(Interrupted):
+            run.train()
+        run.save_checkpoint()
+        run.close()
+        assert list(measured(tmp_path / "run")) == [0, 2, 4, 6][: step // 2]
+        assert read_json(RunFolder(tmp_path / "run").checkpoints / f"checkpoint-{step}" / "trainer_state.json")
+    assert not RunFolder(tmp_path / "run").held_out.is_file()
 
     trained(opened(place, tmp_path / "run", method, **rows))
     assert read_json(RunFolder(tmp_path / "run").held_out)["held_out"]["after"]["n"] == 6
-    assert [row["step"] for row in read_metrics(RunFolder(tmp_path / "run").metrics)] == list(range(1, 9))
+    assert measured(tmp_path / "run") == measured(tmp_path / "whole")
+    steps = [[numbers(row) for row in read_metrics(tmp_path / run / "metrics.jsonl")] for run in ("run", "whole")]
+    assert [row for row in steps[0] if "loss" in row] == [row for row in steps[1] if "loss" in row]
+
+
+def numbers(row: dict[str, Any]) -> dict[str, Any]:
+    """Without times, and without TRL's count of tokens, which begins anew in each process."""
+    return {name: row[name] for name in row if "time" not in name and name != "num_tokens"}
+
+
+def stop_while_measuring(run: ExampleRun, step: int) -> None:
+    measure = run.trainer.measure
+
+    def stops() -> Any:
+        if run.trainer.state.global_step == step:
+            run.stop.set()
+        return measure()
+
+    run.trainer.measure = stops
+
+
+def scripted(run: ExampleRun, told: dict[int, float]) -> ExampleRun:
+    """The losses that it measures are the test's own; at a step without any it is stopped."""
+
+    def measure() -> dict[str, Any]:
+        if run.trainer.state.global_step not in told:
+            raise Interrupted("stopped while the held-out rows were measured")
+        return {"n": 6, "loss": told[run.trainer.state.global_step]}
+
+    run.trainer.measure = measure
+    return run
+
+
+def test_evaluations_change_nothing_of_the_training_and_the_best_model_is_kept(place: Path, tmp_path: Path) -> None:
+    """The least loss is that of step 2. Dropout draws random numbers, and evaluations must draw none of them."""
+    keys: dict[str, Any] = {"lora": {"dropout": 0.2}, "columns": {"text": "chosen"}, "steps": 6}
+    trained(opened(place, tmp_path / "plain", "sft", **keys, eval_every=100))
+    told = {0: 3.0, 2: 1.0, 4: 2.0, 6: 1.5}
+    run = scripted(opened(place, tmp_path / "best", "sft", **keys, keep_best="loss"), told)
+    weights = Keeps(run)
+    run.trainer.add_callback(weights)
+    trained(run)
+    assert list(measured(tmp_path / "plain")) == [0, 6] and list(measured(tmp_path / "best")) == [0, 2, 4, 6]
+    assert losses(tmp_path / "plain") == losses(tmp_path / "best")
+    plain, best = RunFolder(tmp_path / "plain"), RunFolder(tmp_path / "best")
+    assert same(adapter(plain.model), adapter(best.model)) and not same(adapter(best.best), adapter(best.model))
+    kept = list(adapter(best.best).values())
+    assert len(kept) == len(weights.steps[2])
+    assert all(any(torch.equal(one, other) for other in kept) for one in weights.steps[2])
+    assert read_json(best.best / "evaluation.json")["step"] == 2 == read_json(best.held_out)["best"]["step"]
+
+
+class Keeps(TrainerCallback):
+    """The trained weights after every step."""
+
+    def __init__(self, run: ExampleRun) -> None:
+        self._run, self.steps = run, dict[int, list[torch.Tensor]]()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        weights = self._run.trainer.bare_model.parameters()
+        self.steps[state.global_step] = [one.detach().clone() for one in weights if one.requires_grad]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_a_reward_model_that_is_kept_trains_on_as_it_was(dtype: str, lora: bool, place: Path, tmp_path: Path) -> None:
+    """It is saved merged, or in the dtype of its result, and the model in training must stay what it is."""
+    keys: dict[str, Any] = {"steps": 4, "dtype": dtype, **({} if lora else {"lora": None})}
+    trained(opened(place, tmp_path / "plain", "reward", **keys, eval_every=2))
+    trained(opened(place, tmp_path / "best", "reward", **keys, eval_every=2, keep_best="accuracy"))
+    assert losses(tmp_path / "plain") == losses(tmp_path / "best")
+    assert measured(tmp_path / "plain") == measured(tmp_path / "best")
+    best = RunFolder(tmp_path / "best").best
+    assert AutoModelForSequenceClassification.from_pretrained(best).config.num_labels == 1
+    assert (best / "adapter").is_dir() == lora and read_json(best / "evaluation.json")["ycore/eval/n"] == 6
+
+
+def test_a_run_without_gain_ends_early_also_where_it_was_stopped_before(place: Path, tmp_path: Path) -> None:
+    """The loss of step 2 is the least. A run that is stopped while step 4 is measured ends there, as one never stopped.
+
+    So does one that is killed after that decision: its checkpoint of step 4 is that of a run that was over.
+    """
+    keys: dict[str, Any] = {"columns": {"text": "chosen"}, "stop_when": ["no-gain:1"], "checkpoint_every": 4}
+    told = {0: 3.0, 2: 1.0, 4: 1.0, 6: 0.5}
+    for name in ("whole", "stopped", "killed"):
+        run = scripted(opened(place, tmp_path / name, "sft", **keys), told)
+        if name == "stopped":
+            scripted(run, {step: loss for step, loss in told.items() if step < 4})
+        if name == "killed":
+            run.trainer.add_callback(DiesAtTheEnd())
+        if name != "whole":
+            with pytest.raises((Interrupted, Died)):
+                run.train()
+            run.save_checkpoint()
+            run.close()
+            run = scripted(opened(place, tmp_path / name, "sft", **keys), told)
+        trained(run)
+        folder = RunFolder(tmp_path / name)
+        assert len(losses(tmp_path / name)) == 4 and list(measured(tmp_path / name)) == [0, 2, 4], name
+        assert read_json(folder.held_out)["ended_early"] == "no gain in 1 evaluations over loss 1 of step 2"
+    models = [adapter(RunFolder(tmp_path / name).model) for name in ("whole", "stopped", "killed")]
+    assert same(models[0], models[1]) and same(models[0], models[2])
+
+
+class Died(Exception):
+    """In place of a kill."""
+
+
+class DiesAtTheEnd(TrainerCallback):
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        raise Died
 
 
 def test_a_damaged_checkpoint_is_passed_over(place: Path, tmp_path: Path) -> None:
@@ -236,7 +367,7 @@ def test_a_damaged_checkpoint_is_passed_over(place: Path, tmp_path: Path) -> Non
     run.close()
     (RunFolder(tmp_path).checkpoints / "checkpoint-4" / "adapter_model.safetensors").write_bytes(b"half")
     trained(opened(place, tmp_path, "sft", columns={"text": "chosen"}, steps=6, checkpoint_every=2))
-    assert [row["step"] for row in read_metrics(RunFolder(tmp_path).metrics)] == list(range(1, 7))
+    assert len(losses(tmp_path)) == 6 and list(measured(tmp_path)) == [0, 2, 4, 6]
     assert (RunFolder(tmp_path).checkpoints / "damaged-checkpoint-4").is_dir()
 
 
@@ -263,13 +394,6 @@ class StopAfter(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if state.global_step == self._step - 1:
             self._run.stop.set()
-
-
-class StopAtTheEnd(StopAfter):
-    """Asks the run to stop once all steps are taken."""
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._run.stop.set()
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])

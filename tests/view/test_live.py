@@ -139,6 +139,16 @@ def test_a_run_without_slots_has_no_lanes() -> None:
     assert [line.split()[0] for line in shown(view).splitlines()] == ["step", "loss", "now"]
 
 
+def test_an_evaluation_of_held_out_rows_is_shown_beside_the_loss() -> None:
+    view = RunView(10)
+    for step, loss in ((1, 2.5), (2, 2.25)):
+        view.add({"step": step, "loss": loss})
+    view.add({"step": 2, "ycore/eval/loss": 2.375, "ycore/eval/rewards/accuracies": 0.75, "ycore/time/eval": 1.0})
+    lines = [line.strip().split(maxsplit=1) for line in shown(view).splitlines()]
+    assert lines[1] == ["loss", "2.250  █▁"], "the last step's, which the evaluation is not"
+    assert lines[2] == ["held", "out  loss 2.3750 accuracy 75% at step 2"]
+
+
 def test_a_run_that_is_over_waits_for_nothing() -> None:
     text = shown(RunView(10, look=lambda: scene(1, is_over=True)))
     assert "now" not in text and "queues" not in text and "slot 0" in text

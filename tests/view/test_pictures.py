@@ -41,9 +41,12 @@ def test_a_picture_is_drawn_where_there_is_a_loss(tmp_path: Path) -> None:
     rows = [{"step": step, "loss": 1.0 / step, "accuracy": 0.5, "margin": 0.1} for step in range(1, 7)]
     assert draw_curve(rows, tmp_path / "curve.png", "title")
     assert (tmp_path / "curve.png").read_bytes().startswith(b"\x89PNG")
+    measured = [*rows, {"step": 3, "ycore/eval/loss": 0.9}, {"step": 6, "ycore/eval/loss": 0.7}]
+    assert draw_curve(measured, tmp_path / "measured.png", "title")
+    assert (tmp_path / "measured.png").read_bytes() != (tmp_path / "curve.png").read_bytes()
     assert draw_curve([{"step": 1, "loss": 2.0}], tmp_path / "bare.png", "only a loss")
     assert not draw_curve([{"step": 1}], tmp_path / "none.png", "nothing")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["bare.png", "curve.png"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bare.png", "curve.png", "measured.png"]
 
 
 def test_a_title_is_drawn_as_it_is(tmp_path: Path) -> None:

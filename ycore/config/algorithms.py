@@ -33,6 +33,8 @@ class Algorithm:
     settings: Mapping[str, Any] = field(default_factory=dict)  # keys of the config under every other layer
     # What an example is: an answer, a better and a worse answer, or an answer with a label.
     rows: Literal["answers", "pairs", "labelled"] | None = None
+    # What `--keep-best` may compare of its held-out rows; the first is what `--stop-when no-gain` compares by default.
+    figures: tuple[str, ...] = ()
     sequences_per_row: int = 1  # sequences that the trainer runs for one row
     min_micro_batch: int = 1  # the fewest rows in a micro-batch
     trains_reward_model: bool = False  # whether the result is a reward model instead of a policy
@@ -133,6 +135,7 @@ _ROWS = (
         learning_rate=2e-5,
         lora_learning_rate=2e-4,
         rows="answers",
+        figures=("loss", "mean_token_accuracy"),
     ),
     Algorithm(
         name="reward",
@@ -150,6 +153,7 @@ _ROWS = (
         learning_rate=1e-5,  # TRL's 1e-4 on every weight of a reward model makes it forget its pretraining
         lora_learning_rate=1e-4,
         rows="pairs",
+        figures=("loss", "accuracy", "margin"),
         sequences_per_row=2,
         trains_reward_model=True,
     ),
@@ -169,6 +173,7 @@ _ROWS = (
         learning_rate=1e-6,
         lora_learning_rate=2e-5,
         rows="pairs",
+        figures=("loss", "rewards/accuracies", "rewards/margins"),
         sequences_per_row=2,
     ),
     Algorithm(
@@ -189,6 +194,7 @@ _ROWS = (
         learning_rate=1e-6,
         lora_learning_rate=2e-5,
         rows="labelled",
+        figures=("loss", "rewards/margins"),
         sequences_per_row=2,  # the answer, and another row's answer for the KL term
         min_micro_batch=2,  # the KL term pairs every prompt with another row's answer
     ),

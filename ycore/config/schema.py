@@ -392,8 +392,12 @@ class TuneConfig(BaseConfig):
     eval_dataset: str | None = None  # where held-out rows come from; None takes them from `dataset`
     # The split of the held-out rows; None splits `dataset` so that no prompt is on both sides.
     eval_split: str | None = None
-    # Rows to measure on, before and after; None is a tenth of the rows, at most 256; 0 measures nothing.
+    # Rows to measure on before the first step, every `eval_every` steps and after the last. None is a tenth of the
+    # rows, at most 256; 0 measures nothing.
     held_out: Annotated[int, Field(ge=0, strict=True)] | None = None
+    eval_every: Positive | None = None  # None is a fifth of the run
+    keep_best: str | None = None  # a figure of the held-out rows, e.g. `loss`: its best model is kept in `best/`
+    stop_when: list[str] = []  # ends a run early: `no-gain:N` evaluations, `seconds:N`
     # Rows (a pair is one) in an optimizer step, over all ranks; None is 8, or the product of TRL's batch fields.
     batch_size: Positive | None = None
     epochs: Annotated[float, Field(gt=0)] = 1.0  # passes over the rows; `steps` wins

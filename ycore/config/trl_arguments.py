@@ -93,7 +93,7 @@ _ALIASES: Mapping[str, str] = {
 
 _EVALUATION = ("do_eval", "do_predict", "eval_strategy", "eval_steps", "eval_on_start", "load_best_model_at_end")
 _NO_EVALUATION = "ycore evaluates by rollouts; say `--eval-dataset` and `--eval-every`, or `--keep-best pass@1`"
-_HELD_OUT = "ycore measures on held-out rows before and after training; say `--held-out 200`"
+_HELD_OUT = "ycore measures on held-out rows; say `--held-out 200` and `--eval-every`, or `--keep-best loss`"
 _DATA_ORDER = "ycore owns the order of the data, by `--seed`"
 _COMPILED_ANEW = "a packed row has another length at every pass, and each would be compiled anew; leave it out"
 _ENGINE = "ycore starts, feeds and stops the engines itself; say `--engine vllm` or `--engine transformers`"

@@ -12,19 +12,19 @@ import numpy as np
 from ycore.config.flow_settings import FlowConfig
 from ycore.flow.sampler import NOWHERE, Picture, PictureEngine
 from ycore.rewards.loading import reward_names
-from ycore.round.held_out import PREFIX, RIGHT_FROM, with_interval
+from ycore.round.held_out import RIGHT_FROM, as_metrics, with_interval
 from ycore.round.sampling import completion_seed, total_reward
 from ycore.round.scoring import Scoring, Writing
 from ycore.round.slots import Slots
 from ycore.run.images import ImageStore
-from ycore.run.metrics import Row, number
+from ycore.run.metrics import EVALUATION, Row, number
 from ycore.run.tasks import together
 from ycore.types import Completion, Draw, Prompt, Score
 
-TRAINED = f"{PREFIX}trained_reward"
-"""What the run learns from, on the pictures that are measured; `ycore/eval/reward` is the judge's."""
+TRAINED, JUDGED = f"{EVALUATION}trained_reward", f"{EVALUATION}reward"
+"""What the run learns from, and what judges it, on the pictures that are measured."""
 
-FELL = f"{PREFIX}judge_fell"
+FELL = f"{EVALUATION}judge_fell"
 
 
 def conditions(prompts: Sequence[Prompt], column: str) -> list[Prompt]:
@@ -67,7 +67,7 @@ async def measure(
     totals = [total_reward(scores, [spec.weight for spec in specs]) for _, _, judged in groups for scores in judged]
     right = np.array([total is not None and total >= RIGHT_FROM for total in totals])
     figures |= {"diversity": diversity(values, labels), "diversity_of_right": diversity(values[right], labels[right])}
-    return {f"{PREFIX}{name}": value for name, value in figures.items()}
+    return as_metrics(figures)
 
 
 def _means(name: str, scores: Sequence[Sequence[Score]], specs: Sequence[Any]) -> dict[str, float]:
@@ -103,15 +103,15 @@ def judge_fell(rows: Sequence[Row]) -> float | None:
     Args:
         rows: of the run's metrics, the last of them measured now.
     """
-    measured = [row for row in rows if number(row, TRAINED) is not None and number(row, f"{PREFIX}reward") is not None]
+    measured = [row for row in rows if number(row, TRAINED) is not None and number(row, JUDGED) is not None]
     if len(measured) < 2:
         return None
     *before, now = measured
-    best = max(before, key=lambda row: number(row, f"{PREFIX}reward") or 0.0)
+    best = max(before, key=lambda row: number(row, JUDGED) or 0.0)
     is_below = _of(now, "reward/high") < _of(best, "reward/low")
     stays = _of(now, "trained_reward/high") >= _of(best, "trained_reward/low")
     return _of(best, "reward") - _of(now, "reward") if is_below and stays else None
 
 
 def _of(row: Mapping[str, Any], name: str) -> float:
-    return number(row, PREFIX + name) or 0.0
+    return number(row, EVALUATION + name) or 0.0

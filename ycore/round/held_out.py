@@ -15,21 +15,19 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import numpy.typing as npt
 
-from ycore.config.schema import RewardConfig, RunConfig, a_fifth
+from ycore.config.algorithms import find_algorithm
+from ycore.config.schema import AnyConfig, RewardConfig, RunConfig, TuneConfig, a_fifth
 from ycore.errors import ConfigError, nearest
 from ycore.rewards.answers import final_answer
 from ycore.rewards.loading import reward_names
 from ycore.round.constraints import constraints_of
 from ycore.round.sampling import total_reward
-from ycore.run.metrics import STEP_SECONDS, Row, number, pass_at_k
+from ycore.run.metrics import EVALUATION, STEP_SECONDS, Row, is_evaluation, number, pass_at_k
 from ycore.run.tasks import together
 from ycore.types import Draw, Group
 
 if TYPE_CHECKING:
     from ycore.round.step import Controller
-
-PREFIX = "ycore/eval/"
-"""Of the figures in a run's metrics; `/low` and `/high` after a figure are its interval."""
 
 NO_GAIN, NOTHING_TO_LEARN, SECONDS = "no-gain", "nothing-to-learn", "seconds"
 _RULES = {
@@ -55,8 +53,10 @@ Counted = npt.NDArray[np.float64]
 # -- what is measured --------------------------------------------------------------------------------------------------
 
 
-def names_of(config: RunConfig) -> list[str]:
-    """The figures of an evaluation with these settings."""
+def names_of(config: AnyConfig) -> list[str]:
+    """The figures of an evaluation with these settings; the first is compared where the run names none."""
+    if isinstance(config, TuneConfig):
+        return list(find_algorithm(config.algorithm).figures)
     kinds = ["pass", "cot-pass"] if any(reward.constraint for reward in config.rewards) else ["pass"]
     passes = [f"{kind}@{k}" for kind in kinds for k in _ks(config.num_samples)]
     majority = [f"majority@{config.num_samples}"] if _votes(config.rewards, config.num_samples) else []
@@ -193,29 +193,45 @@ def _wins(pairs: Sequence[Sequence[float | None]]) -> Counted:
 
 def check_evaluation(config: RunConfig) -> None:
     """ConfigError for a figure, a rule or a reward that an evaluation of this run cannot have."""
-    held_out, rules = config.for_evaluation(), [parse_rule(text) for text in config.stop_when]
-    asking: dict[str, Any] = {"--keep-best": config.keep_best, "--eval-every": config.eval_every}
-    asking |= {"--eval-while-training": config.eval_while_training, "--eval-reward": config.eval_rewards}
-    asking["--stop-when no-gain"] = any(name == NO_GAIN for name, _ in rules)
+    held_out = config.for_evaluation()
     if held_out is not None and config.replay is not None:
         raise ConfigError("--eval-dataset needs engines, and a run with --replay starts none; leave one of them out")
-    if held_out is None:
-        for option, value in asking.items():
-            if value:
-                raise ConfigError(f"{option} needs rows to measure on; name them, e.g. --eval-dataset test.jsonl")
-        return
-    known = names_of(held_out)
-    if config.keep_best is not None and config.keep_best not in known:
-        near = nearest(config.keep_best, known, limit=1)
-        raise ConfigError(
-            f"--keep-best takes a figure of the evaluation ({', '.join(known)}); it is {config.keep_best!r}{near}"
-        )
+    more = {"--eval-while-training": config.eval_while_training, "--eval-reward": config.eval_rewards}
+    _check_asked(config, held_out, more, "name them, e.g. --eval-dataset test.jsonl")
     for spec in config.eval_rewards:
         if spec.reward.startswith(("judge:", "rm:", "teacher:")) and spec not in config.rewards:
             raise ConfigError(
                 f"eval_rewards has {spec.reward}, and only models of the run's own rewards are served; "
                 "give it as a reward too, with weight 0 if it is not to train"
             )
+
+
+def check_measuring(config: TuneConfig, num_held_out: int) -> None:
+    """The same for a run on given examples, of which so many are held out."""
+    _check_asked(config, config if num_held_out else None, {}, "hold some out, e.g. --held-out 20")
+    if any(name == NOTHING_TO_LEARN for name, _ in map(parse_rule, config.stop_when)):
+        raise ConfigError(
+            f"--stop-when {NOTHING_TO_LEARN} counts groups of completions, and ycore {config.algorithm} has none; "
+            f"take {NO_GAIN}:N or {SECONDS}:N"
+        )
+
+
+def _check_asked(config: AnyConfig, measured: AnyConfig | None, more: Mapping[str, Any], way_out: str) -> None:
+    """Refuse what is asked of an evaluation. `measured`: the settings of one, None without rows to measure on."""
+    rules = [name for name, _ in map(parse_rule, config.stop_when)]
+    asking: dict[str, Any] = {"--keep-best": config.keep_best, "--eval-every": config.eval_every, **more}
+    asking["--stop-when no-gain"] = NO_GAIN in rules
+    if measured is None:
+        for option, value in asking.items():
+            if value:
+                raise ConfigError(f"{option} needs rows to measure on; {way_out}")
+        return
+    known = names_of(measured)
+    if config.keep_best is not None and config.keep_best not in known:
+        near = nearest(config.keep_best, known, limit=1)
+        raise ConfigError(
+            f"--keep-best takes a figure of the evaluation ({', '.join(known)}); it is {config.keep_best!r}{near}"
+        )
 
 
 def parse_rule(text: str) -> tuple[str, int]:
@@ -227,31 +243,37 @@ def parse_rule(text: str) -> tuple[str, int]:
     return name, int(count)
 
 
-def is_due(step: int, config: RunConfig) -> bool:
-    every = config.eval_every or a_fifth(config.steps)
-    return config.eval_dataset is not None and (step % every == 0 or step == config.steps)
+def is_due(step: int, every: int | None, steps: int) -> bool:
+    """Before the first step, every so many, by default a fifth of the run, and after the last."""
+    return step % (every or a_fifth(steps)) == 0 or step == steps
 
 
-def watched(config: RunConfig) -> str:
+def watched(config: AnyConfig) -> str:
     """The metric by which evaluations are compared."""
-    return PREFIX + (config.keep_best or "reward")
+    return EVALUATION + (config.keep_best or names_of(config)[0])
+
+
+def worth(row: Row, metric: str) -> float:
+    """What is higher for a better row: the value of the metric, or less the loss."""
+    value = number(row, metric)
+    return float("-inf") if value is None else -value if metric == f"{EVALUATION}loss" else value
 
 
 def best_of(rows: Sequence[Row], metric: str) -> Row | None:
-    """The first row with the highest value."""
+    """The first row with the best value."""
     known = [row for row in rows if number(row, metric) is not None]
-    return max(known, key=lambda row: number(row, metric) or 0.0, default=None)
+    return max(known, key=lambda row: worth(row, metric), default=None)
 
 
-def why_stop(rows: Sequence[Row], config: RunConfig) -> str | None:
+def why_stop(rows: Sequence[Row], config: AnyConfig) -> str | None:
     """Why the run ends after these rows of its metrics, in words; None where it goes on."""
     for name, count in map(parse_rule, config.stop_when):
         if name == NO_GAIN:
             metric = watched(config)
-            values = [value for row in rows if (value := number(row, metric)) is not None]
+            values = [worth(row, metric) for row in rows if number(row, metric) is not None]
             if values and len(values) - 1 - values.index(max(values)) >= count:
                 best = best_of(rows, metric) or {}
-                figure = f"{metric.removeprefix(PREFIX)} {max(values):.4g}"
+                figure = f"{metric.removeprefix(EVALUATION)} {best[metric]:.4g}"
                 return f"no gain in {count} evaluations over {figure} of step {best.get('step')}"
         elif name == SECONDS:
             seconds = [value for row in rows if (value := number(row, STEP_SECONDS[0])) is not None]
@@ -265,19 +287,20 @@ def why_stop(rows: Sequence[Row], config: RunConfig) -> str | None:
 
 
 def as_metrics(measured: Mapping[str, float]) -> dict[str, float]:
-    return {PREFIX + name: value for name, value in measured.items()}
+    return {EVALUATION + name: value for name, value in measured.items()}
 
 
-def report(rows: Sequence[Row], config: RunConfig) -> dict[str, Any]:
+def figures_of(row: Row) -> dict[str, Any]:
+    """The step of a row and what was measured, by the figures' own names."""
+    values = {name.removeprefix(EVALUATION): row[name] for name in row if name.startswith(EVALUATION)}
+    return {"step": row["step"], **values}
+
+
+def report(rows: Sequence[Row], config: AnyConfig) -> dict[str, Any]:
     """What the run's summary says of its evaluations: the first, the last, and the best where it is kept."""
-    measured = [row for row in rows if f"{PREFIX}reward" in row]
+    measured = [row for row in rows if is_evaluation(row)]
     if not measured:
         return {}
-
-    def of(row: Row) -> dict[str, Any]:
-        values = {name.removeprefix(PREFIX): row[name] for name in row if name.startswith(PREFIX)}
-        return {"step": row["step"], **values}
-
     best = best_of(measured, watched(config)) if config.keep_best else None
-    ends = {"before": of(measured[0]), "after": of(measured[-1])}
-    return {"held_out": ends} | ({} if best is None else {"best": of(best)})
+    ends = {"before": figures_of(measured[0]), "after": figures_of(measured[-1])}
+    return {"held_out": ends} | ({} if best is None else {"best": figures_of(best)})

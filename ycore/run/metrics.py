@@ -22,6 +22,9 @@ Row = Mapping[str, Any]
 REWARD = ("ycore/reward", "reward")
 STEP_SECONDS = ("ycore/time/step", "step_time")
 
+EVALUATION = "ycore/eval/"
+"""Before the figures of an evaluation on held-out rows; `/low` and `/high` after a figure are its interval."""
+
 _HUGE = 2**1000
 
 
@@ -29,6 +32,11 @@ def number(row: Row, *names: str) -> float | None:
     """The first of `names` that is a finite number in this row, and below 2**1000, which no damaged row may pass."""
     values = (row.get(name) for name in names)
     return next((float(value) for value in values if isinstance(value, int | float) and -_HUGE < value < _HUGE), None)
+
+
+def is_evaluation(row: Row) -> bool:
+    """Whether the row has what an evaluation measured."""
+    return any(name.startswith(EVALUATION) for name in row)
 
 
 class MetricsWriter:

@@ -1,36 +1,155 @@
-"""Evaluations of a run with rollouts: when they are due, the model that was best, and the end before the last step.
+"""Evaluations during a run: when they are due, the model that was best, and the end before the last step.
 
 What they decide follows from the run's metrics alone, so a resumed run decides the same. They draw nothing that
 training draws: held-out prompts have their own order, and every completion its own seed.
 
-The policy of a step is measured when the step ends. With `eval_while_training` the engines measure it in a thread while
-the trainer computes the next step, from the end of its round to before its optimizer changes the weights. So figures,
-the best model and what a resumed run measures are the same; only `stop_when` decides a step later.
+The model of a step is measured when the step ends. With `eval_while_training` the engines of a run with rollouts
+measure it in a thread while the trainer computes the next step, from the end of its round to before its optimizer
+changes the weights. So figures, the best model and what a resumed run measures are the same; only `stop_when` decides a
+step later.
 """
 
 import os
 import shutil
 import time
+from abc import ABC, abstractmethod
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ycore.config.schema import RunConfig
+from ycore.config.schema import AnyConfig, RunConfig
 from ycore.errors import Interrupted
-from ycore.round.held_out import PREFIX, as_metrics, best_of, is_due, measure, report, watched, why_stop
+from ycore.round.held_out import as_metrics, best_of, is_due, measure, report, watched, why_stop, worth
 from ycore.round.step import Controller
 from ycore.run.files import read_json, sync, write_json_atomic
-from ycore.run.metrics import STEP_SECONDS, number, read_metrics
+from ycore.run.metrics import STEP_SECONDS, is_evaluation, read_metrics
 from ycore.run.trace import TRAIN
-from ycore.trainer.training_run import TrainingRun
+from ycore.trainer.training_run import EndedEarly, TrainingRun
 
 _RECORD = "evaluation.json"  # in the folder of the best model: its step and figures
 
 
-class Evaluation(TrainerCallback):
+class Evaluation(TrainerCallback, ABC):
     """Add it after the checkpoints' callback.
+
+    Args:
+        measures: whether there are rows to measure on.
+    """
+
+    def __init__(self, run: TrainingRun, config: AnyConfig, *, measures: bool) -> None:
+        self._run, self._config, self._folder, self._measures = run, config, run.home, measures
+        self._rows: list[dict[str, Any]] = []
+
+    @abstractmethod
+    def _figures(self, step: int) -> dict[str, float]:
+        """The metrics of the model of this step; all ranks call it together."""
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Take the rows up to the checkpoint. What is due there and was not measured, as step 0, is measured now."""
+        step = state.global_step
+        self._rows = [row for row in read_metrics(self._folder.metrics) if row.get("step", 0) <= step]
+        if self._best_step() > step and self._run.leads:
+            shutil.rmtree(self._folder.best)  # of a step that is taken again
+        if self._is_due(step) and not self._has(step):
+            self._log(self._measure(step))
+        if not self._is_later(step) and self._ends(step):
+            raise EndedEarly
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        step = state.global_step
+        if control.should_training_stop and step < args.max_steps:
+            return  # stopped: the step itself is whole, it is logged and saved, and measured when the run goes on
+        figures: dict[str, float] = {}
+        if self._is_due(step) and not self._is_later(step):
+            try:
+                figures = self._measure(step)
+            except Interrupted:
+                control.should_training_stop = True
+                return
+            self._tell_with_step(figures)
+        self._rows.append(self._row(step) | figures)
+        control.should_training_stop |= self._ends(step)
+
+    def finish(self, **facts: Any) -> None:
+        """Measure a run that ended early; write down what was found, after these facts."""
+        step = self._run.trainer.state.global_step
+        if self._measures and not self._has(step):
+            self._log(self._measure(step))
+        if not self._run.leads:
+            return
+        ended = {} if self._run.ended_early is None else {"ended_early": self._run.ended_early}
+        if found := facts | report(self._rows, self._config) | ended:
+            write_json_atomic(self._folder.held_out, found)
+
+    def _is_due(self, step: int) -> bool:
+        return self._measures and is_due(step, self._config.eval_every, self._run.trainer.args.max_steps)
+
+    def _is_later(self, step: int) -> bool:
+        """Whether the model of this step is measured beside the next one."""
+        return False
+
+    def _has(self, step: int) -> bool:
+        return any(row.get("step") == step and is_evaluation(row) for row in self._rows)
+
+    def _ends(self, step: int) -> bool:
+        """Whether the run ends after this step, before its last."""
+        if step < self._run.trainer.args.max_steps:
+            self._run.ended_early = why_stop(self._rows, self._config)
+        return self._run.ended_early is not None
+
+    def _row(self, step: int) -> dict[str, Any]:
+        """What decisions read of a step; the same on every rank."""
+        seconds = self._run.sum_over_ranks(self._run.leads * self._run.step_metrics.seconds)
+        return {"step": step, STEP_SECONDS[0]: seconds}  # the leader's, which metrics.jsonl has
+
+    def _log(self, figures: dict[str, float]) -> None:
+        """A row of its own, for the trackers too."""
+        if figures:
+            self._rows.append({"step": self._run.trainer.state.global_step, **figures})
+            Trainer.log(self._run.trainer, dict(figures))  # TRL's own adds the metrics of a step
+
+    def _tell_with_step(self, figures: dict[str, float]) -> None:
+        """Log the figures when the step is."""
+        Trainer.log(self._run.trainer, dict(figures))
+
+    def _measure(self, step: int) -> dict[str, float]:
+        """The metrics of the model of this step, which is kept where it is the best so far."""
+        self._run.mark_progress()
+        figures = self._figures(step)
+        self._keep(step, figures)
+        return figures
+
+    def _keep(self, step: int, figures: dict[str, float]) -> None:
+        """Keep the trainer's model, of this step, where it is the best so far and the best is to be kept."""
+        if self._config.keep_best is None:
+            return
+        metric = watched(self._config)
+        if worth(figures, metric) <= worth(best_of(self._rows, metric) or {}, metric):
+            return
+        fresh, old = (self._folder.root / f".best.{name}" for name in ("new", "old"))
+        self._save(fresh)
+        if self._run.leads:
+            write_json_atomic(fresh / _RECORD, {"step": step, **figures})
+            shutil.rmtree(old, ignore_errors=True)
+            if self._folder.best.exists():
+                os.replace(self._folder.best, old)
+            os.replace(fresh, self._folder.best)
+            sync(self._folder.root)
+            shutil.rmtree(old, ignore_errors=True)
+        self._run.trainer.accelerator.wait_for_everyone()
+
+    def _save(self, folder: Path) -> None:
+        self._run.save_model_in(folder)
+
+    def _best_step(self) -> int:
+        record: Path = self._folder.best / _RECORD
+        return int(read_json(record)["step"]) if record.is_file() else -1
+
+
+class RolloutEvaluation(Evaluation):
+    """Measures by rollouts.
 
     Args:
         controller: of the run; it syncs the weights.
@@ -40,10 +159,9 @@ class Evaluation(TrainerCallback):
     def __init__(
         self, run: TrainingRun, config: RunConfig, controller: Controller, held_out: Controller | None
     ) -> None:
-        self._run, self._controller, self._held_out = run, controller, held_out
-        self._config, self._folder = config, run.home
-        self._settings = self._config.for_evaluation()
-        self._rows: list[dict[str, Any]] = []
+        super().__init__(run, config, measures=held_out is not None)
+        self._controller, self._held_out = controller, held_out
+        self._while_training, self._settings = config.eval_while_training, config.for_evaluation()
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="evaluation")
         self._waits = False  # for the next step's round to be there
         self._under_way: Future[dict[str, float]] | None = None
@@ -53,33 +171,9 @@ class Evaluation(TrainerCallback):
         if self._held_out is not None and self._held_out.scoring is not self._controller.scoring:
             self._controller.run(self._held_out.scoring.start(timeout_s=timeout_s))
 
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Take the rows up to the checkpoint. What is due there and was not measured, as step 0, is measured now."""
-        step = state.global_step
-        self._rows = [row for row in read_metrics(self._folder.metrics) if row.get("step", 0) <= step]
-        if self._best_step() > step and self._run.leads:
-            shutil.rmtree(self._folder.best)  # of a step that is taken again
-        if is_due(step, self._config) and not self._has(step):
-            self._log(self._measure(step))
-
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        step, record = state.global_step, self._run.trainer.record
-        figures: dict[str, float] = {}
-        self._waits = is_due(step, self._config) and self._config.eval_while_training and step < self._config.steps
-        if is_due(step, self._config) and not self._waits:
-            try:
-                figures = self._measure(step)
-            except Interrupted:  # the step itself is whole: it is logged and saved, and measured when the run goes on
-                control.should_training_stop = True
-                return
-        for name, value in figures.items():
-            record(name, value)
-        seconds, leads = self._run.step_metrics.seconds, float(self._run.leads)
-        (seconds,) = self._controller.peers.add_up([leads * seconds])  # the leader's, which metrics.jsonl has
-        row = {"step": step, "ycore/skipped": float(not self._run.trainer.teaches), STEP_SECONDS[0]: seconds}
-        self._rows.append(row | figures)
-        if step < self._config.steps and (reason := why_stop(self._rows, self._config)):
-            self._run.ended_early, control.should_training_stop = reason, True
+        self._waits = self._is_later(state.global_step)
+        super().on_step_end(args, state, control)
 
     def begin(self) -> None:
         """The engines are free: let them measure what was due at the end of the last step, beside this thread."""
@@ -88,7 +182,7 @@ class Evaluation(TrainerCallback):
         self._waits, step = False, self._run.trainer.state.global_step
         self._controller.sync(step)
         self._run.mark_progress()
-        self._under_way = self._thread.submit(self._figures, step, then=TRAIN)
+        self._under_way = self._thread.submit(self._ask, step, then=TRAIN)
 
     def on_pre_optimizer_step(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any
@@ -109,37 +203,24 @@ class Evaluation(TrainerCallback):
             self._controller.stop.set()
         self._thread.shutdown()
 
-    def finish(self) -> None:
-        """Measure a run that ended early, and write down what was found."""
-        step = self._run.trainer.state.global_step
-        if self._held_out is not None and not self._has(step):
-            self._log(self._measure(step))
-        if not self._run.leads:
-            return
-        found = report(self._rows, self._config)
-        ended = {} if self._run.ended_early is None else {"ended_early": self._run.ended_early}
-        if found or ended:
-            write_json_atomic(self._folder.held_out, found | ended)
+    def _is_later(self, step: int) -> bool:
+        return self._while_training and self._is_due(step) and 0 < step < self._run.trainer.args.max_steps
 
-    def _has(self, step: int) -> bool:
-        return any(row.get("step") == step and f"{PREFIX}reward" in row for row in self._rows)
+    def _row(self, step: int) -> dict[str, Any]:
+        seconds, leads = self._run.step_metrics.seconds, float(self._run.leads)
+        (seconds,) = self._controller.peers.add_up([leads * seconds])
+        return {"step": step, "ycore/skipped": float(not self._run.trainer.teaches), STEP_SECONDS[0]: seconds}
 
-    def _log(self, figures: dict[str, float]) -> None:
-        """A row of its own, for the trackers too."""
-        if figures:
-            self._rows.append({"step": self._run.trainer.state.global_step, **figures})
-            Trainer.log(self._run.trainer, dict(figures))  # TRL's own adds the metrics of a step
+    def _tell_with_step(self, figures: dict[str, float]) -> None:
+        for name, value in figures.items():
+            self._run.trainer.record(name, value)
 
-    def _measure(self, step: int) -> dict[str, float]:
-        """The metrics of the policy of this step; its model is kept where it is the best so far."""
-        self._run.mark_progress()
+    def _figures(self, step: int) -> dict[str, float]:
         with self._run.trainer.room_for_engines():
             self._controller.sync(step)
-            figures = self._figures(step)
-        self._keep(step, figures)
-        return figures
+            return self._ask(step)
 
-    def _figures(self, step: int, *, then: str | None = None) -> dict[str, float]:
+    def _ask(self, step: int, *, then: str | None = None) -> dict[str, float]:
         """The metrics of the policy that the engines hold. `then`: the phase of the step that goes on afterwards."""
         assert self._held_out is not None and self._settings is not None, "it is due only where there are rows"
         began = time.perf_counter()
@@ -148,27 +229,3 @@ class Evaluation(TrainerCallback):
         if then is not None:
             self._controller.slots.begin_phase(then)
         return figures | {"ycore/time/eval": time.perf_counter() - began}
-
-    def _keep(self, step: int, figures: dict[str, float]) -> None:
-        """Keep the trainer's model, of this step, where it is the best so far and the best is to be kept."""
-        if self._config.keep_best is None:
-            return
-        metric = watched(self._config)
-        value, best = number(figures, metric), best_of(self._rows, metric) or {}
-        if value is None or value <= (number(best, metric) or float("-inf")):
-            return
-        fresh, old = (self._folder.root / f".best.{name}" for name in ("new", "old"))
-        self._run.save_model_in(fresh)
-        if self._run.leads:
-            write_json_atomic(fresh / _RECORD, {"step": step, **figures})
-            shutil.rmtree(old, ignore_errors=True)
-            if self._folder.best.exists():
-                os.replace(self._folder.best, old)
-            os.replace(fresh, self._folder.best)
-            sync(self._folder.root)
-            shutil.rmtree(old, ignore_errors=True)
-        self._run.trainer.accelerator.wait_for_everyone()
-
-    def _best_step(self) -> int:
-        record: Path = self._folder.best / _RECORD
-        return int(read_json(record)["step"]) if record.is_file() else -1

@@ -1,23 +1,29 @@
-"""A run that learns from given examples, and measures the model on held-out ones before and after."""
+"""A run that learns from given examples, and measures the model on held-out ones."""
 
+import copy
 import os
 import threading
+import time
 from pathlib import Path
 from typing import Any
 
+import torch
 from peft.helpers import disable_input_dtype_casting
 from transformers import TrainerControl, TrainerState, TrainingArguments
 
+from ycore.config.algorithms import find_algorithm
 from ycore.config.schema import TuneConfig
 from ycore.data.examples import ExampleSet, load_examples
 from ycore.engine.sight import load_sight
 from ycore.errors import DataError, Interrupted
 from ycore.round.assemble import load_tokenizer
+from ycore.round.held_out import as_metrics
 from ycore.run.claim import model_fingerprint
-from ycore.run.files import read_json, write_json_atomic
+from ycore.run.files import read_json
 from ycore.run.images import ImageStore
 from ycore.run.paths import RunFolder
 from ycore.run.secrets import load_config
+from ycore.trainer.evaluation import Evaluation
 from ycore.trainer.saved_state import Checkpoints
 from ycore.trainer.training_run import TrainingRun
 from ycore.trl.build import load_trainer_class
@@ -51,6 +57,8 @@ class ExampleRun(TrainingRun):
         self.stop = threading.Event()
         self.save_with(Checkpoints(self.home, self.trainer))
         self._num_too_long = self._check_lengths(examples)
+        self._evaluation = HeldOutRows(self, config, measures=bool(self.trainer.eval_dataset))
+        self.trainer.add_callback(self._evaluation)  # after the checkpoints', which look at the step's weights
 
     def _check_lengths(self, examples: ExampleSet) -> int:
         """How many rows TRL dropped because they are longer than `max_length`; it does not report them itself."""
@@ -80,29 +88,42 @@ class ExampleRun(TrainingRun):
             print(f"rank {os.environ.get('RANK')} failed: {type(error).__name__}: {error}", flush=True)
 
     def begin(self, *, resumes: bool) -> None:
-        self._has_measured = resumes
-
-    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
-        """Measure once the trainer is set up: earlier, DeepSpeed measures only under ZeRO-3."""
-        before = None if self._has_measured else self._measure()
-        if self.leads and before is not None:
-            write_json_atomic(self.home.held_out, {"held_out": {"before": before}})
+        """Nothing: it is measured once the trainer is set up. Earlier, DeepSpeed measures only under ZeRO-3."""
 
     def finish(self) -> None:
-        """Measure again, and write both down."""
-        after = self._measure()
-        if not self.leads:
-            return
-        figures: dict[str, Any] = {"rows": len(self.trainer.train_dataset), "rows_too_long": self._num_too_long}
-        if after is not None:
-            first = read_json(self.home.held_out) if self.home.held_out.is_file() else {}
-            figures["held_out"] = {"before": first.get("held_out", {}).get("before"), "after": after}
-        write_json_atomic(self.home.held_out, figures)
+        self._evaluation.finish(rows=len(self.trainer.train_dataset), rows_too_long=self._num_too_long)
 
-    def _measure(self) -> dict[str, Any] | None:
-        """The model as it is now on the held-out rows; None if there are none."""
-        if not self.trainer.eval_dataset:
-            return None
-        with disable_input_dtype_casting(self.trainer.model):
-            measured: dict[str, Any] = self.trainer.measure()
-        return measured
+
+class HeldOutRows(Evaluation):
+    """Measures on the trainer's held-out rows."""
+
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        logs = control.should_log
+        super().on_step_end(args, state, control)
+        control.should_log = logs  # figures were logged, and the step was not
+        self._run.trainer.model.train()  # TRL logs a step's numbers in this mode only
+
+    def _figures(self, step: int) -> dict[str, float]:
+        trainer, began = self._run.trainer, time.perf_counter()
+        own = [trainer.accelerator.device] if trainer.accelerator.device.type == "cuda" else []
+        # A loader draws a seed, and training goes on with the numbers that it would have without.
+        with torch.random.fork_rng(devices=own), disable_input_dtype_casting(trainer.model):
+            measured = trainer.measure()
+        if ends := measured.pop("accuracy_95", None):
+            measured |= {"accuracy/low": ends[0], "accuracy/high": ends[1]}
+        return as_metrics(measured) | {"ycore/time/eval": time.perf_counter() - began}
+
+    def _save(self, folder: Path) -> None:
+        """A reward model is merged where it is saved: a copy in host memory is, for training goes on."""
+        trainer = self._run.trainer
+        model = trainer.model
+        if find_algorithm(self._config.algorithm).trains_reward_model and self._run.leads:
+            bare = trainer.bare_model
+            memo: dict[int, Any] = {id(one): one.detach().to("cpu", copy=True) for one in bare.buffers()}
+            for one in bare.parameters():
+                memo[id(one)] = torch.nn.Parameter(one.detach().to("cpu", copy=True), one.requires_grad)
+            trainer.model = copy.deepcopy(bare, memo)
+        try:
+            super()._save(folder)
+        finally:
+            trainer.model = model

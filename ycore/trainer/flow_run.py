@@ -29,7 +29,7 @@ from ycore.judge.question import Questioner
 from ycore.judge.sources import is_judge, judge_of
 from ycore.models.flow_folder import FlowFolder
 from ycore.rewards.loading import reward_names
-from ycore.round.held_out import PREFIX
+from ycore.round.held_out import figures_of, is_due
 from ycore.round.journal import Journal
 from ycore.round.judge_scorer import JudgeScorer
 from ycore.round.meters import JudgeMeter, Meter, WorkerMeter
@@ -52,7 +52,7 @@ from ycore.run.checkpoints import (
 from ycore.run.claim import files_fingerprint, model_fingerprint
 from ycore.run.files import is_disk_full, make_folder, read_json, sync, sync_tree, write_json_atomic
 from ycore.run.images import ImageStore
-from ycore.run.metrics import MetricsWriter, read_metrics
+from ycore.run.metrics import MetricsWriter, is_evaluation, read_metrics
 from ycore.run.paths import RunFolder
 from ycore.run.secrets import load_config
 from ycore.run.trace import TraceWriter
@@ -145,9 +145,7 @@ class FlowRun:
         self.controller.start(timeout_s=config.step_timeout_s)
         if self._judge is not None:
             self.controller.run(self._judge.start(timeout_s=config.step_timeout_s))
-        if self._is_due(self._done) and not any(
-            row["step"] == self._done and f"{PREFIX}reward" in row for row in self._rows
-        ):
+        if self._is_due(self._done) and not any(row["step"] == self._done and is_evaluation(row) for row in self._rows):
             self._write({"step": self._done, **self._measured(self._done)})
         while self._done < config.steps:
             if self.stop.is_set():
@@ -179,7 +177,7 @@ class FlowRun:
             self._write({"step": self._done, **row})
 
     def _is_due(self, step: int) -> bool:
-        return step % self.config.every == 0 or step == self.config.steps
+        return is_due(step, self.config.eval_every, self.config.steps)
 
     def _measured(self, step: int) -> dict[str, Any]:
         """The figures of the policy, and a warning where the judge says that it is over-optimised."""
@@ -206,8 +204,8 @@ class FlowRun:
         """Draw from the same noise before and after, and write down what was measured."""
         asked, policy = self._asked[:12], self.learner.policy
         contact_sheet(policy, self._plain, self._asked_classes(asked), self.home.pictures)
-        measured = [row for row in self._rows if f"{PREFIX}reward" in row]
-        ends = {name: _figures(row) for name, row in (("before", measured[0]), ("after", measured[-1]))}
+        measured = [row for row in self._rows if is_evaluation(row)]
+        ends = {name: figures_of(row) for name, row in (("before", measured[0]), ("after", measured[-1]))}
         found: dict[str, Any] = {"held_out": ends}
         if fallen := [row for row in measured if FELL in row]:
             found["over_optimised"] = (
@@ -307,11 +305,6 @@ def _scoring(config: FlowConfig, specs: Sequence[RewardConfig], home: RunFolder,
             }
             scorers.append(((source,), PictureJudge(names[source], Questioner(judge), [engine], **how)))
     return Scoring(scorers, meters)
-
-
-def _figures(row: Mapping[str, Any]) -> dict[str, Any]:
-    values = {name.removeprefix(PREFIX): row[name] for name in row if name.startswith(PREFIX)}
-    return {"step": row["step"], **values}
 
 
 def _contents(config: FlowConfig, folder: FlowFolder, prompts: PromptSet) -> dict[str, str]:

@@ -18,7 +18,7 @@ from ycore.round.torch_peers import MachinePeers, TorchPeers
 from ycore.run.claim import files_fingerprint, model_fingerprint
 from ycore.run.files import write_json_atomic
 from ycore.run.reports import this_rank
-from ycore.trainer.evaluation import Evaluation
+from ycore.trainer.evaluation import RolloutEvaluation
 from ycore.trainer.lengths import NUM_SAMPLED, is_judged, judge_cut, note
 from ycore.trainer.saved_state import Checkpoints, RoundState
 from ycore.trainer.training_run import TrainingRun
@@ -47,7 +47,8 @@ class RolloutRun(TrainingRun):
         self.controller = self.step_metrics.controller = self._make_controller()
         self.stop = self.controller.stop  # which also ends a round that is being generated
         self.save_with(self._take_rounds())
-        self._evaluation = Evaluation(self, parts.config, self.controller, parts.evaluation(self.controller))
+        held_out = parts.evaluation(self.controller)
+        self._evaluation = RolloutEvaluation(self, parts.config, self.controller, held_out)
         self.trainer.after_round = self._evaluation.begin
         self.trainer.add_callback(self._evaluation)  # after the checkpoints', which remember the step's end
 

@@ -17,11 +17,10 @@ from transformers import PreTrainedTokenizerBase, TrainerCallback, TrainerContro
 from ycore.config.schema import AnyConfig
 from ycore.data.examples import ExampleSet
 from ycore.errors import Interrupted
-from ycore.round.held_out import PREFIX
 from ycore.round.step import Controller
 from ycore.run.checkpoints import checkpoint_of, newest_for, step_of
 from ycore.run.files import sync, sync_tree
-from ycore.run.metrics import MetricsWriter
+from ycore.run.metrics import MetricsWriter, is_evaluation
 from ycore.run.paths import RunFolder
 from ycore.run.reports import this_rank
 from ycore.trainer.saved_state import Checkpoints, accept_numbered_cpus, check_contents
@@ -60,13 +59,17 @@ class StepMetrics(TrainerCallback):
         row: dict[str, Any] = {"step": state.global_step}
         if "loss" in logs:
             row |= {"ycore/time/step": self.seconds, **logs}
-        elif f"{PREFIX}reward" in logs:  # an evaluation before the first step, or after a run that ended early
+        elif is_evaluation(logs):  # with a row of its own
             row |= {name: value for name, value in logs.items() if name.startswith("ycore/")}
         else:
             return  # the totals at the end of training
         if self.controller is not None and (problems := self.controller.problems):
             row["ycore/reward_problems"] = problems
         self._writer.write(row)
+
+
+class EndedEarly(Exception):
+    """Raised before a step: the run is over, as `ended_early` says. transformers looks for that after steps only."""
 
 
 class TrainingRun(ABC, TrainerCallback):
@@ -160,7 +163,7 @@ class TrainingRun(ABC, TrainerCallback):
         """
         ranks = self.trainer.accelerator.num_processes
         newest = newest_for(self.home.checkpoints, world=ranks, say=partial(print, flush=True)) if self.leads else None
-        step = self.sum_over_ranks(0 if newest is None else step_of(newest))  # all ranks take the first one's
+        step = int(self.sum_over_ranks(0 if newest is None else step_of(newest)))  # all ranks take the first one's
         checkpoint = checkpoint_of(self.home.checkpoints, step) if step else None
         accept_numbered_cpus()
         if checkpoint is not None:
@@ -169,7 +172,11 @@ class TrainingRun(ABC, TrainerCallback):
             self.metrics.forget_after(step)
         self.begin(resumes=checkpoint is not None)
         with disable_input_dtype_casting(self.trainer.bare_model):
-            self.trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+            try:
+                self.trainer.train(resume_from_checkpoint=checkpoint and str(checkpoint))
+            except EndedEarly:
+                handler = self.trainer.callback_handler  # whose trackers end with the training
+                handler.on_train_end(self.trainer.args, self.trainer.state, self.trainer.control)
         if self.trainer.state.global_step < self.trainer.args.max_steps and self.ended_early is None:
             raise Interrupted(f"stopped after step {self.trainer.state.global_step}")
         self.finish()
@@ -200,11 +207,11 @@ class TrainingRun(ABC, TrainerCallback):
             self.trainer.save_checkpoint()
         self.trainer.accelerator.wait_for_everyone()  # a rank that ends early would take the others with it
 
-    def sum_over_ranks(self, number: int) -> int:
+    def sum_over_ranks(self, number: float) -> float:
         """Add up a number of every rank."""
-        tensor = torch.tensor(number, device=self.trainer.accelerator.device)
+        tensor = torch.tensor(number, dtype=torch.float64, device=self.trainer.accelerator.device)
         total: Any = self.trainer.accelerator.reduce(tensor, reduction="sum")
-        return int(total.item())
+        return float(total.item())
 
     def close(self) -> None:
         """End what the run has started."""

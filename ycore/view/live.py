@@ -15,7 +15,7 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from ycore.run.metrics import REWARD, STEP_SECONDS, Row, number
+from ycore.run.metrics import REWARD, STEP_SECONDS, Row, is_evaluation, number
 from ycore.run.text import as_duration, printable
 from ycore.view.activity import PHASES, Scene
 from ycore.view.lanes import MAX_CELLS, MAX_LANES, Window, cell_seconds, draw_lane, draw_legend, lane_names
@@ -51,6 +51,9 @@ EVALUATED = (
     ("({:.3f}", "ycore/eval/reward/low"),
     ("to {:.3f})", "ycore/eval/reward/high"),
     ("pass@1 {:.3f}", "ycore/eval/pass@1"),
+    ("held-out loss {:.4f}", "ycore/eval/loss"),
+    ("accuracy {:.0%}", "ycore/eval/accuracy", "ycore/eval/rewards/accuracies"),
+    ("token accuracy {:.0%}", "ycore/eval/mean_token_accuracy"),
     ("over-optimised: the judge fell by {:.3f}", "ycore/eval/judge_fell"),
 )
 
@@ -83,13 +86,14 @@ class RunView:
         if "step" not in row:
             return
         self._last, self._left = row, self._clock.after(row)
-        if "ycore/eval/reward" in row:
+        if is_evaluation(row):
             self._evaluated = row
         self._longest_s = max(self._longest_s, number(row, *STEP_SECONDS) or 0.0)
         self._has_masked = self._has_masked or bool(row.get("ycore/reward_problems"))
         value = number(row, *REWARD)
-        self._watched = "loss" if value is None and "loss" in row else "reward"
-        value = number(row, "loss") if self._watched == "loss" else value
+        if value is not None or "loss" in row:
+            self._watched = "loss" if value is None else "reward"
+            value = number(row, self._watched) if value is None else value
         if value is not None:
             self._values.append(value)
 

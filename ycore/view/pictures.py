@@ -45,7 +45,7 @@ _BENEATH_A_LOSS = (
         "learning_rate": "learning rate",
     },
 )
-HELD_OUT = "ycore/eval/reward"
+HELD_OUT, HELD_OUT_LOSS = "ycore/eval/reward", "ycore/eval/loss"
 _MAX_LANES = 64
 
 RUN_COLOURS = ("#2456a6", "#c2571a", "#3f8f5f", "#8a4fa3", "#b03a48", "#4a9aa8", "#77622a", "#5c6470")
@@ -55,6 +55,7 @@ _PART_COLOURS = ("#2456a6", "#7da3d6", "#c9d3e0", "#8a4fa3", "#b03a48", "#e4e6ea
 _PANELS = (
     ("reward", REWARD),
     ("reward on held-out prompts", (HELD_OUT,)),
+    ("loss on held-out rows", (HELD_OUT_LOSS,)),
     ("completion length, tokens", ("completions/mean_length",)),
     ("share of groups without variance", ("frac_reward_zero_std",)),
     ("share cut off at the limit", ("completions/clipped_ratio",)),
@@ -77,7 +78,7 @@ def draw_curve(metrics: Sequence[Row], path: Path, title: str) -> bool:
     figure = new_figure(12, 7)
     grid = figure.add_gridspec(2, 2, height_ratios=(2.2, 1))
     main = figure.add_subplot(grid[0, :])
-    _draw_held_out(main, metrics)
+    _draw_held_out(main, metrics, HELD_OUT if reward[0] else HELD_OUT_LOSS)
     _draw_main(main, *((reward, "reward") if reward[0] else (loss, "loss")))
     left, right = figure.add_subplot(grid[1, 0]), figure.add_subplot(grid[1, 1])
     if reward[0]:
@@ -157,12 +158,12 @@ def _draw_main(axes: Any, series: Points, name: str) -> None:
     axes.legend(loc="best", frameon=False, fontsize=10)
 
 
-def _draw_held_out(axes: Any, metrics: Sequence[Row]) -> None:
-    """What evaluations measured, with their intervals."""
-    steps, values = points(metrics, HELD_OUT)
+def _draw_held_out(axes: Any, metrics: Sequence[Row], name: str) -> None:
+    """What evaluations measured, with their intervals where they have some."""
+    steps, values = points(metrics, name)
     if not steps:
         return
-    ends = [dict(zip(*points(metrics, f"{HELD_OUT}/{end}"), strict=True)) for end in ("low", "high")]
+    ends = [dict(zip(*points(metrics, f"{name}/{end}"), strict=True)) for end in ("low", "high")]
     spread = [[abs(end.get(step, value) - value) for step, value in zip(steps, values, strict=True)] for end in ends]
     axes.errorbar(steps, values, yerr=spread, color=GREEN, capsize=4, marker="s", linewidth=1.8, label="held out")
 

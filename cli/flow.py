@@ -38,7 +38,8 @@ _OPTIONS = {
     "split": o.Split, "limit": o.Limit, "prompts_per_step": o.PromptsPerStep, "group_size": o.GroupSize,
     "steps": o.Steps, "learning_rate": LearningRate, "eval_every": o.EvalEvery, "num_samples": o.NumSamples,
     "lora": o.Lora, "dynamic_sampling": o.DynamicSampling, "sandbox": o.Sandbox, "keep_journal": o.KeepJournal,
-    "restarts": o.Restarts, "seed": o.Seed, "set_": o.Set, "recipe": o.Recipe, "output": o.Output,
+    "restarts": o.Restarts, "report_to": o.ReportTo, "wandb_project": o.WandbProject, "seed": o.Seed,
+    "set_": o.Set, "recipe": o.Recipe, "output": o.Output,
     "dry_run": o.DryRun, "resume": o.Resume, "resume_from": o.ResumeFrom, "accept_changes": o.AcceptChanges,
     "json": o.Json,
 }  # fmt: skip
@@ -135,6 +136,7 @@ def train_flow(
 
 def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str, Any]:
     """What the run will do, as JSON values; UserError where it cannot work. Nothing is loaded or made."""
+    from ycore.config.resolve import check_trackers
     from ycore.flow.conditions import IMAGES, load_conditions
     from ycore.judge.sources import check_picture_judges, is_judge
     from ycore.models.flow_folder import DIGITS_CLASSES, FlowFolder, check_flow_needs, flow_model
@@ -144,6 +146,7 @@ def flow_plan(config: "FlowConfig", *, resume: bool, how: "Resume") -> dict[str,
     from ycore.sandbox.level import choose
 
     check_flow_needs(config.model)
+    check_trackers(config)
     folder = flow_model(config.model)
     known = FlowFolder(folder) if folder.is_dir() else None
     if known is not None and config.flow.guidance != 1 and known.no_class is None:

@@ -157,6 +157,7 @@ Accelerate = text(
     "How they share the work: ddp, zero1, zero2, zero3, fsdp2 or an accelerate config; see docs/parallel.md.",
     metavar="NAME|FILE",
 )
+ReportTo = text("Trackers that get the run's numbers, of wandb, trackio and tensorboard; e.g. wandb.", metavar="NAMES")
 WandbProject = text("Also log to Weights & Biases, in this project; e.g. sums.", metavar="NAME")
 Restarts = number("How often a trainer that dies is started again; 0 by default; e.g. 3.")
 Resume = switch("Go on from the newest whole checkpoint in --output.", "--resume")
@@ -275,7 +276,9 @@ def config_keys(params: Mapping[str, Any]) -> dict[str, Any]:
     if params.get("actions") is not None:
         keys["turns"] = {"actions": params["actions"]}
     if params.get("wandb_project") is not None:
-        keys["trl"] = {"report_to": "wandb", "project": params["wandb_project"]}
+        keys["trl"] = {"report_to": ["wandb"], "project": params["wandb_project"]}
+    if params.get("report_to") is not None:
+        keys["trl"] = keys.get("trl", {}) | {"report_to": [name.strip() for name in params["report_to"].split(",")]}
     if params.get("engine") is not None:
         keys["engine"] = {"kind": params["engine"]}
     if params.get("sandbox") is not None:

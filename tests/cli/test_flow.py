@@ -36,6 +36,8 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(folder: Path, capfd: pytest
     assert run([*GIVEN, "--json", "--full", "--learning-rate", "1e-3"]) == 0
     plan = json.loads(capfd.readouterr().out)
     assert plan["config"]["learning_rate"] == 1e-3 and plan["dataset"]["rows"] == 2
+    assert run([*GIVEN, "--json", "--report-to", "none, none", "--wandb-project", "sums"]) == 0
+    assert json.loads(capfd.readouterr().out)["config"]["trl"] == {"report_to": ["none", "none"], "project": "sums"}
 
 
 @pytest.mark.parametrize(
@@ -52,6 +54,8 @@ def test_a_dry_run_shows_the_plan_and_writes_nothing(folder: Path, capfd: pytest
         (["--recipe", "quickstart"], "is for `ycore grpo`, not flow"),
         (["--set", "flow.guidance=x"], "flow.guidance must be a number"),
         (["--accept-changes"], "is about a run that goes on"),
+        (["--set", "trl.beta=0.1"], "ycore flow takes report_to and project of TRL's fields, not beta"),
+        (["--set", "tracker_files=[model]"], "tracker_files needs a tracker that keeps files"),
         (["--reward", "judge:here.yaml"], "would be served here, where judges read text only; give it a base_url"),
         (["--eval-reward", "judge:pairs.yaml"], "is pairwise, and pictures are judged one by one"),
         (["--reward", "judge:column.yaml"], "a field of its messages is 'labl'"),

@@ -138,6 +138,47 @@ def test_evaluations_and_runs_on_examples_have_pages_too(tmp_path: Path) -> None
     assert len(list(tmp_path.glob("wandb/offline-run-*/files/media/html/ycore/report_*.html"))) == 1
 
 
+@pytest.mark.slow
+def test_a_flow_model_has_a_page_with_its_numbers_and_pictures(tmp_path: Path) -> None:
+    """A run that goes on for a step adds it to the files of tensorboard."""
+    pytest.importorskip("wandb")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    from tests.flow.conftest import save_tiny_model
+
+    (tmp_path / "reward.py").write_text(
+        "import numpy\n\n\ndef bright(images):\n    return [numpy.asarray(one).mean() / 255 for one in images]\n"
+    )
+    sizes = {"--steps": 2, "--prompts-per-step": 2, "--group-size": 2, "--num-samples": 2, "--eval-every": 1}
+    options = {"--model": save_tiny_model(tmp_path / "tiny"), "--dataset": "classes", "--reward": "reward.py:bright"}
+    tracked = {"--report-to": "wandb,tensorboard", "--wandb-project": "sums", "--output": "drawn"}
+    run(["flow", *words_of(options | sizes | tracked)], tmp_path)
+    run(["resume", "drawn", "--steps", "3", "--set", "trl.report_to=tensorboard"], tmp_path)
+
+    rows = [json.loads(line) for line in (tmp_path / "drawn" / "metrics.jsonl").read_text().splitlines()]
+    (file,) = tmp_path.glob("wandb/offline-run-*/run-*.wandb")
+    assert file.name == f"run-{RunFolder(tmp_path / 'drawn').run_id}.wandb" and b"ycore/config" in file.read_bytes()
+    told = [
+        {item.nested_key[0] if item.nested_key else item.key: item.value_json for item in record.history.item}
+        for record in records_of(file)
+        if record.HasField("history")
+    ]
+    sent = [{name: json.loads(row[name]) for name in row if name[:6] == "train/"} for row in told]
+    sent = [row for row in sent if len(row) > 1]  # what comes last has the step alone
+    assert [row["train/global_step"] for row in sent] == [row["step"] for row in rows if row["step"] < 3]
+    for mine, row in zip(sent, rows, strict=False):
+        assert mine["train/ycore/eval/reward"] == pytest.approx(row["ycore/eval/reward"])
+    assert {"train/loss", "train/reward"} <= set(sent[1])
+    for kind in ("html/ycore/report_*.html", "images/ycore/curve_*.png", "images/ycore/pictures_*.png"):
+        assert len(list(file.parent.glob(f"files/media/{kind}"))) == 1, kind
+
+    page = EventAccumulator(str(tmp_path / "drawn" / "events"), size_guidance={"tensors": 0}).Reload()
+    scalars = {event.step: event.value for event in page.Scalars("train/ycore/eval/reward")}
+    assert scalars == pytest.approx({row["step"]: row["ycore/eval/reward"] for row in rows})
+    assert {"ycore/curve", "ycore/pictures"} <= set(page.Tags()["images"])
+    assert "ycore/text_summary" in page.Tags()["tensors"]
+
+
 @pytest.mark.parametrize("names", ["trackio", "all"])
 def test_a_tracker_that_fails_at_the_end_costs_its_page_alone(
     names: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

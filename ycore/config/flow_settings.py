@@ -114,7 +114,8 @@ def resolve_flow(
     return config
 
 
-_NOT_TAKEN: Mapping[str, Any] = {"quantize": None, "accelerate": None, "trust_remote_code": False, "trl": {}}
+_NOT_TAKEN: Mapping[str, Any] = {"quantize": None, "accelerate": None, "trust_remote_code": False}
+_OF_TRACKERS = ("report_to", "project")
 
 
 def _check(config: FlowConfig) -> None:
@@ -122,6 +123,11 @@ def _check(config: FlowConfig) -> None:
     for key, default in _NOT_TAKEN.items():
         if getattr(config, key) != default:
             raise ConfigError(f"ycore flow takes no {key}, and it is {getattr(config, key)!r}; leave it out")
+    for field in config.trl:
+        if field not in _OF_TRACKERS:
+            raise ConfigError(
+                f"ycore flow takes {' and '.join(_OF_TRACKERS)} of TRL's fields, not {field}; leave it out"
+            )
     if config.processes not in ("auto", 1):
         raise ConfigError(f"ycore flow trains in one process, and --processes is {config.processes}; leave it out")
     if config.dtype == "bfloat16":

@@ -17,7 +17,7 @@ from ycore.config.algorithms import Algorithm, find_algorithm
 from ycore.config.learner_rules import check_learner
 from ycore.config.presets import find_preset, preset_layer, preset_rewards
 from ycore.config.problems import config_error, unknown_key
-from ycore.config.schema import AnyConfig, RunConfig
+from ycore.config.schema import AnyConfig, BaseConfig, RunConfig
 from ycore.config.trl_arguments import alias_value, aliases, refusal
 from ycore.config.trl_fields import coerce, fields_of
 from ycore.errors import ConfigError
@@ -258,16 +258,7 @@ def check_needs(config: AnyConfig) -> None:
     """ConfigError for trackers that are not installed and configuration files that do not exist."""
     if config.quantize is not None:
         _check_quantize(config)
-    trackers = {"wandb": "'ycore[wandb]'", "trackio": "'ycore[trackio]'", "tensorboard": "tensorboard"}
-    given = config.trl.get("report_to")
-    names = given if isinstance(given, list) else [given]
-    if config.tracker_files and not {"wandb", "trackio", "all"} & {*names}:
-        raise ConfigError("tracker_files needs a tracker that keeps files; name one, e.g. --report-to wandb")
-    if "journal" in config.tracker_files and not (isinstance(config, RunConfig) and config.keep_journal):
-        raise ConfigError("tracker_files: [journal] sends every round of a run; keep them, with --keep-journal")
-    for name in names:
-        if name in trackers and find_spec(name) is None:
-            raise ConfigError(f"--report-to {name}: {name} is not installed; pip install {trackers[name]}")
+    check_trackers(config)
     for name in ("deepspeed", "fsdp_config", "accelerator_config"):
         file = config.trl.get(name)
         if isinstance(file, str) and not os.path.isfile(os.path.expanduser(file)):
@@ -276,6 +267,20 @@ def check_needs(config: AnyConfig) -> None:
         raise ConfigError("--use-liger-kernel: Liger is not installed; pip install liger-kernel")
     if config.trl.get("deepspeed") is not None and find_spec("deepspeed") is None:
         raise ConfigError("--deepspeed: DeepSpeed is not installed; pip install 'ycore[deepspeed]'")
+
+
+def check_trackers(config: BaseConfig) -> None:
+    """ConfigError for trackers that are not installed, or that cannot get what they are to get."""
+    trackers = {"wandb": "'ycore[wandb]'", "trackio": "'ycore[trackio]'", "tensorboard": "tensorboard"}
+    given = config.trl.get("report_to")
+    names = given if isinstance(given, list) else [given]
+    if config.tracker_files and not {"wandb", "trackio", "all"} & {*names}:
+        raise ConfigError("tracker_files needs a tracker that keeps files; name one, e.g. --report-to wandb")
+    if "journal" in config.tracker_files and not getattr(config, "keep_journal", False):
+        raise ConfigError("tracker_files: [journal] sends every round of a run; keep them, with --keep-journal")
+    for name in names:
+        if name in trackers and find_spec(name) is None:
+            raise ConfigError(f"--report-to {name}: {name} is not installed; pip install {trackers[name]}")
 
 
 def _check_quantize(config: AnyConfig) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors.torch import load_file, save_file
@@ -60,6 +60,9 @@ from ycore.sandbox.level import NUMBERS
 from ycore.trainer.saved_state import check_contents
 from ycore.types import Completion, Prompt, Score
 
+if TYPE_CHECKING:
+    from ycore.trainer.trackers import OwnPage
+
 _KEPT = 2  # checkpoints
 
 
@@ -103,7 +106,7 @@ class FlowRun:
         self.stop = self.controller.stop
         self._judge = _scoring(config, config.eval_rewards, self.home, self._images) if config.eval_rewards else None
         self._asked = conditions(prompts.prompts, config.condition_column)
-        self._metrics = MetricsWriter(self.home.metrics)
+        self._metrics, self._page = MetricsWriter(self.home.metrics), _page(config, self.home)
         self._rows: list[dict[str, Any]] = []
         self._done = self._saved = 0
         self._state = self.controller.state()
@@ -198,6 +201,8 @@ class FlowRun:
 
     def _write(self, row: Mapping[str, Any]) -> None:
         self._metrics.write(row)
+        if self._page is not None:
+            self._page.log(row)
         self._rows.append(dict(row))
 
     def _finish(self) -> None:
@@ -220,10 +225,12 @@ class FlowRun:
         return [prompt.columns[self.config.condition_column] for prompt in asked]
 
     def save(self) -> None:
-        """Save the model under `model/`, whole, as diffusers saves one; on the disk on return."""
+        """Save the model under `model/`, whole, as diffusers saves one; it is on the disk on return."""
         self.learner.policy.save(self.home.model)
         sync_tree(self.home.model)
         sync(self.home.metrics)
+        if self._page is not None:
+            self._page.send()
 
     def save_checkpoint(self) -> None:
         """Save a checkpoint of the last finished step, unless it has one."""
@@ -281,6 +288,17 @@ class FlowRun:
             self.controller.run(self._judge.close())
         self.controller.close()
         self._metrics.close()
+        if self._page is not None:
+            self._page.close()
+
+
+def _page(config: FlowConfig, home: RunFolder) -> "OwnPage | None":
+    """Of the run in the trackers that it names; they need transformers, which nothing else here does."""
+    if config.trl.get("report_to") in (None, "none", ["none"]):
+        return None
+    from ycore.trainer.trackers import OwnPage
+
+    return OwnPage(config, home)
 
 
 def _scoring(config: FlowConfig, specs: Sequence[RewardConfig], home: RunFolder, images: ImageStore) -> Scoring:

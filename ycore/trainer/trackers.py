@@ -1,16 +1,17 @@
 """What trackers show of a run beside the numbers that transformers' callbacks send them.
 
 At its start run.json, without secrets; once its model is saved the curve, completions before and after, the report, and
-the folders that `tracker_files` names. Of `ycore eval` the figures and the completions. wandb and trackio share an
-interface; tensorboard keeps numbers, texts and pictures only.
+the folders that `tracker_files` names. Of `ycore flow`, which has no such callbacks, the numbers too (`OwnPage`). Of
+`ycore eval` the figures and the completions. wandb and trackio share an interface; tensorboard keeps numbers, texts and
+pictures only.
 """
 
 import importlib
 import json
 import os
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from itertools import islice
@@ -25,9 +26,10 @@ from transformers.integrations import (
 )
 from transformers.trainer_callback import CallbackHandler
 
-from ycore.config.schema import AnyConfig, TuneConfig
+from ycore.config.flow_settings import FlowConfig
+from ycore.config.schema import AnyConfig, BaseConfig, TuneConfig
 from ycore.run.files import read_json
-from ycore.run.metrics import STEP_SECONDS, number, read_metrics, summarise
+from ycore.run.metrics import STEP_SECONDS, Row, number, read_metrics, summarise
 from ycore.run.paths import RunFolder
 from ycore.run.reports import TRACKER_GROUP
 from ycore.view.page import as_page, make_report
@@ -40,7 +42,8 @@ Table = tuple[Sequence[str], Sequence[Sequence[Any]]]
 _KNOWN = ("wandb", "trackio", "tensorboard")
 _PROJECT = "huggingface"  # transformers' own, where none is named
 _MOST_COMPLETIONS = 1000  # of an evaluation, in a table
-_SAMPLES, _REPORT, _CURVE = "ycore/completions", "ycore/report", "ycore/curve"
+_SAMPLES, _REPORT, _CURVE, _PICTURES = "ycore/completions", "ycore/report", "ycore/curve", "ycore/pictures"
+_STEP = "train/global_step"  # as transformers names it, and the numbers beside it
 
 
 class TrackerPage(TrainerCallback):
@@ -66,55 +69,111 @@ class TrackerPage(TrainerCallback):
             tracker.config.update({f"ycore/{key}": description[key] for key in description}, allow_val_change=True)
         for callback in self._handler.callbacks:
             if isinstance(callback, TensorBoardCallback) and callback.tb_writer is not None:
-                callback.tb_writer.add_text("ycore", f"```\n{json.dumps(description, indent=2)}\n```")
+                _describe(callback.tb_writer, description)
                 self._events = callback.tb_writer.log_dir
 
     def close(self, args: TrainingArguments, *, step: int) -> None:
         """Send what a finished run has; its model, metrics and samples are on the disk. On the first rank only."""
         if not set(args.report_to) & set(_KNOWN):
             return
-        folder, table = self._folder, _samples(self._folder)
-        curve = folder.root / ".curve-for-trackers.png"
-        draws = draw_curve(read_metrics(folder.metrics), curve, folder.root.name)
-        for tracker in _modules(args.report_to):
-            with _spared(tracker.__name__), _opened(tracker, args):
-                found = {_REPORT: tracker.Html(_report(folder, self._config))}
-                found |= {_CURVE: tracker.Image(str(curve))} if draws else {}
-                found |= {_SAMPLES: tracker.Table(columns=list(table[0]), data=list(table[1]))} if table[1] else {}
-                tracker.log(found)
-                for kind in self._config.tracker_files:
-                    _send(tracker, folder, kind)
-        if self._events is not None:  # TRL has closed its own writer
-            with _spared("tensorboard"):
-                _write_events(self._events, table, curve=str(curve) if draws else None, step=step)
-        curve.unlink(missing_ok=True)
+        _send_last(
+            self._folder, self._config, partial(_opened, args=args), _modules(args.report_to), self._events, step
+        )
+
+
+class OwnPage:
+    """Of a run whose numbers no callback of transformers sends: `page.log(row); page.send(); page.close()`."""
+
+    def __init__(self, config: FlowConfig, folder: RunFolder) -> None:
+        self._config, self._folder, names = config, folder, _names(config)
+        self._trackers = _modules(names)
+        for tracker in self._trackers:
+            _open(tracker, config, folder)
+            if tracker.__name__ == "wandb":
+                tracker.define_metric("*", step_metric=_STEP, step_sync=True)
+        self._writer = _writer(folder) if "tensorboard" in names else None
+        if self._writer is not None:
+            _describe(self._writer, read_json(folder.config))
+        self._step = 0
+
+    def log(self, row: Row) -> None:
+        """The numbers of a row of metrics.jsonl, which may be of an evaluation."""
+        self._step = int(row["step"])
+        told = {f"train/{name}": value for name in row if (value := number(row, name)) is not None and name != "step"}
+        for tracker in self._trackers:
+            tracker.log(told | {_STEP: self._step})
+        if self._writer is not None:
+            _add_numbers(self._writer, told, step=self._step)
+
+    def send(self) -> None:
+        """What a finished run has; its model, metrics and pictures are on the disk."""
+        events = None if self._writer is None else self._writer.log_dir
+        _send_last(self._folder, self._config, nullcontext, self._trackers, events, self._step)
+
+    def close(self) -> None:
+        if self._writer is not None:
+            self._writer.close()
+        for tracker in self._trackers:
+            with _spared(tracker.__name__):
+                tracker.finish()
 
 
 def tell_evaluation(config: AnyConfig, folder: RunFolder, figures: Mapping[str, float]) -> None:
     """Open a page for an evaluation in the run's trackers, with its settings, its figures and its completions."""
-    given = config.trl.get("report_to") or "none"
-    names = [given] if isinstance(given, str) else given
-    if "all" in names:
-        names = get_available_reporting_integrations()
-    description, table = read_json(folder.config), _completions(folder)
-    project = config.trl.get("project") or os.environ.get("WANDB_PROJECT") or _PROJECT
+    names, table = _names(config), _completions(folder)
     told = {f"ycore/eval/{name}": value for name, value in figures.items()}
-    about = {"project": project, "name": folder.root.name, "resume": "allow", "group": os.environ.get(TRACKER_GROUP)}
     for tracker in _modules(names):
-        own = {"id": folder.run_id, "job_type": "eval"} if tracker.__name__ == "wandb" else {}
         with _spared(tracker.__name__):
-            tracker.init(**about, **own, config={f"ycore/{key}": value for key, value in description.items()})
+            _open(tracker, config, folder, **({"job_type": "eval"} if tracker.__name__ == "wandb" else {}))
             tracker.log(told | {_SAMPLES: tracker.Table(columns=list(table[0]), data=list(table[1]))})
             tracker.finish()
     if "tensorboard" in names:
-        from torch.utils.tensorboard import SummaryWriter
-
-        events = str(folder.root / "events")
         with _spared("tensorboard"):
-            with SummaryWriter(events) as writer:
-                for name, value in told.items():
-                    writer.add_scalar(name, value)
-            _write_events(events, table, curve=None, step=0)
+            with _writer(folder) as writer:
+                _add_numbers(writer, told, step=0)
+            _write_events(writer.log_dir, table, {}, step=0)
+
+
+def _names(config: BaseConfig) -> Sequence[str]:
+    """The trackers that the run names."""
+    given = config.trl.get("report_to") or "none"
+    names = [given] if isinstance(given, str) else given
+    return get_available_reporting_integrations() if "all" in names else names
+
+
+def _open(tracker: Any, config: BaseConfig, folder: RunFolder, **more: Any) -> None:
+    """Open the folder's page, or go on with it."""
+    project = config.trl.get("project") or os.environ.get("WANDB_PROJECT") or _PROJECT
+    about = {"project": project, "name": folder.root.name, "resume": "allow", "group": os.environ.get(TRACKER_GROUP)}
+    own = {"id": folder.run_id} if tracker.__name__ == "wandb" else {}
+    described = {f"ycore/{key}": value for key, value in read_json(folder.config).items()}
+    tracker.init(**about, **own, **more, config=described)
+
+
+def _send_last(
+    folder: RunFolder,
+    config: AnyConfig | FlowConfig,
+    opened: Callable[[Any], AbstractContextManager[None]],
+    trackers: Sequence[Any],
+    events: str | None,
+    step: int,
+) -> None:
+    """Send what a finished run has. `opened` opens a tracker's page again, where it is closed."""
+    table, curve = _samples(folder), folder.root / ".curve-for-trackers.png"
+    draw_curve(read_metrics(folder.metrics), curve, folder.root.name)
+    drawn = {name: str(file) for name, file in ((_CURVE, curve), (_PICTURES, folder.pictures)) if file.is_file()}
+    for tracker in trackers:
+        with _spared(tracker.__name__), opened(tracker):
+            found = {_REPORT: tracker.Html(_report(folder, config))}
+            found |= {name: tracker.Image(file) for name, file in drawn.items()}
+            found |= {_SAMPLES: tracker.Table(columns=list(table[0]), data=list(table[1]))} if table[1] else {}
+            tracker.log(found)
+            for kind in config.tracker_files:
+                _send(tracker, folder, kind)
+    if events is not None:  # TRL has closed its own writer
+        with _spared("tensorboard"):
+            _write_events(events, table, drawn, step=step)
+    curve.unlink(missing_ok=True)
 
 
 def _modules(names: Sequence[str]) -> list[Any]:
@@ -150,7 +209,7 @@ def _send(tracker: Any, folder: RunFolder, kind: str) -> None:
     tracker.log_artifact(artifact)
 
 
-def _report(folder: RunFolder, config: AnyConfig) -> str:
+def _report(folder: RunFolder, config: AnyConfig | FlowConfig) -> str:
     """The page of `ycore report`. The launcher writes the summary after its trainer has ended; this one has the seconds
     of steps alone."""
     run = read_run(folder.root)
@@ -177,7 +236,23 @@ def _completions(folder: RunFolder) -> Table:
     return ("prompt", "completion", "rewards", "finish_reason"), rows
 
 
-def _write_events(events: str, table: Table, *, curve: str | None, step: int) -> None:
+def _writer(folder: RunFolder) -> Any:
+    """Of tensorboard's files of a run that transformers writes none of."""
+    from torch.utils.tensorboard import SummaryWriter
+
+    return SummaryWriter(str(folder.root / "events"))
+
+
+def _describe(writer: Any, description: Mapping[str, Any]) -> None:
+    writer.add_text("ycore", f"```\n{json.dumps(description, indent=2)}\n```")
+
+
+def _add_numbers(writer: Any, told: Mapping[str, float], *, step: int) -> None:
+    for name, value in told.items():
+        writer.add_scalar(name, value, step)
+
+
+def _write_events(events: str, table: Table, drawn: Mapping[str, str], *, step: int) -> None:
     from matplotlib.image import imread
     from torch.utils.tensorboard import SummaryWriter
 
@@ -186,5 +261,5 @@ def _write_events(events: str, table: Table, *, curve: str | None, step: int) ->
     with SummaryWriter(events, filename_suffix=".ycore") as writer:
         if rows:
             writer.add_text(_SAMPLES, "\n".join(["|".join(columns), "|".join("---" for _ in columns), *lines]))
-        if curve is not None:
-            writer.add_image(_CURVE, imread(curve), step, dataformats="HWC")
+        for name, file in drawn.items():
+            writer.add_image(name, imread(file), step, dataformats="HWC")

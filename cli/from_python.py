@@ -234,10 +234,9 @@ def evaluate(
         reward: as for `grpo`.
         settings: as for `grpo`; and `num_samples` completions of each prompt.
     """
-    from ycore_cli.measure import check_models, compared, eval_plan, in_folders
+    from ycore_cli.measure import check_models, compared, eval_plan, in_folders, measured
 
     from ycore.config.resolve import require_rollouts
-    from ycore.launch.launcher import EVALUATOR, run_worker
 
     models = [model] if isinstance(model, str) else list(model)
     if not isinstance(model, str) and len(models) < 2:
@@ -249,7 +248,7 @@ def evaluate(
     for config in configs:
         plan = outside_a_loop(partial(eval_plan, config, benchmark=benchmark, has_dataset="dataset" in keys))
         tell_warnings(plan, depth=3)
-    summaries = {config.model: run_worker(EVALUATOR, config) for config in configs}
+    summaries = measured(configs)
     runs = {config.model: Run(config.output) for config in configs}
     if isinstance(model, str):
         return runs[model]

@@ -5,6 +5,7 @@
 
 import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -113,9 +114,7 @@ def evaluate(context: typer.Context, *, output: str | None, dry_run: bool, json:
             for plan in result.values():
                 print_table(plan_rows(plan))
         if not dry_run:
-            from ycore.launch.launcher import EVALUATOR, run_worker
-
-            result = {config.model: run_worker(EVALUATOR, config) for config in configs}
+            result = measured(configs)
     advice = _too_short(configs, result)
     if len(configs) == 1:
         (result,) = result.values()
@@ -130,6 +129,16 @@ def evaluate(context: typer.Context, *, output: str | None, dry_run: bool, json:
         print_table(lines)
     for line in advice:
         print_line(line, stream=sys.stderr)
+
+
+def measured(configs: "Sequence[RunConfig]") -> dict[str, Any]:
+    """The summary of each evaluation by its model; several are a group in trackers."""
+    from ycore.launch.launcher import EVALUATOR, run_worker
+    from ycore.run.reports import tracker_group
+
+    several = len(configs) > 1
+    with tracker_group(Path(configs[0].output).resolve().parent.name) if several else nullcontext():
+        return {config.model: run_worker(EVALUATOR, config) for config in configs}
 
 
 def _too_short(configs: "Sequence[RunConfig]", summaries: Mapping[str, Any]) -> list[str]:

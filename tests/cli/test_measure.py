@@ -1,6 +1,7 @@
 """`ycore preflight` as it is typed: what it says of runs that cannot learn, and `--preflight` before one."""
 
 import json
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from ycore.config.schema import RewardConfig, RunConfig
 from ycore.models.hub import HubAnswer
 from ycore.models.tiny import write_tiny_model
 from ycore.plan.preflight_verdict import Measurements, verdict
+from ycore.run.reports import TRACKER_GROUP
 from ycore.trainer.evaluator import _position_bias
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "data"
@@ -225,6 +227,28 @@ def test_more_than_a_quarter_that_are_cut_off_are_told_with_a_length_to_try() ->
     (line,) = measure._too_short(configs, {model: {"cut_off": cut} for model, cut in models.items()})
     assert line.startswith("26% of the completions of many are cut off at 100 tokens") and "--max-tokens 400" in line
     assert measure._too_short(configs, {model: {"accuracy": 0.5} for model in models}) == []  # of pairs, or a plan
+
+
+@pytest.mark.parametrize(("given", "group"), [(None, "both"), ("family", "family")])
+def test_evaluations_of_several_models_are_one_group_of_trackers(
+    given: str | None, group: str, place: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups: list[str | None] = []
+
+    def noted(*_: Any) -> dict[str, Any]:
+        groups.append(os.environ.get(TRACKER_GROUP))
+        return {}
+
+    monkeypatch.setattr("ycore.launch.launcher.run_worker", noted)
+    monkeypatch.setattr(measure, "compared", lambda *_: ({}, []))
+    monkeypatch.delenv(TRACKER_GROUP, raising=False)
+    if given is not None:
+        monkeypatch.setenv(TRACKER_GROUP, given)
+    (place / "other").symlink_to(place / "model") if not (place / "other").exists() else None
+    words = f"eval --model {place}/model --dataset {place}/train.jsonl --reward exact_answer".split()
+    assert run([*words, "--model", f"{place}/other", "--output", str(place / "both")]) == 0
+    assert run([*words, "--output", str(place / "one")]) == 0
+    assert groups == [group, group, given] and os.environ.get(TRACKER_GROUP) == given
 
 
 def test_a_model_is_not_compared_with_itself(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,7 @@
 """A pipeline from end to end over commands of the test's own: they leave what real runs leave, and train nothing."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from ycore.errors import ConfigError, DataError, EngineError, Interrupted, RunFo
 from ycore.run.claim import claim
 from ycore.run.files import write_json_atomic
 from ycore.run.paths import RunFolder
+from ycore.run.reports import TRACKER_GROUP
 from ycore.tools.pipeline_run import (
     check_folder,
     check_pipeline,
@@ -39,6 +41,7 @@ class Scripted:
     def __init__(self, **stops: BaseException) -> None:
         self.ran: list[tuple[str, bool]] = []
         self.checked: list[str] = []
+        self.groups: list[str | None] = []
         self._stops = stops
 
     def check(self, config: AnyConfig, resume: bool) -> list[tuple[str, str]]:
@@ -51,6 +54,7 @@ class Scripted:
         self.check(config, resume)
         folder = RunFolder(Path(config.output))
         self.ran.append((folder.root.name, resume))
+        self.groups.append(os.environ.get(TRACKER_GROUP))
         claim(folder, config, resume=resume).release()
         stop = self._stops.pop(folder.root.name.replace("-", "_"), None)
         if stop is not None:
@@ -86,6 +90,15 @@ def test_each_stage_gets_what_the_last_one_made(tmp_path: Path) -> None:
         ("pairs", "pairs: finished, 2 s, reward 0.250 -> 0.500"),
         ("dpo", "dpo: finished, 2 s, reward 0.250 -> 0.500"),
     ]
+
+
+@pytest.mark.parametrize("given", [None, "family"])
+def test_stages_are_one_group_of_trackers(given: str | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(TRACKER_GROUP, raising=False)
+    if given is not None:
+        monkeypatch.setenv(TRACKER_GROUP, given)
+    run(tmp_path / "out", commands := Scripted())
+    assert commands.groups == [given or "out"] * 3 and os.environ.get(TRACKER_GROUP) == given
 
 
 @pytest.mark.parametrize("stopped", ["sft", "dpo"])

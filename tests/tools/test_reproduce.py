@@ -14,6 +14,7 @@ from ycore_cli import look
 
 from ycore.errors import ConfigError, Interrupted
 from ycore.models.tiny import write_tiny_model
+from ycore.run.reports import TRACKER_GROUP
 from ycore.tools.reproduce import (
     MIN_SEEDS,
     banded,
@@ -173,6 +174,14 @@ def test_a_stop_says_which_command_goes_on(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(look, "_run_seed", stopped)
     with pytest.raises(Interrupted, match=r"stopped with seed 1; the same command goes on$"):
         look.reproduce("rlhf-pipeline", output=tmp_path)
+
+
+def test_seeds_are_one_group_of_trackers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    groups: list[str | None] = []
+    monkeypatch.delenv(TRACKER_GROUP, raising=False)
+    monkeypatch.setattr(look, "_run_seed", lambda *_, **__: groups.append(os.environ.get(TRACKER_GROUP)))
+    assert look.reproduce("quickstart", output=tmp_path / "again", dry_run=True, seeds=3) == 0
+    assert groups == ["again"] * 3 and TRACKER_GROUP not in os.environ
 
 
 def prepare(folder: Path, recipe: str) -> None:

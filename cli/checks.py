@@ -236,7 +236,7 @@ def _check_examples(config: TuneConfig, model: ModelPlan, site: Site) -> dict[st
         require_chat_template(model)
     if examples.shows:
         require_sight(model, 0)
-    if config.eval_every or config.keep_best or config.stop_when:
+    if config.measures_between:
         from ycore.round.held_out import check_measuring
 
         check_measuring(config, len(examples.held_out))
@@ -261,7 +261,7 @@ def _check_examples(config: TuneConfig, model: ModelPlan, site: Site) -> dict[st
         on_cpu=not site.machine.devices,
         context_length=model.context_length,
     )
-    if examples.held_out:
+    if examples.held_out and config.measures_between:
         dataset["eval_every"] = config.eval_every or a_fifth(batch.steps)
     return {"dataset": dataset, "batch": batch}
 

@@ -41,7 +41,8 @@ GOOD: list[tuple[str, tuple[str | int, ...], Any]] = [
     ("reward", ("dataset", "rows"), 18),
     ("reward --held-out 5", ("dataset", "held_out"), 5),
     ("reward --held-out 5 --eval-every 2", ("dataset", "eval_every"), 2),
-    ("reward --steps 12", ("dataset", "eval_every"), 3),
+    ("reward --steps 12 --keep-best accuracy", ("dataset", "eval_every"), 3),
+    ("reward --steps 12", ("dataset", "eval_every"), None),
     ("reward --held-out 0", ("dataset", "eval_every"), None),
     ("kto --keep-best rewards/margins", ("config", "keep_best"), "rewards/margins"),
     ("sft --set columns.completion=chosen --stop-when no-gain:2", ("config", "stop_when"), ["no-gain:2"]),
@@ -78,7 +79,7 @@ def test_the_plan_in_words(place: Path, capfd: pytest.CaptureFixture[str]) -> No
     out, err = capfd.readouterr()
     assert err == ""
     assert [text.split()[0] for text in out.splitlines()] == ["model", "dataset", "batch", "run", "output", "Nothing"]
-    assert "18 rows to train on, 2 held out (measured every 1 steps), chats, columns prompt, chosen, rejected" in out
+    assert "18 rows to train on, 2 held out, chats, columns prompt, chosen, rejected" in out
     assert "3 steps, 1 epochs, of LoRA r=16, bfloat16, learning rate 0.0001, seed 0" in out
 
 

@@ -58,6 +58,7 @@ def opened(place: Path, output: Path, method: str, **keys: Any) -> ExampleRun:
         "steps": 8,
         "batch_size": 4,
         "held_out": 6,
+        "eval_every": 2,
         "checkpoint_every": 4,
         **keys,
     }
@@ -282,7 +283,7 @@ def scripted(run: ExampleRun, told: dict[int, float]) -> ExampleRun:
 def test_evaluations_change_nothing_of_the_training_and_the_best_model_is_kept(place: Path, tmp_path: Path) -> None:
     """The least loss is that of step 2. Dropout draws random numbers, and evaluations must draw none of them."""
     keys: dict[str, Any] = {"lora": {"dropout": 0.2}, "columns": {"text": "chosen"}, "steps": 6}
-    trained(opened(place, tmp_path / "plain", "sft", **keys, eval_every=100))
+    trained(opened(place, tmp_path / "plain", "sft", **keys, eval_every=None))
     told = {0: 3.0, 2: 1.0, 4: 2.0, 6: 1.5}
     run = scripted(opened(place, tmp_path / "best", "sft", **keys, keep_best="loss"), told)
     weights = Keeps(run)

@@ -395,13 +395,18 @@ class TuneConfig(BaseConfig):
     # Rows to measure on before the first step, every `eval_every` steps and after the last. None is a tenth of the
     # rows, at most 256; 0 measures nothing.
     held_out: Annotated[int, Field(ge=0, strict=True)] | None = None
-    eval_every: Positive | None = None  # None is a fifth of the run
+    eval_every: Positive | None = None  # None: a fifth of the run where the next two ask, else only the two ends
     keep_best: str | None = None  # a figure of the held-out rows, e.g. `loss`: its best model is kept in `best/`
     stop_when: list[str] = []  # ends a run early: `no-gain:N` evaluations, `seconds:N`
     # Rows (a pair is one) in an optimizer step, over all ranks; None is 8, or the product of TRL's batch fields.
     batch_size: Positive | None = None
     epochs: Annotated[float, Field(gt=0)] = 1.0  # passes over the rows; `steps` wins
     steps: Positive | None = None  # optimizer steps; None derives them from `epochs`
+
+    @property
+    def measures_between(self) -> bool:
+        """Whether held-out rows are measured between the first step and the last."""
+        return bool(self.eval_every or self.keep_best or self.stop_when)
 
 
 AnyConfig = RunConfig | TuneConfig

@@ -103,6 +103,10 @@ class HeldOutRows(Evaluation):
         control.should_log = logs  # figures were logged, and the step was not
         self._run.trainer.model.train()  # TRL logs a step's numbers in this mode only
 
+    def _is_due(self, step: int) -> bool:
+        between = isinstance(self._config, TuneConfig) and self._config.measures_between
+        return (between or step in (0, self._run.trainer.args.max_steps)) and super()._is_due(step)
+
     def _figures(self, step: int) -> dict[str, float]:
         trainer, began = self._run.trainer, time.perf_counter()
         own = [trainer.accelerator.device] if trainer.accelerator.device.type == "cuda" else []

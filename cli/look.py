@@ -121,6 +121,9 @@ def doctor(
 
     if (device == "cpu" or dry_run) and not gpu:
         raise ConfigError("--device and --dry-run are for doctor --gpu; add --gpu, or leave them out")
+    if dry_run and json:
+        print_json({"parts": {name: {"limit_s": part.limit_s, "on_cpu": part.on_cpu} for name, part in PARTS.items()}})
+        return
     if dry_run:
         for name, part in PARTS.items():
             on_cpu = "not run on a CPU" if not part.on_cpu else f"not run on a CPU: {part.left_out}"
@@ -284,6 +287,9 @@ def reproduce(
                 _run_seed(recipe, seed, root / f"seed-{seed}", sets=set_ or (), dry_run=dry_run)
             except Interrupted:
                 raise Interrupted(f"stopped with seed {seed}; the same command goes on") from None
+    if dry_run and json:
+        print_json({"recipe": recipe, "output": str(root), "seeds": list(range(seeds))})
+        return 0
     if dry_run:
         print(f"{seeds} runs of {recipe} in {root}. Nothing was started; leave out --dry-run to run them.")
         return 0

@@ -119,6 +119,18 @@ def test_eval_of_a_recipe_leaves_the_training_run_alone(
     assert (config["output"], config["max_tokens"]) == ("runs/eval-quickstart", 16)
 
 
+@pytest.mark.parametrize(
+    ("words", "key"), [("reproduce quickstart --seeds 2", "seeds"), ("doctor --gpu --device cpu", "parts")]
+)
+def test_other_dry_runs_print_one_json_object_too(
+    words: str, key: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert run([*words.split(), "--dry-run", "--json"]) == 0
+    assert json.loads(capfd.readouterr().out)[key]
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_local_dry_run_imports_nothing_heavy(place: Path) -> None:
     code = (
         "import sys; from ycore_cli.main import run; status = run(sys.argv[1:]); "

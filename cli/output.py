@@ -120,8 +120,9 @@ def _plan_rows(summary: Mapping[str, Any]) -> list[tuple[str, str]]:
     """What was planned before the run and with its own lengths and draws, beside what was measured."""
     rows: list[tuple[str, str]] = []
     for row in summary.get("plan_and_measured", []):
-        before = f"{row['planned_before']:.2f}, and " if "planned_before" in row else ""
-        planned = f"{row['what']} {before}{row['planned']:.2f} {row['unit']} with the run's own lengths and draws"
+        unit = row["unit"]
+        before = f"{row['planned_before']:.2f} {unit} before the run, " if "planned_before" in row else ""
+        planned = f"{row['what']} {before}{row['planned']:.2f} {unit} with its own lengths and draws"
         rows.append(("" if rows else "planned", f"{planned}, was {row['measured']:.2f}"))
     return rows
 

@@ -105,8 +105,8 @@ def test_what_was_planned_before_the_run_is_told_apart_from_what_is_planned_afte
     write_json_atomic(RunFolder(tmp_path).summary, {"plan_and_measured": [row.as_json() for row in rows]})
     closing(tmp_path, "2")
     first, second = [line for line in capsys.readouterr().out.splitlines() if "time/" in line]
-    assert first == "planned   time/train 2.00, and 3.00 s with the run's own lengths and draws, was 4.00"
-    assert second.strip() == "time/step 6.25 s with the run's own lengths and draws, was 12.20"
+    assert first == "planned   time/train 2.00 s before the run, 3.00 s with its own lengths and draws, was 4.00"
+    assert second.strip() == "time/step 6.25 s with its own lengths and draws, was 12.20"
 
 
 @pytest.mark.parametrize("typed", [["--reward", "judge:mine/kind.yaml"], ["--reward=judge:mine/kind.yaml"]])

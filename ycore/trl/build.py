@@ -201,10 +201,7 @@ def _lora(settings: LoraSettings, task_type: str, model: Path) -> LoraConfig:
 def _quantization(dtype: torch.dtype) -> BitsAndBytesConfig:
     """NF4 with doubly quantised scales (QLoRA, arXiv 2305.14314, section 3)."""
     return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type="nf4",
-        bnb_4bit_use_double_quant=True,
-        bnb_4bit_compute_dtype=dtype,
+        load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_use_double_quant=True, bnb_4bit_compute_dtype=dtype
     )
 
 

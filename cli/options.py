@@ -316,7 +316,7 @@ def _trl_options(arguments: Sequence[str], *, declared: Iterable[str], trl_class
             values[name[3:]] = False
         elif name not in fields or not option.startswith("--"):
             known = [*declared, *(field.option for field in fields.values())]
-            familiar = _FAMILIAR.get(option)
+            familiar = _FAMILIAR.get(option.replace("_", "-"))
             near = f"; did you mean {familiar!r}?" if familiar in known else nearest(option, known, limit=1)
             raise ConfigError(f"no option {option}{near}")
         elif equals:

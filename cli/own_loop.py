@@ -200,7 +200,7 @@ class Round:
             self._answers.put(error)
 
     def _ask(self, run: "RolloutRun", num_prompts: int) -> "list[Group]":
-        from ycore.round.tasks import together
+        from ycore.run.tasks import together
         from ycore.types import Group
 
         controller, step = run.controller, run.trainer.state.global_step
@@ -222,7 +222,7 @@ class Round:
         import asyncio
 
         from ycore.round.scoring import Writing
-        from ycore.round.tasks import together
+        from ycore.run.tasks import together
 
         controller, step = run.controller, run.trainer.state.global_step
 

@@ -17,7 +17,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 SOURCES = sorted([*(ROOT / "ycore").rglob("*.py"), *(ROOT / "cli").rglob("*.py"), *(ROOT / "recipes").rglob("*.py")])
 
-MOST_LINES = 44_641
+MOST_LINES = 45_800
 MOST_FILES = 248
 MOST_FILE_LINES = 450
 MOST_FUNCTION_LINES = 60

@@ -132,6 +132,7 @@ BAD = [
     ("dpo --set columns.chosen=best", "has no column 'best' (columns.chosen)"),
     ("reward --processes 2 --accelerate zero3", "a reward model is saved whole, and --accelerate zero3 splits it"),
     ("dpo --held-out 20", "20 held-out rows of 20 leave none to train on; lower --held-out"),
+    ("dpo --model_name_or_path x", "no option --model_name_or_path; did you mean '--model'?"),
     ("dpo --lr 1", "no option --lr; did you mean '--learning-rate'?"),
     ("dpo --resume", "--resume needs the folder of a run"),
 ]

@@ -20,7 +20,7 @@ from safetensors.numpy import load_file
 
 from tests.chaos.job import NUM_ROWS, is_dull
 from ycore.data.prompts import PromptOrder
-from ycore.run.metrics import read_metrics
+from ycore.run.metrics import is_evaluation, read_metrics
 from ycore.run.paths import RunFolder
 
 COMPARED = ("loss", "grad_norm", "reward", "learning_rate", "entropy", "completions/mean_length", "ycore/reward")
@@ -71,7 +71,8 @@ def read_result(folder: RunFolder) -> Result:
     samples = folder.samples.read_text(encoding="utf-8") if folder.samples.is_file() else None
     rounds = read_rounds(folder.journal) if folder.journal.is_dir() else []
     written = {round_["step"] + 1: _written(round_) for round_ in rounds}
-    return Result(read_metrics(folder.metrics), weights, samples, written)
+    steps = [row for row in read_metrics(folder.metrics) if not is_evaluation(row)]  # which has a row of its own
+    return Result(steps, weights, samples, written)
 
 
 def _written(round_: Mapping[str, Any]) -> list[Any]:

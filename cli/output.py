@@ -108,8 +108,8 @@ def evaluation_rows(
         before, after = ends["before"], ends["after"]
         known = [name for name in names or after if isinstance(before.get(name), float) and name in after]
         for index, name in enumerate(name for name in known if names or f"{name}/low" in after):
-            ends = [f"{after[f'{name}/{end}']:.3f}" for end in ("low", "high") if f"{name}/{end}" in after]
-            spread = f", 95 % interval {' to '.join(ends)}" if ends else ""
+            reach = [f"{after[f'{name}/{end}']:.3f}" for end in ("low", "high") if f"{name}/{end}" in after]
+            spread = f", 95 % interval {' to '.join(reach)}" if reach else ""
             rows.append(("" if index else "held out", f"{name} {before[name]:.3f} -> {after[name]:.3f}{spread}"))
     if best := summary.get("best"):
         rows.append(("best model", f"{folder.best}, of step {best['step']}"))

@@ -221,7 +221,7 @@ def test_stopped_and_gone_on_with_is_never_stopped(place: Path, tmp_path: Path) 
     assert same(adapter(RunFolder(whole).model), adapter(RunFolder(parts).model))
 
 
-@pytest.mark.parametrize("method", ["sft", "dpo"])
+@pytest.mark.parametrize("method", ["sft", "dpo", "reward"])
 def test_a_stop_ends_a_measurement_and_the_run_goes_on(method: str, place: Path, tmp_path: Path) -> None:
     """Before the first step nothing is left behind; later all steps are kept and only the figures are missing."""
     rows = {"columns": {"text": "chosen"}} if method == "sft" else {}

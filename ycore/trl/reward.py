@@ -58,6 +58,7 @@ class Trainer(BaseTrainer, RewardTrainer):
                 scores = self.model(**batch).logits.squeeze(-1).float()
             chosen, rejected = scores.chunk(2)
             margins.append(self.accelerator.gather_for_metrics(chosen - rejected).cpu())
+            self.callback_handler.on_prediction_step(self.args, self.state, self.control)  # it may stop here
         self.model.train()
         return torch.cat(margins)
 

@@ -56,7 +56,7 @@ BAD: tuple[tuple[str, str], ...] = (
     ("--num-generations 4 --group-size 8", "num_generations is TRL's name of group_size, and they differ: 4 and 8"),
     # options
     ("--lerning-rate 1e-4", "no option --lerning-rate; did you mean '--learning-rate'?"),
-    ("--lerning_rate=1e-4", "no option --lerning-rate; did you mean '--learning-rate'?"),
+    ("--lerning_rate=1e-4", "no option --lerning_rate; did you mean '--learning-rate'?"),
     ("--grop-size 4", "no option --grop-size; did you mean '--group-size'?"),
     ("--lr 1e-4", "no option --lr; did you mean '--learning-rate'?"),
     ("-x", "no option -x"),

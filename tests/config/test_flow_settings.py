@@ -41,7 +41,7 @@ def test_options_win_over_set_which_wins_over_the_recipe() -> None:
         ({"dtype": "bfloat16"}, "computes in float32"),
         ({"lora": {"dropout": 0.1}}, "lora.dropout would make"),
         ({"quantize": "4bit"}, "takes no quantize"),
-        ({"trl": {"beta": 0.1}}, "takes no trl"),
+        ({"trl": {"beta": 0.1}}, "takes report_to and project of TRL's fields, not beta"),
         ({"sampling": {"curriculum": True}}, "ycore flow takes no sampling.curriculum; leave it out"),
         ({"sampling": {"oversample": 1.5}}, "ycore flow takes no sampling.oversample; leave it out"),
         ({"sampling": {"max_staleness": 1}}, "ycore flow takes no sampling.max_staleness; leave it out"),

@@ -20,7 +20,7 @@ import typer
 import yaml
 from pydantic import BaseModel
 from pydantic_core import PydanticUndefined
-from ycore_cli import from_python
+from ycore_cli import from_python, measure
 from ycore_cli.main import app
 
 from tests.chaos.__main__ import make_parser as scorecard_parser
@@ -37,6 +37,7 @@ from ycore.rewards.builtin import BUILTIN, CODE, ENVIRONMENT
 from ycore.rewards.code import TEST_COLUMNS, CodeSettings
 from ycore.rewards.loading import SUPPLIED, inputs_of, load_reward
 from ycore.round.code_scorer import CodeMeter
+from ycore.run.files import write_json_atomic
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -437,10 +438,17 @@ def test_the_python_lines_of_the_page_for_agents_are_runs(tmp_path: Path, monkey
 
     def plan(algorithm: str, settings: dict[str, Any], *, resume: bool) -> from_python.Run:
         configs.append(from_python.config_of(algorithm, dict(settings), resume=resume))
-        return from_python.Run(tmp_path, {"pass@1": 0.5})
+        return from_python.Run(written(Path("run")))
+
+    def written(folder: Path) -> Path:
+        folder.mkdir(parents=True)
+        write_json_atomic(folder / "run.json", {})
+        return folder
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(from_python, "_run", plan)
+    monkeypatch.setattr(measure, "eval_plan", lambda config, **_: configs.append(config) or {"warnings": []})
+    monkeypatch.setattr(measure, "measured", lambda evaluations: [written(Path(one.output)) for one in evaluations])
     exec(compile(lines, "skill.md", "exec"), {})
     assert [config.algorithm for config in configs] == ["grpo", "eval"] and len(lines.splitlines()) == 3
 

@@ -3,6 +3,7 @@
 import itertools
 import random
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -261,6 +262,25 @@ def test_a_head_without_a_backward_gives_the_same_values(frozen: bool) -> None:
         without, _ = score_tokens(hidden, weight, offset, targets, temperature=0.9)
     torch.testing.assert_close(with_grad.detach(), without)
     assert with_grad.requires_grad and not without.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("device", "zero3", "fsdp", "moe", "needs"),
+    [
+        ("cpu", False, False, False, True),
+        ("cuda", False, False, False, False),
+        ("cpu", True, False, False, False),
+        ("cpu", False, True, False, False),
+        ("cpu", False, False, True, False),
+    ],
+)
+def test_a_cpu_with_a_whole_head_needs_the_compact_one(
+    device: str, zero3: bool, fsdp: bool, moe: bool, needs: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(forward, "is_deepspeed_zero3_enabled", lambda: zero3)
+    accelerator = SimpleNamespace(device=torch.device(device))
+    trainer = SimpleNamespace(is_fsdp_enabled=fsdp, aux_loss_enabled=moe, accelerator=accelerator)
+    assert forward.needs_compact_head(trainer) is needs
 
 
 @pytest.mark.parametrize(("frozen", "tile"), [(True, 4), (False, 4), (True, 512), (False, 512)])

@@ -1,5 +1,6 @@
 """Commands for a trained model: `ycore chat`, `serve`, `export` and `push`."""
 
+import os
 import shlex
 import sys
 from collections.abc import Iterator, Sequence
@@ -93,7 +94,7 @@ def chat(
 
 def served_name(model: str) -> str:
     """What a model is called where it is served or written: the last part of its name; of `.`, the folder's own."""
-    return Path(model).expanduser().resolve().name
+    return Path(os.path.abspath(Path(model).expanduser())).name  # a link keeps its own name
 
 
 def _begins_with(turns: Sequence[dict[str, str]], system_prompt: str | None) -> str:

@@ -76,12 +76,15 @@ def test_an_address_where_nothing_listens_is_told_in_a_line(root: Path, capsys: 
     assert "no answer from http://127.0.0.1:1/v1" in error and "start it with `ycore serve a`" in error
 
 
-@pytest.mark.parametrize(("name", "called"), [(".", "b"), ("../b", "b"), ("v1.5", "v1.5"), ("me/sums", "sums")])
+@pytest.mark.parametrize(
+    ("name", "called"), [(".", "b"), ("../b", "b"), ("../latest", "latest"), ("v1.5", "v1.5"), ("me/sums", "sums")]
+)
 def test_a_model_is_called_by_the_last_part_of_its_name(
     root: Path, name: str, called: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written: list[tuple[str, str]] = []
     monkeypatch.chdir(root / "b")
+    (root / "latest").symlink_to(root / "a")
     monkeypatch.setattr(trained, "export", lambda folder, target, form, name: written.append((target.name, name)))
     assert run(["export", name, "--format", "gguf"]) == 0
     assert written == [(f"{called}.gguf", called)]

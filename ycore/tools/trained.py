@@ -149,7 +149,8 @@ class ServedTalker(Talker):
     def _write(self, asked: str | list[dict[str, str]], *, seed: int, show: Say | None) -> str:
         is_text = isinstance(asked, str)
         route, key = ("completions", "prompt") if is_text else ("chat/completions", "messages")
-        sampling = {"max_tokens": self._max_tokens, "temperature": self._temperature, "top_p": 1, "seed": seed}
+        sampling = {"max_tokens": self._max_tokens, "temperature": self._temperature, "seed": seed}
+        sampling |= {"top_p": 1, "top_k": 0}  # and not what the model's folder says, as transformers is asked
         body = {"model": self._name, key: asked, "stream": True, **sampling}
         answer = []
         for choice in self._streamed(route, body):
